@@ -24,7 +24,7 @@ from ckptkit.core.progress import phase
 from ckptkit.formats.detect import Kind
 from verify import checks as general
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, collect
 from verify.launch import checks as of_launches
 from verify.report import BEHAVIOUR, CheckResult, Finding, Status
 from verify.skip import Inapplicable
@@ -53,6 +53,8 @@ LOOKS_AT: dict[str, str] = {
 # What a check may need. `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness
 # must be asked for.
 NEEDS = frozenset({"sound headers", "source", *WITNESSES})
+_READS_EVERY_BYTE = ("values", "adapter", "draft", "deltas")
+_NAMES_ITS_FILES = ("launch", "megatron")  # a finding of others is about the checkpoint, where it names no file
 
 
 @dataclass
@@ -90,14 +92,20 @@ def always(subject: Subject) -> str | None:
 
 def only(kind: Kind, otherwise: str) -> Unless:
     """For a check of one kind of checkpoint; `otherwise` says why it does not apply to the other."""
-    return lambda subject: None if subject.kind == kind else otherwise
+    return without(lambda subject: subject.kind == kind, otherwise)
+
+
+def without(find: Callable[[Subject], object], otherwise: str) -> Unless:
+    """For a check of something that `find` returns; `otherwise` says that there is none."""
+    return lambda subject: None if find(subject) else otherwise
 
 
 @dataclass(frozen=True)
 class Check:
     """One registered check: its stable code, what it is about, why it matters, what to do about a finding.
 
-    `needs` is what must be there for it to run. `gate`: where it fails, headers are not sound. `preflight`: preflight
+    `needs` is what must be there for it to run; all but a gate of the stages that read every byte need sound headers
+    too. `gate`: where it fails, headers are not sound. `preflight`: preflight
     runs it too, as it does all of the stages `headers` and `launch`. `explained_by`: the codes of checks whose findings
     are the cause of its own about the same tensors.
     """
@@ -113,6 +121,11 @@ class Check:
     preflight: bool = False
     unless: Unless = always
     explained_by: tuple[str, ...] = ()
+
+    @property
+    def needs_sound_headers(self) -> bool:
+        """Whether it is not worth running while headers are wrong."""
+        return "sound headers" in self.needs or (self.stage in _READS_EVERY_BYTE and not self.gate)
 
     def left_out(self, subject: Subject) -> str | None:
         """Why it does not apply to this subject; None when it does."""
@@ -146,8 +159,7 @@ def check(
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            for issue in issues(subject, tally):
-                yield from issue.findings(code)
+            return collect(issues(subject, tally), code, fix, None if stage in _NAMES_ITS_FILES else subject.path)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
@@ -241,7 +253,7 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     tally = Tally()
     started = time.monotonic()
     found: list[Finding] = []
-    if broken and "sound headers" in one.needs:
+    if broken and one.needs_sound_headers:
         reason: str | None = f"not run because {broken} failed"
         unable = False
     else:

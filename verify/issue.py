@@ -1,9 +1,9 @@
-"""One thing that is wrong, as whoever sees it says it, and how it becomes findings of a report."""
+"""An issue as a check reports it, and how the issues of a check become findings of a report."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.printable import public_url
@@ -12,20 +12,27 @@ from verify.evidence.folding import group_by_pattern
 from verify.report import Finding, Severity
 
 
+def warning_if(is_harmless: object) -> Severity:
+    """The severity of an issue that is an error, unless something is the case."""
+    return "warning" if is_harmless else "error"
+
+
 @dataclass(frozen=True)
 class Issue:
-    """What should be, what is, and the next move.
+    """What should be, what is, and the next move: without `hint` the check's `fix`.
 
-    `names` are the tensors concerned: those that differ in layer and expert numbers only become one finding, or all of
-    them where `together` is set; of no names there is no finding. None: it concerns `count` other things. `explains`
-    are tensors that are wrong for the same reason, and that other checks judge.
+    `names` are the tensors concerned. Issues of a check that differ in names alone are one: a check may yield one a
+    tensor. Names that differ in layer and expert numbers only become one finding, or all of this issue where `together`
+    is set; of no names there is no finding. None: it concerns `count` other things. `file` is the checkpoint where it
+    is left out (of a launch and of Megatron: nothing), and as text relative to that. `explains` are tensors that are
+    wrong for the same reason, and that other checks judge.
     """
 
     expected: str
     actual: str
     hint: str = ""
     names: Collection[str] | None = None
-    file: Path | str | None = None
+    file: Path | str | None = ""
     rank: str | None = None
     severity: Severity = "error"
     together: bool = False
@@ -35,7 +42,7 @@ class Issue:
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
         # Its last part is shown without the scheme that would make it a URL.
-        file = None if self.file is None else public_url(str(self.file))
+        file = public_url(str(self.file)) if self.file else None
         for text, count, names in self._folded():
             yield Finding(
                 code,
@@ -57,3 +64,21 @@ class Issue:
             yield summarize(self.names), len(self.names), frozenset(self.names)
         else:
             yield from ((summarize(group), len(group), frozenset(group)) for group in group_by_pattern(self.names))
+
+
+def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> Iterator[Finding]:
+    """The findings of the check `code`, of all issues before an exception too, which is raised behind them.
+
+    `root`: the checkpoint; None where issues name their files as they are.
+    """
+    groups: dict[object, list[Issue]] = {}
+    try:
+        for number, one in enumerate(issues):
+            alike = (one.expected, one.actual, one.hint, one.file, one.rank, one.severity)
+            groups.setdefault(number if one.names is None or one.together else alike, []).append(one)
+    finally:
+        for several in groups.values():
+            first, file = several[0], several[0].file
+            names = first.names if first.names is None else [name for one in several for name in one.names or ()]
+            file = root / file if root and isinstance(file, str) else file
+            yield from replace(first, names=names, file=file, hint=first.hint or fix).findings(code)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from converters.planner import dims_of, expected_hf
 from converters.stored import as_stored
-from verify.checks.config.engine_keys import keys_of
+from verify.checks.config.spellings import keys_of
 from verify.launch.checks.gpus import engine_fit
 from verify.launch.stacks.sizes import Cut
 from verify.report import Report

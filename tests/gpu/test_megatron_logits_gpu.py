@@ -12,7 +12,7 @@ import torch
 from support.fixture_types import PathOf
 
 from verify.check import Tally
-from verify.checks.witnesses.megatron_logits import judge
+from verify.checks.witnesses.behaviour import judge
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions

@@ -6,8 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from verify.check import Tally
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.checks.witnesses.megatron_regions import all_regions
+from verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.report import Finding
 from verify.witnesses.megatron.options import MegatronOptions

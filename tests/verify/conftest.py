@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fixture_types import CopyOf, PathOf
 
 from verify.check import all_checks, choose, run_checks
 from verify.evidence.subject import Subject
@@ -16,6 +17,18 @@ from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
 
 _OPTIONS = {one.name for one in fields(VerifyOptions)}
+
+
+@pytest.fixture
+def fresh(releases: PathOf, copy_of: CopyOf) -> PathOf:
+    """`fresh(name)`: a copy of a release, to be broken."""
+    return lambda name: copy_of(releases(name))
+
+
+@pytest.fixture
+def fresh_megatron(converted: PathOf, copy_of: CopyOf) -> PathOf:
+    """`fresh_megatron(name)`: a copy of a converted release, to be broken."""
+    return lambda name: copy_of(converted(name))
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +72,16 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
         return (results[0] if results else None), findings
 
     return run
+
+
+@pytest.fixture(scope="session")
+def passes(alone: Callable[..., tuple[CheckResult | None, list[Finding]]]) -> Callable[..., None]:
+    """`passes(code, path, tensors, ...)`: one check finds nothing, and compared so many tensors where that is given."""
+
+    def assert_passes(code: str, path: Path, tensors: int | None = None, **how: Any) -> None:
+        result, found = alone(code, path, **how)
+        assert found == []
+        assert result is not None
+        assert (result.status, result.tensors_compared) == ("passed", tensors or result.tensors_compared)
+
+    return assert_passes

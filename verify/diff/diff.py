@@ -13,8 +13,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
-from verify.diff.moved import moved_names, moves_of
-from verify.diff.pairs import Pair, pairs_of, pairs_of_headers
+from verify.diff.pairs import Pair, moved_names, moves_of, pairs_of, pairs_of_headers
 from verify.diff.result import Diff, badness
 from verify.diff.sides import Sides, config_or_empty, fp32_state, opened, tied_names
 
@@ -47,11 +46,7 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
     left = [pair for pair in found if pair.name not in whose and pair.name not in renamed]
     cast = [pair for pair in left if pair.state == "cast"]
     return Diff(
-        version=program_version(),
-        a=a,
-        b=b,
-        formats=sides.formats,
-        exact=exact,
+        *(program_version(), a, b, sides.formats, exact),
         nbytes=sum(pair.nbytes for pair in pairs.values()),
         equal=[pair.name for pair in left if pair.state == "equal"],
         cast=cast,
@@ -70,16 +65,7 @@ def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
     tied = {head[0] for side in (sides.a, sides.b) if (head := tied_names(config_or_empty(side)))}
     note = f"values were not read: torch is not installed here: {INSTALL_CONVERT}"
     return Diff(
-        version=program_version(),
-        a=a,
-        b=b,
-        formats=sides.formats,
-        exact=exact,
-        nbytes=0,
-        equal=[],
-        cast=[],
-        redundant=[],
-        moves=[],
+        *(program_version(), a, b, sides.formats, exact),
         differing=[pair for pair in found if pair.state == "differing"],
         only_a=[pair for pair in found if pair.state == "only_a" and pair.name not in tied],
         only_b=[pair for pair in found if pair.state == "only_b" and pair.name not in tied],
@@ -101,10 +87,10 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
         tied = tied_names(config)
         if tied and tied[0] in alone and tied[1] in pairs:
             head, embedding = (pairs[name] for name in tied)
-            contents = (
-                (head.content_a, embedding.content_a) if head.a is not None else (head.content_b, embedding.content_b)
-            )
-            found |= {head.name} if contents[0] == contents[1] else set()
+            is_same = head.content_b == embedding.content_b
+            if head.a is not None:
+                is_same = head.content_a == embedding.content_a
+            found |= {head.name} if is_same else set()
     return found
 
 

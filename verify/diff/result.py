@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.specs import fold
-from verify.diff.distance import Distance
-from verify.diff.moved import Move
-from verify.diff.pairs import Pair
+from verify.diff.pairs import Distance, Move, Pair
 from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"
@@ -37,14 +35,14 @@ class Diff:
     b: str
     formats: tuple[str, str]
     exact: bool  # whether a cast counts as a difference
-    nbytes: int
-    equal: Sequence[str]  # the same bits
-    cast: Sequence[Pair]  # the same after a cast to the narrower dtype
-    redundant: Sequence[str]  # only on one side, and following from the rest, as a tied output layer
-    moves: Sequence[Move]  # bits that stand under another name in B
-    differing: Sequence[Pair]  # the rest of what both have, the worst first
+    differing: Sequence[Pair]  # of what both have, neither cast nor moved, the worst first
     only_a: Sequence[Pair]
     only_b: Sequence[Pair]
+    nbytes: int = 0
+    equal: Sequence[str] = ()  # the same bits
+    cast: Sequence[Pair] = ()  # the same after a cast to the narrower dtype
+    redundant: Sequence[str] = ()  # only on one side, and following from the rest, as a tied output layer
+    moves: Sequence[Move] = ()  # bits that stand under another name in B
     notes: Sequence[str] = ()  # what was not compared, or needs a second look
     files: Sequence[str] = ()  # how config.json and other files that loaders read differ, a line each
     unread: Sequence[Pair] = ()  # of one shape, and not compared by value, since torch is not installed

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.fixture_types import CopyOf, PathOf
+import torch
+from families import HF_CASES, case
+from support.check_examples import hold_example
+from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
+from support.installed import release
 
 from verify.check import Tally
 from verify.checks.config.config import UNKNOWN, class_default, configs_match
 from verify.evidence.subject import Subject
+from verify.launch.preflight import preflight
 from verify.reports.headline import headline
 from verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content))
 
 
 def change(path: Path, **changes: Any) -> Path:
@@ -42,9 +44,9 @@ def change(path: Path, **changes: Any) -> Path:
     ],
 )
 def test_a_key_that_changed(
-    changes: dict[str, Any], expected: str, actual: str, severity: str, releases: PathOf, copy_of: CopyOf
+    changes: dict[str, Any], expected: str, actual: str, severity: str, releases: PathOf, fresh: PathOf
 ) -> None:
-    found = verify(change(copy_of(releases("qwen2-tied")), **changes), source=releases("qwen2-tied")).findings
+    found = verify(change(fresh("qwen2-tied"), **changes), source=releases("qwen2-tied")).findings
     assert {(finding.code, finding.severity) for finding in found} == {("CK702", severity)}
     # One finding a key of the file, also where two Megatron arguments follow from it.
     assert [(finding.expected, finding.actual) for finding in found] == [(expected, actual)]
@@ -59,9 +61,9 @@ def test_a_key_that_changed(
     ],
 )
 def test_a_key_of_text_config_is_compared_by_itself(
-    key: str, value: Any, found: list[tuple[str, str, str]], releases: PathOf, copy_of: CopyOf
+    key: str, value: Any, found: list[tuple[str, str, str]], releases: PathOf, fresh: PathOf
 ) -> None:
-    path = copy_of(releases("qwen3_5"))
+    path = fresh("qwen3_5")
     text = json.loads((path / "config.json").read_text())["text_config"] | {key: value}
     change(path, text_config={name: one for name, one in text.items() if one is not ...})
     report = verify(path, source=releases("qwen3_5"))
@@ -88,9 +90,9 @@ def test_a_softcap_that_the_class_does_not_have_is_an_error_where_it_is_lost() -
     ],
 )
 def test_a_change_is_named_as_the_file_spells_it(
-    name: str, changes: dict[str, Any], expected: str, actual: str, releases: PathOf, copy_of: CopyOf
+    name: str, changes: dict[str, Any], expected: str, actual: str, releases: PathOf, fresh: PathOf
 ) -> None:
-    found = verify(change(copy_of(releases(name)), **changes), source=releases(name)).findings
+    found = verify(change(fresh(name), **changes), source=releases(name)).findings
     assert [(finding.expected, finding.actual) for finding in found if finding.code == "CK702"] == [(expected, actual)]
 
 
@@ -104,38 +106,27 @@ def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases: 
 
 
 def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path) -> None:
-    config = {
-        "model_type": "gemma3",
-        "text_config": {
-            "model_type": "gemma3_text",
-            "num_hidden_layers": 6,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 256,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-            "sliding_window": 32,
-        },
+    text = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128}
+    text |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 256,
+        "rms_norm_eps": 1e-6,
     }
+    text |= {"rope_local_base_freq": 10000.0, "sliding_window": 32, "rms_norm_eps": 1e-6}
     for folder, base in (("here", 10000.0), ("source", 1000000.0)):
         (tmp_path / folder).mkdir()
-        write_json(
-            tmp_path / folder / "config.json", config | {"text_config": config["text_config"] | {"rope_theta": base}}
-        )  # type: ignore[operator]
+        content = {"model_type": "gemma3", "text_config": text | {"rope_theta": base}}
+        (tmp_path / folder / "config.json").write_text(json.dumps(content))
     (finding,) = configs_match(Subject(tmp_path / "here", tmp_path / "source"), Tally())
-    assert (finding.expected, finding.actual) == (
-        "text_config.rope_theta = 1000000.0",
-        "text_config.rope_theta = 10000.0",
-    )
+    assert finding.expected == "text_config.rope_theta = 1000000.0"
+    assert finding.actual == "text_config.rope_theta = 10000.0"
 
 
 @pytest.mark.parametrize("spelling", ["v4", "v5"])
-def test_rotary_scaling_that_was_removed(spelling: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_rotary_scaling_that_was_removed(spelling: str, tmp_path: Path, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     theta = json.loads((path / "config.json").read_text())["rope_parameters"]["rope_theta"]
     source = Path(str(path) + "-source")
     path.rename(source)
@@ -143,32 +134,78 @@ def test_rotary_scaling_that_was_removed(spelling: str, releases: PathOf, tmp_pa
         change(source, rope_parameters={**YARN, "rope_theta": theta})
     else:
         change(source, rope_parameters=..., rope_theta=theta, rope_scaling={"type": "yarn", **YARN})
-    found = verify(copy_of(releases("qwen2-tied")), source=source).findings
-    assert [(finding.code, finding.severity, finding.expected, finding.actual) for finding in found] == [
-        ("CK702", "error", "rotary factor = 4.0", "rotary factor = None"),
-        (
-            "CK702",
-            "error",
-            "rotary original_max_position_embeddings = 64",
-            "rotary original_max_position_embeddings = None",
-        ),
-        ("CK702", "error", "rotary rope_type = yarn", "rotary rope_type = default"),
+    found = verify(fresh("qwen2-tied"), source=source).findings
+    assert {(one.code, one.severity) for one in found} == {("CK702", "error")}
+    assert [one.expected.removeprefix("rotary ") for one in found] == [
+        *("factor = 4.0", "original_max_position_embeddings = 64", "rope_type = yarn")
     ]
 
 
-def test_the_other_spelling_and_storage_are_no_change(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_the_other_spelling_and_storage_are_no_change(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     rope = json.loads((path / "config.json").read_text())["rope_parameters"]
-    change(
-        path,
-        rope_parameters=...,
-        rope_theta=rope["rope_theta"],
-        partial_rotary_factor=rope["partial_rotary_factor"],
-        dtype=...,
-        torch_dtype="bfloat16",
-        transformers_version="4.54.0",
-        use_cache=False,
-        architectures=["Glm4MoeForCausalLM", "Other"],
-        _name_or_path="/somewhere",
-    )
+    old = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor")} | {"torch_dtype": "bfloat16"}
+    storage = {"transformers_version": "4.54.0", "use_cache": False, "_name_or_path": "/somewhere"}
+    change(path, rope_parameters=..., dtype=..., architectures=["Glm4MoeForCausalLM", "Other"], **old, **storage)
     assert verify(path, source=releases("glm4_moe")).findings == []
+
+
+# CK731: keys of config.json that SGLang reads and transformers 5 does not write.
+
+
+DEEPSEEK = '"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1'
+# What config.json lacks once transformers 5 has saved it, by hand from SGLang's classes and the releases.
+LACKING = {
+    "deepseek_v3": DEEPSEEK,
+    "moonlight": DEEPSEEK,
+    "deepseek_v32": DEEPSEEK,
+    "exaone_moe": f'"is_moe_layer": {json.dumps([False] * 2 + [True] * 10)}',
+    "granite-4-dense-tied": '"rope_theta": 10000000.0',
+    "glm4_moe_lite": '"first_k_dense_replace": 1',
+    **({} if release("sglang") >= (0, 5, 23) else {"gpt_oss": '"swiglu_limit": 7.0'}),
+    "hy_v3": '"first_k_dense_replace": 2, "qk_norm": true, "route_norm": true',
+    "minimax_m2": '"scoring_func": "sigmoid", "use_qk_norm": true, "use_routing_bias": true, "rotary_dim": 16',
+    "nemotron_h": '"mamba_n_groups": 4',
+    "qwen3_next": '"full_attention_interval": 4',
+    "qwen3_5": '"text_config.full_attention_interval": 4',
+    "qwen3_5_moe": '"text_config.full_attention_interval": 4',
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_what_transformers_leaves_out_is_named_with_its_value(name: str, tmp_path: Path, alone: RunAlone) -> None:
+    """The config as `save_pretrained` writes it, without what the test models add to be as released."""
+    case.save(name, replace(HF_CASES[name], edit=lambda config: config), tmp_path / "model", torch.bfloat16)
+    _, (finding,) = alone("CK731", tmp_path / "model")
+    assert (finding.expected, finding.severity) == (f"{LACKING[name]}, which SGLang's class reads", "error")
+    assert finding.file == str(tmp_path / "model" / "config.json")
+    assert "transformers 5 does not write" in finding.hint
+
+
+# Further test models of families with such keys.
+ALSO = {"kimi_k2", "kimi_k25", "glm_moe_dsa", "glm_moe_dsa-shared", "qwen3_5_text-tied", "qwen3_5_moe_text"}
+ALSO |= {"nemotron_h-latent", "exaone_moe-groups-tied", "gemma4_unified", "deepseek_v4", "minimax_m3_vl"}
+ALSO |= {"gpt_oss-v4"} if "gpt_oss" in LACKING else set()
+
+
+@pytest.mark.parametrize("name", HF_CASES)
+def test_a_config_as_released_lacks_nothing(name: str, tmp_path: Path, alone: RunAlone) -> None:
+    config = HF_CASES[name].edit(json.loads(HF_CASES[name].config().to_json_string(use_diff=False)))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result, found = alone("CK731", tmp_path)
+    assert found == []
+    assert (result is not None and result.status == "passed") == (name in LACKING or name in ALSO)
+
+
+def test_a_lacking_key_is_said_where_sglang_is_the_engine(
+    tmp_path: Path, codes: CodesOf, only: OnlyFinding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("converters.families.gpt_oss.package_release", lambda package: (0, 5, 16))
+    without = replace(HF_CASES["gpt_oss"], edit=lambda config: {**config, "swiglu_limit": None})
+    case.save("gpt_oss", without, tmp_path / "model", torch.bfloat16)
+    hold_example("CK731", only(verify(tmp_path / "model")))
+    assert "CK731" in codes(preflight(hf_checkpoint=tmp_path / "model"))
+    vllm = ["--vllm-gpu-memory-utilization", "0.7"]
+    assert "CK731" not in codes(preflight(hf_checkpoint=tmp_path / "model", arguments=vllm))
+    monkeypatch.setattr("converters.families.gpt_oss.package_release", lambda package: (0, 5, 23))
+    assert "CK731" not in codes(preflight(hf_checkpoint=tmp_path / "model"))

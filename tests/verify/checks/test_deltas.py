@@ -34,17 +34,19 @@ from ckptkit import CkptkitError
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
-from verify.checks.deltas.replaying import not_finite
+from verify.checks.deltas.deltas import not_finite
 from verify.diff.diff import diff
 from verify.report import Finding
 
 MIXED = ("xor", "overwrite") * 3
 NORM = "model.norm.weight"  # changed by odd steps
-Damage = Callable[[Path, list[dict[str, Tensor]]], None]
+States = list[dict[str, Tensor]]
+Published = tuple[Path, States]
+Damage = Callable[[Path, States], None]
 
 
 @pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Tensor]]]:
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
     """A base and a chain of six deltas, and the weights of every version."""
     root = tmp_path_factory.mktemp("deltas")
     save("qwen2-untied", root / "base")
@@ -52,7 +54,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict
 
 
 @pytest.fixture
-def chain(published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path) -> Path:
+def chain(published: Published, tmp_path: Path) -> Path:
     """A copy of the chain, beside a link to its base."""
     shutil.copytree(published[0] / "chain", tmp_path / "chain")
     shutil.copytree(published[0] / "base", tmp_path / "base")
@@ -75,24 +77,18 @@ def rewrite(path: Path, name: str, payload: Tensor, checksum: str | None = None)
 
 
 def test_a_chain_of_six_deltas_is_clean_and_every_change_is_replayed(
-    published: tuple[Path, list[dict[str, Tensor]]],
+    published: Published,
 ) -> None:
     root, states = published
     report = ckptkit.verify(root / "chain", source=root / "base")
     assert (report.status, report.findings, report.asked) == ("passed", [], ["deltas"])
     changes = sum(raw(old[name]) != raw(new[name]) for old, new in pairwise(states) for name in old)
-    assert {one.code: one.tensors_compared for one in report.checks} == {
-        "CK122": 6,
-        "CK123": changes,
-        "CK221": changes,
-        "CK222": changes,
-    }
+    compared = {one.code: one.tensors_compared for one in report.checks}
+    assert compared == {"CK122": 6, "CK123": changes, "CK221": changes, "CK222": changes}
 
 
 @pytest.mark.parametrize("number", [1, 4, 6])
-def test_convert_makes_the_full_checkpoint_of_a_version(
-    published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path, number: int
-) -> None:
+def test_convert_makes_the_full_checkpoint_of_a_version(published: Published, tmp_path: Path, number: int) -> None:
     root, states = published
     src = root / "chain" if number == 6 else version_at(root / "chain", number)
     convert(src, tmp_path / "full", hf=root / "base")
@@ -103,9 +99,7 @@ def test_convert_makes_the_full_checkpoint_of_a_version(
     assert sorted(diff(tmp_path / "full", src, hf=root / "base").equal) == sorted(made)
 
 
-def test_a_local_checkpoint_that_missed_an_update_is_found(
-    published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path
-) -> None:
+def test_a_local_checkpoint_that_missed_an_update_is_found(published: Published, tmp_path: Path) -> None:
     """slime#2104: an engine could not apply a delta, nobody looked at its answer, and later ones were applied."""
     root, states = published
     convert(root / "chain", tmp_path / "local", hf=root / "base")
@@ -114,9 +108,7 @@ def test_a_local_checkpoint_that_missed_an_update_is_found(
     assert {(one.code, one.tensor) for one in errors} == {("CK202", NORM)}
 
 
-def test_a_megatron_checkpoint_is_compared_with_the_version(
-    published: tuple[Path, list[dict[str, Tensor]]], tmp_path: Path
-) -> None:
+def test_a_megatron_checkpoint_is_compared_with_the_version(published: Published, tmp_path: Path) -> None:
     root, _ = published
     convert(root / "chain", tmp_path / "full", hf=root / "base")
     convert(tmp_path / "full", tmp_path / "megatron")
@@ -125,35 +117,35 @@ def test_a_megatron_checkpoint_is_compared_with_the_version(
     assert {one.code for one in ckptkit.verify(tmp_path / "megatron", older, root / "base").findings} == {"CK202"}
 
 
-def gap(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def gap(chain: Path, states: States) -> None:
     shutil.rmtree(version_at(chain, 3))
 
 
-def beginning_pruned(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def beginning_pruned(chain: Path, states: States) -> None:
     for number in (1, 2):
         shutil.rmtree(version_at(chain, number))
 
 
-def copied(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def copied(chain: Path, states: States) -> None:
     shutil.rmtree(version_at(chain, 3))
     shutil.copytree(version_at(chain, 2), version_at(chain, 3))
 
 
-def exchanged(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def exchanged(chain: Path, states: States) -> None:
     version_at(chain, 2).rename(chain / "other")
     version_at(chain, 3).rename(version_at(chain, 2))
     (chain / "other").rename(version_at(chain, 3))
 
 
-def of_another_run(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def of_another_run(chain: Path, states: States) -> None:
     edit_index(version_at(chain, 3), base_version="000007")
 
 
-def without_index(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def without_index(chain: Path, states: States) -> None:
     (version_at(chain, 6) / INDEX).unlink()
 
 
-def other_encoding(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def other_encoding(chain: Path, states: States) -> None:
     edit_index(version_at(chain, 3), delta_encoding="sub")
 
 
@@ -170,7 +162,7 @@ def other_encoding(chain: Path, states: list[dict[str, Tensor]]) -> None:
     ],
 )
 def test_versions_out_of_order_are_found(
-    published: tuple[Path, list[dict[str, Tensor]]], chain: Path, damage: Damage, at: str, actual: str
+    published: Published, chain: Path, damage: Damage, at: str, actual: str
 ) -> None:
     damage(chain, published[1])
     first = found(chain)[0]
@@ -184,31 +176,31 @@ def test_versions_out_of_order_are_found(
     assert not [one.name for one in chain.parent.iterdir() if one.name.startswith("full")]
 
 
-def truncated(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def truncated(chain: Path, states: States) -> None:
     file = version_at(chain, 4) / "model-00001-of-00002.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
 
 
-def file_lost(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def file_lost(chain: Path, states: States) -> None:
     (version_at(chain, 4) / "model-00001-of-00002.safetensors").unlink()
 
 
-def other_dtype(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def other_dtype(chain: Path, states: States) -> None:
     rewrite(version_at(chain, 3), NORM, torch.zeros(8))
 
 
-def unknown_name(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def unknown_name(chain: Path, states: States) -> None:
     rewritten(version_at(chain, 3), NORM, "model.other.weight")
 
 
-def twice(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def twice(chain: Path, states: States) -> None:
     path = version_at(chain, 1)
     (file,) = (one for one in path.glob("*.safetensors") if NORM in load_file(one))
     checksum = {NORM: digest("xxh3-128", raw(states[1][NORM]))}
     save_file({NORM: load_file(file)[NORM]}, path / "model-00002-of-00003.safetensors", metadata=checksum)
 
 
-def unlisted(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def unlisted(chain: Path, states: States) -> None:
     path = version_at(chain, 1) / INDEX
     index = json.loads(path.read_text())
     del index["weight_map"][NORM]
@@ -240,7 +232,7 @@ def rewritten(path: Path, old: str, new: str) -> None:
     ],
 )
 def test_deltas_that_are_not_whole_are_found(
-    published: tuple[Path, list[dict[str, Tensor]]],
+    published: Published,
     chain: Path,
     damage: Damage,
     at: str,
@@ -260,18 +252,18 @@ def test_deltas_that_are_not_whole_are_found(
         hold_example("CK123", first)
 
 
-def repeated_xor(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def repeated_xor(chain: Path, states: States) -> None:
     renumber(chain, 1, 3)
 
 
-def repeated_overwrite(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def repeated_overwrite(chain: Path, states: States) -> None:
     for number in range(4, 7):
         shutil.rmtree(version_at(chain, number))
     shutil.rmtree(version_at(chain, 3))
     renumber(chain, 2, 3)
 
 
-def reordered(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def reordered(chain: Path, states: States) -> None:
     for place, number in enumerate((3, 5), 7):
         renumber(chain, number, place)
     renumber(chain, 7, 5)
@@ -280,18 +272,18 @@ def reordered(chain: Path, states: list[dict[str, Tensor]]) -> None:
         shutil.rmtree(version_at(chain, number))
 
 
-def other_base(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def other_base(chain: Path, states: States) -> None:
     changed = states[0][NORM].clone()
     changed[5] += 1
     edit(chain.parent / "base", NORM, changed)
 
 
-def wider(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def wider(chain: Path, states: States) -> None:
     old, new = (states[number][NORM].float() for number in (2, 3))
     rewrite(version_at(chain, 3), NORM, packed(encoded("xor", raw(old), raw(new))), digest("xxh3-128", raw(new)))
 
 
-def overwriting(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def overwriting(chain: Path, states: States) -> None:
     """Version 3 in the other encoding, which is sound."""
     edit_index(version_at(chain, 3), delta_encoding="overwrite")
     for name, old in states[2].items():
@@ -300,18 +292,18 @@ def overwriting(chain: Path, states: list[dict[str, Tensor]]) -> None:
             rewrite(version_at(chain, 3), name, packed(encoded("overwrite", raw(old), raw(new))))
 
 
-def out_of_range(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def out_of_range(chain: Path, states: States) -> None:
     """The delta of a tensor with more rows: its last position lies outside."""
     overwriting(chain, states)
     old, new = raw(states[2][NORM]) + b"\0\0", raw(states[3][NORM]) + b"\1\0"
     rewrite(version_at(chain, 3), NORM, packed(encoded("overwrite", old, new)))
 
 
-def not_zstd(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def not_zstd(chain: Path, states: States) -> None:
     rewrite(version_at(chain, 3), NORM, torch.full((40,), 7, dtype=torch.uint8))
 
 
-def cut(chain: Path, states: list[dict[str, Tensor]]) -> None:
+def cut(chain: Path, states: States) -> None:
     payload = encoded("xor", raw(states[2][NORM]), raw(states[3][NORM]))
     rewrite(version_at(chain, 3), NORM, packed(payload)[:-6].clone())
 
@@ -333,7 +325,7 @@ SIZE = 256  # bytes of NORM
     ],
 )
 def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(
-    published: tuple[Path, list[dict[str, Tensor]]], chain: Path, damage: Damage, number: int, actual: str
+    published: Published, chain: Path, damage: Damage, number: int, actual: str
 ) -> None:
     damage(chain, published[1])
     findings = found(chain)
@@ -351,7 +343,7 @@ def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(
         assert not (chain.parent / "full").exists()
 
 
-def test_the_other_encoding_of_a_version_is_sound(published: tuple[Path, list[dict[str, Tensor]]], chain: Path) -> None:
+def test_the_other_encoding_of_a_version_is_sound(published: Published, chain: Path) -> None:
     overwriting(chain, published[1])
     assert found(chain) == []
 
@@ -359,7 +351,7 @@ def test_the_other_encoding_of_a_version_is_sound(published: tuple[Path, list[di
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
 def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(
-    published: tuple[Path, list[dict[str, Tensor]]], chain: Path, encoding: str, value: float
+    published: Published, chain: Path, encoding: str, value: float
 ) -> None:
     states = published[1]
     new = {name: one.clone() for name, one in states[6].items()}
@@ -394,7 +386,7 @@ def test_long_numbers_that_are_not_finite_are_counted(dtype: torch.dtype) -> Non
     assert not_finite(numbers, str(dtype).removeprefix("torch.")) == 3
 
 
-def test_a_delta_without_changes_is_sound(published: tuple[Path, list[dict[str, Tensor]]], chain: Path) -> None:
+def test_a_delta_without_changes_is_sound(published: Published, chain: Path) -> None:
     """A step with a learning rate of zero; its index has an empty weight_map, and there is no file."""
     states = published[1]
     publish(chain, 7, states[6], states[6])
@@ -402,7 +394,7 @@ def test_a_delta_without_changes_is_sound(published: tuple[Path, list[dict[str, 
     assert found(chain) == []
 
 
-def test_a_full_version_starts_the_chain_anew(published: tuple[Path, list[dict[str, Tensor]]], chain: Path) -> None:
+def test_a_full_version_starts_the_chain_anew(published: Published, chain: Path) -> None:
     states = published[1]
     convert(version_at(chain, 4), chain.parent / "full", hf=chain.parent / "base")
     for number in (1, 3, 4):  # what is older may be pruned
@@ -439,7 +431,7 @@ def test_a_delta_of_another_encoder_is_named(chain: Path) -> None:
     assert "miles' GPU encoder is not read" in report.reasons[0]
 
 
-def test_inspect_says_what_a_chain_holds(published: tuple[Path, list[dict[str, Tensor]]]) -> None:
+def test_inspect_says_what_a_chain_holds(published: Published) -> None:
     root, states = published
     facts = inspect(root / "chain")
     assert facts["format"] == "deltas (slime, miles, vime)"

@@ -16,7 +16,7 @@ from huggingface_hub._local_folder import read_download_metadata
 from huggingface_hub.utils._shared_blobs import publish_blob_to_shared_store
 from support.check_examples import hold_example
 from support.fake_hub import SHA, download
-from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+from support.fixture_types import CodesOf, OnlyFinding, PathOf
 
 from ckptkit.app.inspection import inspect
 from ckptkit.formats.hf.hub_cache import downloads_in
@@ -190,8 +190,8 @@ def test_every_file_differs_as_with_names_of_a_mirror(releases: PathOf, tmp_path
     assert all("HF_ENDPOINT" in finding.hint for finding in report.findings)
 
 
-def test_metadata_that_the_client_did_not_write_is_no_record(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases(NAME))
+def test_metadata_that_the_client_did_not_write_is_no_record(fresh: PathOf) -> None:
+    path = fresh(NAME)
     record = path / ".cache" / "huggingface" / "download" / "config.json.metadata"
     record.parent.mkdir(parents=True)
     digest = "0" * 64

@@ -70,6 +70,13 @@ def renamed(tensors: dict[str, Tensor]) -> None:
     tensors["model.norm.weight"] = tensors.pop("norm.weight")
 
 
+DROPPED = "SGLang 0.5.16 drops those of q, k and v"
+
+
+def with_biases(tensors: dict[str, Tensor]) -> None:
+    tensors |= {f"midlayer.self_attn.{one}_proj.bias": torch.ones(64 if one == "q" else 32) for one in "qkv"}
+
+
 def as_tokens(tensors: dict[str, Tensor]) -> None:
     """The tokens themselves, not how far they are from the place."""
     tensors["d2t"] = tensors["d2t"] + torch.arange(64)
@@ -96,6 +103,10 @@ def zeroed(tensors: dict[str, Tensor]) -> None:
     tensors["lm_head.weight"].zero_()
 
 
+def reads(*layers: int) -> dict[str, Any]:
+    return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*layers]}}
+
+
 # What is changed, keys of the config, the check, and words of its finding.
 FAULTS: dict[str, tuple[Change, dict[str, Any], str, str]] = {
     "a projection is missing": (drop("midlayer.self_attn.k_proj.weight"), {}, "CK141", "in no shard"),
@@ -104,24 +115,14 @@ FAULTS: dict[str, tuple[Change, dict[str, Any], str, str]] = {
     "two states of three": (of_two_states, {}, "CK141", "[128, 256]"),
     "a name of another class": (renamed, {}, "CK141", "none of its names"),
     "another number of draft tokens": (nothing, {"draft_vocab_size": 96}, "CK141", "[64"),
-    "a list of two layers": (
-        nothing,
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}},
-        "CK141",
-        "[128, 384]",
-    ),
+    "a list of two layers": (nothing, reads(1, 5), "CK141", "[128, 384]"),
     "tokens in place of differences": (as_tokens, {}, "CK142", "are others"),
     "tables that were never filled": (never_filled, {}, "CK142", f"{TOKENS} true"),
     "a table of another run": (of_another_run, {}, "CK142", "differ"),
     "a token beyond the vocabulary": (beyond, {}, "CK142", "1 are others"),
     "not a number": (not_a_number, {}, "CK143", "NaN"),
     "an output layer of zeros": (zeroed, {}, "CK143", "zeros"),
-    "a layer that the target lacks": (
-        nothing,
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 11]}},
-        "CK144",
-        "[11]",
-    ),
+    "a layer that the target lacks": (nothing, reads(1, 5, 11), "CK144", "[11]"),
 }
 
 
@@ -157,11 +158,7 @@ def test_a_draft_of_another_target_is_found(tmp_path: Path) -> None:
         ("EAGLE", drop("fc.bias"), {}, ["not stored: SGLang 0.5.16 adds random numbers"]),
         ("EAGLE", nothing, {"bias": True}, ["not stored: what memory held stays in it"]),
         (
-            "SpecForge",
-            lambda tensors: tensors.update(
-                {f"midlayer.self_attn.{one}_proj.bias": torch.ones(64 if one == "q" else 32) for one in "qkv"}
-            ),
-            {"attention_bias": True},
+            *("SpecForge", with_biases, {"attention_bias": True}),
             [
                 "not stored: what memory held stays in it",
                 "attention_bias true: SGLang 0.5.16 drops those of q, k and v",

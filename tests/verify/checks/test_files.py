@@ -6,9 +6,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_config, edit_header, edit_index, shard_of
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
@@ -19,25 +22,6 @@ from verify.reports.headline import headline
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"
-
-
-def shard_of(path: Path, name: str) -> Path:
-    return path / json.loads((path / INDEX).read_text())["weight_map"][name]
-
-
-def edit_index(path: Path, change: Callable[[dict[str, str]], None]) -> None:
-    content = json.loads((path / INDEX).read_text())
-    change(content["weight_map"])
-    (path / INDEX).write_text(json.dumps(content))
-
-
-def edit_header(path: Path, change: Callable[[dict[str, dict[str, object]]], None]) -> None:
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
 
 
 def test_a_single_file_without_index_has_no_finding(tmp_path: Path) -> None:
@@ -55,26 +39,17 @@ def test_tensors_per_layer_are_reported(releases: PathOf) -> None:
     assert facts == ["dense layers {0..1}: 14 tensors each", "MoE layers {2..11}: 52 tensors each"]
 
 
-def test_checks_that_read_weights_are_skipped_once_headers_are_wrong(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
-    (path / "config.json").unlink()
-    by_code = {check.code: check for check in verify(path).checks}
-    assert by_code["CK201"].status == "skipped"
-    assert by_code["CK201"].reason == "not run because CK101 failed"
-    assert by_code["CK102"].status == "passed"
-
-
 @pytest.mark.parametrize("content", [b"", b"12345678", b"\xff" * 100, b"\x02\0\0\0\0\0\0\0[]"])
-def test_a_shard_without_a_header(content: bytes, releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_shard_without_a_header(content: bytes, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     shard = shard_of(path, "model.norm.weight")
     shard.write_bytes(content)
     finding = only(verify(path))
     assert (finding.code, finding.file) == ("CK102", str(shard))
 
 
-def test_several_broken_files_are_all_listed(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_several_broken_files_are_all_listed(fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     shards = sorted(path.glob("*.safetensors"))
     shards[2].unlink()
     os.truncate(shards[5], 100)
@@ -84,10 +59,10 @@ def test_several_broken_files_are_all_listed(releases: PathOf, copy_of: CopyOf) 
 
 
 def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+    fresh: PathOf, edit_json: Callable[..., None]
 ) -> None:
     """It may well be right. Under a known class the type is wrong, which the mutations have."""
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     edit_json(path / "config.json", model_type="qwen9", architectures=["Qwen9ForCausalLM"])
     report = verify(path)
     assert (report.status, report.findings) == ("inconclusive", [])
@@ -97,20 +72,14 @@ def test_a_model_of_no_known_class_is_inconclusive_and_the_rest_is_looked_at(
 
 
 @pytest.mark.parametrize("file", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors"])
-def test_what_mistral_publishes_beside_its_shards_is_a_warning(
-    file: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_what_mistral_publishes_beside_its_shards_is_a_warning(file: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     save_file({"tok_embeddings.weight": torch.ones(8, 128, dtype=torch.bfloat16)}, path / file)
     report = verify(path)
     finding = only(report)
-    assert (finding.code, finding.severity, finding.file, report.status) == (
-        "CK104",
-        "warning",
-        str(path / file),
-        "passed",
-    )
+    assert (finding.code, finding.severity, finding.file) == ("CK104", "warning", str(path / file))
     assert "Mistral's own names" in finding.actual
+    assert report.status == "passed"
 
 
 def test_what_mistral_publishes_beside_a_single_file_is_a_warning(tmp_path: Path, only: OnlyFinding) -> None:
@@ -125,17 +94,15 @@ def test_what_mistral_publishes_beside_a_single_file_is_a_warning(tmp_path: Path
     assert "Mistral's own names" in finding.actual
 
 
-def test_leftover_named_like_mistrals_extra_file_is_found(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_leftover_named_like_mistrals_extra_file_is_found(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     save_file({"model.norm.weight": torch.ones(128, dtype=torch.bfloat16)}, path / "consolidated.safetensors")
     finding = only(verify(path))
     assert (finding.code, finding.severity) == ("CK104", "error")
 
 
-def test_uneven_layers_without_a_usable_config_are_found(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
-) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_uneven_layers_without_a_usable_config_are_found(fresh: PathOf, edit_json: Callable[..., None]) -> None:
+    path = fresh("glm4_moe")
     edit_json(path / "config.json", model_type="unheard_of")
     models.edit(path, "model.layers.6.mlp.gate.weight", None)
     edit_index(path, lambda names: names.pop("model.layers.6.mlp.gate.weight"))
@@ -144,9 +111,9 @@ def test_uneven_layers_without_a_usable_config_are_found(
 
 
 def test_expert_missing_in_every_layer_without_a_usable_config_is_found(
-    releases: PathOf, copy_of: CopyOf, edit_json: Callable[..., None]
+    fresh: PathOf, edit_json: Callable[..., None]
 ) -> None:
-    path = copy_of(releases("glm4_moe"))
+    path = fresh("glm4_moe")
     edit_json(path / "config.json", model_type="unheard_of")
     lost = [f"model.layers.{layer}.mlp.experts.11.down_proj.weight" for layer in range(2, 12)]
     for name in lost:
@@ -176,9 +143,9 @@ def in_four_files(tmp_path_factory: pytest.TempPathFactory, releases: PathOf) ->
 @pytest.mark.parametrize("left", [0.0, 0.1, 0.5, 0.999999])
 @pytest.mark.parametrize("with_source", [False, True])
 def test_a_distcp_file_that_is_truncated_is_one_finding(
-    left: float, with_source: bool, releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+    left: float, with_source: bool, releases: PathOf, fresh_megatron: PathOf, only: OnlyFinding
 ) -> None:
-    path = copy_of(converted("qwen2-tied"))
+    path = fresh_megatron("qwen2-tied")
     file = path / "release" / "__0_0.distcp"
     os.truncate(file, int(file.stat().st_size * left))
     report = verify(path, releases("qwen2-tied") if with_source else None)
@@ -199,23 +166,8 @@ def test_several_damaged_distcp_files_are_a_finding_each(in_four_files: Path, co
     assert f"{gone.name} and 1 more are missing" in found[str(path / "release")].actual
 
 
-@pytest.mark.parametrize("with_source", [False, True])
-@pytest.mark.parametrize("left", [0, 4, 0.001, 0.5, 0.999, None])
-def test_a_damaged_shard_is_one_finding(
-    left: float | None, with_source: bool, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
-    shard = sorted(path.glob("*.safetensors"))[3]
-    if left is None:
-        shard.unlink()
-    else:
-        os.truncate(shard, left if isinstance(left, int) else int(shard.stat().st_size * left))
-    finding = only(verify(path, releases("qwen2-tied") if with_source else None))
-    assert (finding.code, finding.file, finding.tensor) == ("CK102", str(shard), None)
-
-
-def test_many_entries_of_one_header_are_one_finding(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_many_entries_of_one_header_are_one_finding(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     shard = max(path.glob("*.safetensors"), key=lambda file: len(load_file(file)))
     names = sorted(load_file(shard))
 
@@ -228,15 +180,12 @@ def test_many_entries_of_one_header_are_one_finding(releases: PathOf, copy_of: C
     assert (finding.file, finding.names) == (str(shard), set(names[1:]))
 
 
-def test_a_distcp_file_that_nothing_names(converted: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(converted("qwen2-tied"))
+def test_a_distcp_file_that_nothing_names(fresh_megatron: PathOf, only: OnlyFinding) -> None:
+    path = fresh_megatron("qwen2-tied")
     (path / "release" / "__7_0.distcp").write_bytes(b"old")
     finding = only(verify(path))
-    assert (finding.code, finding.severity, finding.file) == (
-        "CK112",
-        "warning",
-        str(path / "release" / "__7_0.distcp"),
-    )
+    assert (finding.code, finding.severity) == ("CK112", "warning")
+    assert finding.file == str(path / "release" / "__7_0.distcp")
 
 
 def test_megatron_may_pad_the_vocabulary_and_nothing_else(releases: PathOf, tmp_path: Path) -> None:
@@ -256,9 +205,7 @@ def test_megatron_may_pad_the_vocabulary_and_nothing_else(releases: PathOf, tmp_
         writer.write(name, grown)
     writer.finish()
     found = verify(tmp_path / "padded", hf=releases("qwen2-tied")).findings
-    assert [(finding.code, finding.tensor) for finding in found if finding.code != "CK701"] == [
-        ("CK105", "decoder.final_layernorm.weight")
-    ]
+    assert [one.tensor for one in found if one.code == "CK105"] == ["decoder.final_layernorm.weight"]
 
 
 def test_without_a_config_beside_megatron_what_needs_it_is_skipped(converted: PathOf, copy_of: CopyOf) -> None:
@@ -283,3 +230,128 @@ def test_paths_that_do_not_exist_are_bad_input(tmp_path: Path, releases: PathOf)
         verify(tmp_path / "nowhere")
     with pytest.raises(CkptkitError, match="does not exist"):
         verify(releases("qwen2-tied"), source=tmp_path / "nowhere")
+
+
+# CK102, CK106, CK107 and CK201: headers read as strictly as safetensors does, dtypes that models compute in.
+
+
+NAME = "model.norm.weight"
+
+
+def edit_header_of(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Rewrites the header of the shard that holds NAME."""
+    edit_header(shard_of(path, NAME), change)
+    return shard_of(path, NAME)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("shape", [128.0], "128.0"),
+        ("shape", ["128"], "'128'"),
+        ("shape", [True, 128], "True"),
+        ("dtype", "BF17", "dtype 'BF17'"),
+        ("dtype", ["BF16"], "BF16"),
+    ],
+)
+def test_an_entry_that_safetensors_refuses(key: str, value: Any, said: str, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    shard = edit_header_of(path, lambda header: header[NAME].update({key: value}))
+    with pytest.raises(SafetensorError), safe_open(shard, "pt"):
+        pass
+    found = [finding for finding in verify(path).findings if finding.tensor == NAME and finding.code == "CK102"]
+    assert [finding.file for finding in found] == [str(shard)]
+    assert said in found[0].actual
+
+
+@pytest.mark.parametrize("value", [[], {"format": 1}, "pt"])
+def test_metadata_that_safetensors_refuses(value: Any, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    shard = edit_header_of(path, lambda header: header.update({"__metadata__": value}))
+    with pytest.raises(SafetensorError), safe_open(shard, "pt"):
+        pass
+    finding = only(verify(path))
+    assert (finding.code, finding.file) == ("CK102", str(shard))
+    assert "__metadata__" in finding.expected
+
+
+@pytest.mark.parametrize(
+    "change", [lambda header: header.pop("__metadata__"), lambda header: header.update({"__metadata__": None})]
+)
+def test_metadata_that_it_takes(change: Callable[[dict[str, Any]], None], fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    edit_header_of(path, change)
+    assert verify(path).findings == []
+
+
+def test_a_header_nested_too_deeply(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    shard = edit_header_of(path, lambda header: None)
+    text = b"[" * 200_000
+    shard.write_bytes(len(text).to_bytes(8, "little") + text)
+    finding = only(verify(path))
+    assert (finding.code, finding.file) == ("CK102", str(shard))
+
+
+def set_total(path: Path) -> None:
+    content = json.loads((path / INDEX).read_text())
+    content["metadata"]["total_size"] = sum(tensor.nbytes for tensor in models.tensors(path).values())
+    (path / INDEX).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float64, torch.float8_e4m3fn])
+def test_weights_in_a_dtype_that_nothing_computes_in(dtype: torch.dtype, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    for layer in range(12):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        old = models.tensors(path)[name]
+        models.edit(path, name, torch.arange(old.numel()).reshape(old.shape).mul(layer + 1).remainder(97).to(dtype))
+    set_total(path)
+    report = verify(path)
+    found = [(finding.code, finding.tensor, finding.actual, finding.severity) for finding in report.findings]
+    assert found == [("CK107", "model.layers.{0..11}.mlp.up_proj.weight", str(dtype).removeprefix("torch."), "error")]
+    assert next(check.status for check in report.checks if check.code == "CK204") == "passed"
+
+
+def test_eight_bits_that_the_config_announces(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    for layer in range(12):
+        name = f"model.layers.{layer}.mlp.up_proj.weight"
+        models.edit(path, name, models.tensors(path)[name].to(torch.float8_e4m3fn))
+    set_total(path)
+    edit_config(path, quantization_config={"quant_method": "fp8"})
+    # The dtype is right; that no scale is there, and that gate is in BF16, is for others to say.
+    codes = {finding.code for finding in verify(path).findings}
+    assert "CK107" not in codes
+    assert {"CK303", "CK306"} <= codes
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_config_of_another_dtype_is_a_warning(key: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
+    edit_config(path, **{key: "float16"})
+    finding = only(verify(path))
+    assert (finding.code, finding.severity) == ("CK107", "warning")
+    assert (finding.expected, finding.actual) == (f"{key} bfloat16, as most weights are", f"{key} float16")
+
+
+@pytest.mark.parametrize("metadata", [{"total_size": 5}, {}])
+def test_a_total_size_does_not_hide_values(metadata: dict[str, int], fresh: PathOf) -> None:
+    path, name = fresh("qwen2-tied"), "model.layers.4.mlp.up_proj.weight"
+    models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
+    content = json.loads((path / INDEX).read_text())
+    (path / INDEX).write_text(json.dumps(content | {"metadata": metadata}))
+    found = verify(path).findings
+    assert [(finding.code, finding.severity) for finding in found] == [("CK106", "warning"), ("CK205", "error")]
+
+
+def test_a_file_of_which_nothing_can_be_read_is_one_finding(fresh_megatron: PathOf, only: OnlyFinding) -> None:
+    path = fresh_megatron("qwen2-tied")
+    file = path / "release" / "__0_0.distcp"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    report = verify(path, source=path)
+    finding = only(report)
+    assert (finding.code, finding.actual.startswith(f"{file}: "), finding.count) == ("CK201", True, 146)
+    reasons = {check.code: check.reason for check in report.checks if check.status == "skipped"}
+    assert set(reasons) == {f"CK20{digit}" for digit in range(2, 10)}
+    assert all("CK201" in (reason or "") for reason in reasons.values())

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_config
 from safetensors.torch import save_file
 from support import models
 from torch import Tensor
@@ -88,20 +89,16 @@ def mxfp6(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     }
 
 
-def floats(form: str, group: int) -> dict[str, Any]:
-    """What config.json says of them."""
-    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": group}
-    inputs = weights | {"dynamic": "local"}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": form}}
-    return {
-        "quantization_config": {
-            "quant_method": "compressed-tensors",
-            "format": form,
-            "quantization_status": "compressed",
-            "config_groups": groups,
-            "ignore": ["lm_head"],
-        }
-    }
+def stated(method: str, **content: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **content}}
+
+
+def floats(form: str) -> dict[str, Any]:
+    """What config.json says of MXFP6, in a whole of this format."""
+    weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 32}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"dynamic": "local"}}
+    groups, own = {"group_0": group | {"format": "mxfp6-quantized"}}, {"format": form, "ignore": ["lm_head"]}
+    return stated("compressed-tensors", quantization_status="compressed", config_groups=groups, **own)
 
 
 # What config.json says: mlx-lm writes both keys.
@@ -109,32 +106,20 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "MLX": (mlx, {"quantization": {"group_size": 32, "bits": 4}, "quantization_config": {"group_size": 32, "bits": 4}}),
     "MLX of before": (mlx, {"quantization": {"group_size": 32, "bits": 4}}),
     "MLX of mode mxfp4": (mlx_mxfp4, {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}),
-    "bitsandbytes": (
-        bitsandbytes,
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
-    ),
-    "GPTQ": (gptq, {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}}),
-    "AWQ or AutoRound": (
-        awq,
-        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}},
-    ),
-    "NVIDIA ModelOpt's AWQ": (
-        modelopt_awq,
-        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "ignore": ["lm_head"]}},
-    ),
+    "bitsandbytes": (bitsandbytes, stated("bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+    "GPTQ": (gptq, stated("gptq", bits=4, group_size=32, sym=True)),
+    "AWQ or AutoRound": (awq, stated("awq", bits=4, group_size=32, version="gemm")),
+    "NVIDIA ModelOpt's AWQ": (modelopt_awq, stated("modelopt", quant_algo="NVFP4_AWQ", ignore=["lm_head"])),
     "NVIDIA ModelOpt's AWQ of a config that says nothing": (modelopt_awq, {}),
-    "MXFP6": (mxfp6, floats("mxfp6-quantized", 32)),
-    "MXFP6 of a config that says mixed-precision": (
-        mxfp6,
-        {"quantization_config": floats("mxfp6-quantized", 32)["quantization_config"] | {"format": "mixed-precision"}},
-    ),
+    "MXFP6": (mxfp6, floats("mxfp6-quantized")),
+    "MXFP6 of a config that says mixed-precision": (mxfp6, floats("mixed-precision")),
 }
 
 
 @pytest.fixture(params=sorted(FORMATS))
 def foreign(request: pytest.FixtureRequest, releases: Callable[[str], Path], tmp_path: Path) -> tuple[str, Path]:
     """A release whose Linear layers are in the format: one file, as such releases of small models are."""
-    parts, stated = FORMATS[request.param]
+    parts, content_of_config = FORMATS[request.param]
     path = tmp_path / "release"
     release = releases("qwen2-untied")
     shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -143,8 +128,7 @@ def foreign(request: pytest.FixtureRequest, releases: Callable[[str], Path], tmp
         module = name.removesuffix(".weight")
         content |= parts(module, tensor) if module.endswith("_proj") else {name: tensor}
     save_file(content, path / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((release / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | stated))
+    edit_config(path, **content_of_config)
     return str(request.param).partition(" of ")[0], path
 
 
@@ -161,16 +145,13 @@ def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Pat
 
 def test_lint_names_the_format_that_config_json_states(foreign: tuple[str, Path]) -> None:
     name, path = foreign
-    stated = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
-    if stated not in ("compressed-tensors", "modelopt") and name != "MLX":
-        with pytest.raises(
-            CkptkitError,
-            match="config.json has no quantization_config" if stated is None else f"quant_method '{stated}'",
-        ):
-            lint(path)
-        return
-    stated_name = name.partition("'s")[0]
-    with pytest.raises(UnsupportedError, match=f"quantized format of {stated_name}"):
+    method = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
+    refused: type[CkptkitError] = CkptkitError
+    words = "config.json has no quantization_config" if method is None else f"quant_method '{method}'"
+    if method in ("compressed-tensors", "modelopt") or name == "MLX":
+        named = name.partition("'s")[0]
+        refused, words = UnsupportedError, f"quantized format of {named}"
+    with pytest.raises(refused, match=words):
         lint(path)
 
 
@@ -210,9 +191,7 @@ def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(
     save_file(content, path / "model.safetensors", metadata={"format": "mlx"})
     for report in (verify(path), preflight(hf_checkpoint=path)):
         assert (report.findings, report.status) == ([], "inconclusive")
-        assert (
-            len([reason for reason in report.reasons if "experts stacked as MLX has them (switch_mlp)" in reason]) == 1
-        )
+        assert sum("experts stacked as MLX has them (switch_mlp)" in reason for reason in report.reasons) == 1
     with pytest.raises(UnsupportedError, match="as MLX has them"):
         convert(path, tmp_path / "megatron")
 

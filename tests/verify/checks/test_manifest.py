@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from click.testing import CliRunner
 from support import models
-from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
+from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from torch import Tensor
 
 from ckptkit.app.api import convert, make_manifest, quantize
@@ -109,18 +109,16 @@ def test_the_headers_of_another_release_are_another_lineage(releases: PathOf, tm
     assert len(set(found)) == 2
 
 
-def test_a_copy_is_proved_without_its_source(releases: PathOf, manifests: PathOf, copy_of: CopyOf) -> None:
+def test_a_copy_is_proved_without_its_source(releases: PathOf, manifests: PathOf, fresh: PathOf) -> None:
     for name, count in (("qwen2-tied", 146), ("glm4_moe", len(models.tensors(releases("glm4_moe"))))):
-        report = verify(copy_of(releases(name)), manifest=manifests(name))
+        report = verify(fresh(name), manifest=manifests(name))
         assert report.findings == []
         (result,) = [check for check in report.checks if check.code == "CK120"]
         assert (result.status, result.tensors_compared) == ("passed", count)
 
 
-def test_a_changed_bit_is_named_with_its_file(
-    releases: PathOf, manifests: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_changed_bit_is_named_with_its_file(manifests: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     tensor = models.tensors(path)[UP]
     tensor.view(torch.int16)[5, 7] ^= 1
     models.edit(path, UP, tensor)
@@ -131,9 +129,9 @@ def test_a_changed_bit_is_named_with_its_file(
 
 
 def test_tensor_with_another_dtype_or_shape_than_the_manifest_is_found(
-    releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
+    manifests: PathOf, fresh: PathOf, alone: RunAlone
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     models.edit(path, UP, models.tensors(path)[UP].half())
     _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
     assert finding.actual == "[288, 128] float16, in the manifest [288, 128] bfloat16"
@@ -150,9 +148,9 @@ def test_manifest_with_missing_or_extra_tensors_is_found(releases: PathOf, manif
 
 @pytest.mark.parametrize(("change", "actual"), [("edit", "its bytes differ"), ("remove", "missing")])
 def test_side_file_changed_since_the_manifest_is_found(
-    change: str, actual: str, releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
+    change: str, actual: str, manifests: PathOf, fresh: PathOf, alone: RunAlone
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     file = path / "tokenizer_config.json"
     if change == "edit":
         file.write_text(file.read_text() + " ")
@@ -180,9 +178,9 @@ ADDED = [
 
 @pytest.mark.parametrize("name", ADDED)
 def test_file_that_loaders_read_and_the_manifest_does_not_name_is_found(
-    name: str, releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
+    name: str, manifests: PathOf, fresh: PathOf, alone: RunAlone
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     (path / name).parent.mkdir(parents=True, exist_ok=True)
     (path / name).write_text("{}")
     _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
@@ -190,10 +188,8 @@ def test_file_that_loaders_read_and_the_manifest_does_not_name_is_found(
     assert "no file of this name" in finding.actual
 
 
-def test_files_that_no_loader_reads_may_be_added(
-    releases: PathOf, manifests: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_files_that_no_loader_reads_may_be_added(manifests: PathOf, fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     for name in ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.txt"):
         (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text("x")
@@ -201,9 +197,9 @@ def test_files_that_no_loader_reads_may_be_added(
 
 
 def test_file_added_to_the_hf_files_of_a_megatron_checkpoint_is_found(
-    converted: PathOf, copy_of: CopyOf, tmp_path: Path, alone: RunAlone
+    fresh_megatron: PathOf, tmp_path: Path, alone: RunAlone
 ) -> None:
-    path = copy_of(converted("qwen2-tied"))
+    path = fresh_megatron("qwen2-tied")
     manifest = make_manifest(path, tmp_path / "manifest.json")
     (path / "hf" / "modeling_x.py").write_text("x")
     (path / "notes.py").write_text("no loader looks here")
@@ -241,10 +237,8 @@ def test_manifest_that_is_malformed_is_refused(
         read_manifest(tmp_path / "manifest.json")
 
 
-def test_manifest_command_output_is_verified_by_the_verify_command(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_manifest_command_output_is_verified_by_the_verify_command(fresh: PathOf, tmp_path: Path) -> None:
+    path = fresh("qwen2-tied")
     run = CliRunner().invoke
     made = run(cli, ["manifest", str(path), "--output", str(tmp_path / "kept.json")])
     assert (made.exit_code, made.output.strip()) == (0, str(tmp_path / "kept.json"))
@@ -255,8 +249,8 @@ def test_manifest_command_output_is_verified_by_the_verify_command(
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_manifest_under_a_name_that_loaders_read_is_refused(releases: PathOf, copy_of: CopyOf, name: str) -> None:
-    model = copy_of(releases("qwen2-tied"))
+def test_manifest_under_a_name_that_loaders_read_is_refused(fresh: PathOf, name: str) -> None:
+    model = fresh("qwen2-tied")
     before = {path.name: path.read_bytes() for path in model.iterdir()}
     with pytest.raises(CkptkitError, match=f"{name} has a name that loaders read"):
         make_manifest(model, model / name)

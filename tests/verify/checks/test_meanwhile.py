@@ -117,9 +117,9 @@ def test_a_file_of_the_checkpoint_that_changes_ends_the_run(
 
 
 def test_a_source_counts_as_the_checkpoint_does(
-    releases: PathOf, copy_of: CopyOf, meanwhile: Callable[[Callable[[], None]], None]
+    releases: PathOf, fresh: PathOf, meanwhile: Callable[[Callable[[], None]], None]
 ) -> None:
-    source = copy_of(releases("qwen2-tied"))
+    source = fresh("qwen2-tied")
     meanwhile(lambda: log(source))
     assert verify(releases("qwen2-tied"), source=source).status == "passed"
     meanwhile(lambda: touched("*.safetensors")(source))
@@ -128,9 +128,9 @@ def test_a_source_counts_as_the_checkpoint_does(
 
 
 def test_diff_takes_a_log_for_none_of_its_files(
-    releases: PathOf, copy_of: CopyOf, monkeypatch: pytest.MonkeyPatch
+    releases: PathOf, fresh: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     compare = diff.__globals__["compare"]
 
     def compared(*arguments: object, **named: object) -> object:

@@ -11,14 +11,19 @@ from typing import Any
 import pytest
 import torch
 from families import CASES, case
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from support import models
 from support.check_examples import hold_example
-from support.fixture_types import CodesOf, OnlyFinding, RunAlone
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DeepseekV3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ckptkit
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
+from quant.schemes.w4a16 import int4_scheme
+from quant.selection import tiles
+from quant.selection.tiles import fused_in_transformers
 from verify.launch.preflight import preflight
 from verify.run import verify
 
@@ -68,59 +73,44 @@ def without_tower(source: Path, path: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_lost_vision_tower_is_found_in_headers(
-    name: str, release: Callable[[str], Path], tmp_path: Path, codes: CodesOf
-) -> None:
+def test_a_lost_vision_tower_is_found_in_headers(name: str, release: PathOf, tmp_path: Path, codes: CodesOf) -> None:
     """SGLang builds it all the same and leaves it unwritten: tests/verify/witnesses/test_sglang_configs.py."""
-    report = verify(without_tower(release(name), tmp_path / "model", name))
+    path = without_tower(release(name), tmp_path / "model", name)
+    report = verify(path)
     assert codes(report) == ["CK730"]
+    assert "CK730" in codes(preflight(hf_checkpoint=path))
     assert [finding.tensor for finding in report.findings] == TOWERS[name]
     assert {finding.severity for finding in report.findings} == {"error"}
     if name == "qwen3_vl-tied":
         hold_example("CK730", report.findings[0])
 
 
-def test_preflight_finds_a_lost_vision_tower(release: Callable[[str], Path], tmp_path: Path, codes: CodesOf) -> None:
-    path = without_tower(release("qwen3_vl-tied"), tmp_path / "model", "qwen3_vl-tied")
-    assert "CK730" in codes(preflight(hf_checkpoint=path))
-
-
 @pytest.mark.parametrize(
     ("name", "lost"),
-    [
-        ("qwen3_vl-tied", "model.visual.blocks.1."),
-        ("qwen2_5_vl", "visual.blocks.1."),
-        ("gemma3", "vision_tower.encoder.layers.1."),
-    ],
+    [("qwen3_vl-tied", "model.visual.blocks.1."), ("gemma3", "vision_tower.encoder.layers.1.")],
 )
 def test_a_lost_block_of_a_tower_is_named(
-    name: str, lost: str, release: Callable[[str], Path], tmp_path: Path, alone: RunAlone
+    name: str, lost: str, release: PathOf, tmp_path: Path, alone: RunAlone
 ) -> None:
     tensors = models.tensors(release(name))
     kept = {key: value for key, value in tensors.items() if not key.startswith(lost)}
-    wanted = {
-        key for key, value in tensors.items() if key.startswith(lost) and key.endswith("weight") and value.ndim == 2
-    }
+    wanted = {key for key in tensors.keys() - kept if key.endswith("weight") and tensors[key].ndim == 2}
     path = stored(release(name), tmp_path / "model", kept, config_of(release(name)))
     _, found = alone("CK730", path)
     assert {str(finding.tensor) for finding in found} == wanted
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_a_whole_tower_is_passed(name: str, release: Callable[[str], Path], alone: RunAlone) -> None:
-    result, found = alone("CK730", release(name))
-    assert result is not None
-    assert (result.status, found) == ("passed", [])
+def test_a_whole_tower_is_passed(name: str, release: PathOf, passes: Callable[..., None]) -> None:
+    passes("CK730", release(name))
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "qwen3_5_text-tied", "qwen3-tied"])
-def test_a_class_of_the_language_model_alone_needs_no_tower(
-    name: str, release: Callable[[str], Path], alone: RunAlone
-) -> None:
+def test_a_class_of_the_language_model_alone_needs_no_tower(name: str, release: PathOf, alone: RunAlone) -> None:
     assert alone("CK730", release(name)) == (None, [])
 
 
-def test_convert_refuses_to_write_a_class_without_its_tower(release: Callable[[str], Path], tmp_path: Path) -> None:
+def test_convert_refuses_to_write_a_class_without_its_tower(release: PathOf, tmp_path: Path) -> None:
     """As after training on text: the Megatron checkpoint has no tower, and --hf names a directory with a config."""
     source = release("qwen3_vl-tied")
     convert(source, tmp_path / "megatron")
@@ -140,7 +130,7 @@ def test_convert_refuses_to_write_a_class_without_its_tower(release: Callable[[s
     assert all(back[key].equal(value) for key, value in models.tensors(source).items())
 
 
-def test_convert_says_that_its_source_has_no_tower(release: Callable[[str], Path], tmp_path: Path) -> None:
+def test_convert_says_that_its_source_has_no_tower(release: PathOf, tmp_path: Path) -> None:
     path = without_tower(release("qwen3_vl-tied"), tmp_path / "model", "qwen3_vl-tied")
     (note,) = convert(path, tmp_path / "megatron").notes
     assert note.startswith("the source lacks model.visual.*, which its class has")
@@ -173,7 +163,7 @@ def test_names_of_another_class_are_one_finding(
     changes: Mapping[str, Any] | None,
     root: str,
     other: str,
-    release: Callable[[str], Path],
+    release: PathOf,
     tmp_path: Path,
     only: OnlyFinding,
 ) -> None:
@@ -191,9 +181,7 @@ def test_names_of_another_class_are_one_finding(
     assert f"rename the tensors to {root}*" in finding.hint
 
 
-def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(
-    release: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(release: PathOf, tmp_path: Path) -> None:
     """As the hint says; SGLang refuses them with a KeyError (test_sglang_configs.py)."""
     tensors = {
         key.replace("language_model.model.", "model.language_model.")
@@ -208,9 +196,7 @@ def test_the_names_that_transformers_has_inside_are_loaded_by_it_alone(
     assert "transformers loads both" in finding.hint
 
 
-def test_a_renamed_language_model_of_qwen3_5_is_a_warning(
-    release: Callable[[str], Path], tmp_path: Path, only: OnlyFinding
-) -> None:
+def test_a_renamed_language_model_of_qwen3_5_is_a_warning(release: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
     """transformers loads these whole, and AutoModelForCausalLM saves them so; SGLang's class has other names."""
     source = release("qwen3_5")
     tensors = {
@@ -229,7 +215,7 @@ def test_a_renamed_language_model_of_qwen3_5_is_a_warning(
     assert verify(stored(source, tmp_path / "sound", renamed, config)).findings == []
 
 
-def test_what_is_wrong_beside_the_spelling_is_still_said(release: Callable[[str], Path], tmp_path: Path) -> None:
+def test_what_is_wrong_beside_the_spelling_is_still_said(release: PathOf, tmp_path: Path) -> None:
     source = release("qwen3_vl-tied")
     tensors = {
         key.replace("model.language_model.", "model."): value
@@ -240,7 +226,59 @@ def test_what_is_wrong_beside_the_spelling_is_still_said(release: Callable[[str]
     assert {finding.tensor for finding in report.findings} == {None, "model.language_model.layers.3.mlp.up_proj.weight"}
 
 
-def test_tensors_are_those_of_safetensors(release: Callable[[str], Path], tmp_path: Path) -> None:
-    """The helper above writes what it is given."""
-    path = without_tower(release("gemma3"), tmp_path / "model", "gemma3")
-    assert not [key for key in load_file(path / "model.safetensors") if key.startswith("vision_tower")]
+# CK302 with `--reader transformers`: packed experts, which transformers 5 holds fused and initializes anew.
+
+
+@pytest.fixture(scope="module")
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """qwen3_moe in INT4, experts packed."""
+    path = tmp_path_factory.mktemp("fused") / "int4"
+    ckptkit.quantize(releases("qwen3_moe"), path, int4_scheme(group_size=32))
+    return path
+
+
+def test_packed_experts_are_an_error_for_transformers_alone(int4: Path) -> None:
+    report = ckptkit.verify(int4, readers=["transformers"])
+    assert report.status == "failed"
+    assert {(finding.code, finding.severity) for finding in report.findings} == {("CK302", "error")}
+    assert all(".experts." in str(finding.tensor) for finding in report.findings)
+    assert "Qwen3MoeExperts" in report.findings[0].actual
+    assert ckptkit.verify(int4).status == "passed"
+    assert ckptkit.verify(int4, readers=["sglang", "vllm", "slime", "miles"]).findings == []
+
+
+def test_dense_model_and_plain_experts_have_no_finding_for_transformers(releases: PathOf, tmp_path: Path) -> None:
+    ckptkit.quantize(releases("qwen2-untied"), tmp_path / "dense", int4_scheme(group_size=32), readers=["transformers"])
+    scheme = int4_scheme(group_size=32, ignore=[r"re:.*\.experts\..*"])
+    ckptkit.quantize(releases("qwen3_moe"), tmp_path / "plain", scheme, readers=["transformers"])
+    for name in ("dense", "plain"):
+        assert ckptkit.verify(tmp_path / name, readers=["transformers"]).findings == []
+
+
+def test_quantize_for_transformers_refuses_experts(releases: PathOf, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match="packed experts are not for --reader transformers") as caught:
+        ckptkit.quantize(
+            releases("qwen3_moe"), tmp_path / "int4", int4_scheme(group_size=32), readers=["transformers", "vllm"]
+        )
+    assert "--ignore" in str(caught.value.hint)
+    assert not (tmp_path / "int4").exists()
+
+
+def test_model_that_transformers_has_no_class_for_is_not_judged() -> None:
+    assert fused_in_transformers({"model_type": "kimi_k2"}) is None
+
+
+def test_model_that_sglang_registers_with_transformers_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `import sglang` does, in the process where it happens."""
+    monkeypatch.setitem(CONFIG_MAPPING._extra_content, "kimi_k2", DeepseekV3Config)
+    assert "kimi_k2" in CONFIG_MAPPING
+    assert fused_in_transformers({"model_type": "kimi_k2"}) is None
+
+
+def test_experts_that_a_target_names_are_left_to_a_later_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": 64, "num_experts": 4}
+    named = config | {"quantization_config": {"config_groups": {"group_0": {"targets": [r"re:.*experts.*"]}}}}
+    assert fused_in_transformers(named) is not None
+    monkeypatch.setattr(tiles, "find_spec", lambda name: object())
+    assert fused_in_transformers(named) is None
+    assert fused_in_transformers(config) is not None

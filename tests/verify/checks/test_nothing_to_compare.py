@@ -12,7 +12,7 @@ import torch
 from huggingface_hub.file_download import repo_folder_name
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import CopyOf, OnlyFinding, PathOf
+from support.fixture_types import OnlyFinding, PathOf
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert, inspect, quantize
@@ -77,11 +77,9 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
 
 @pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
 @pytest.mark.parametrize("what", BROKEN)
-def test_the_true_cause_is_the_one_finding(
-    what: str, name: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
+def test_the_true_cause_is_the_one_finding(what: str, name: str, fresh: PathOf, only: OnlyFinding) -> None:
     change, code, words = BROKEN[what]
-    path = copy_of(releases(name))
+    path = fresh(name)
     change(path)
     for report in (verify(path), preflight(hf_checkpoint=path)):
         finding = only(report)
@@ -91,9 +89,9 @@ def test_the_true_cause_is_the_one_finding(
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_without_a_config_too(what: str, releases: PathOf, copy_of: CopyOf) -> None:
+def test_without_a_config_too(what: str, fresh: PathOf) -> None:
     change, code, _ = BROKEN[what]
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     change(path)
     (path / "config.json").unlink()
     if what == "no weights":  # nothing tells that this was a checkpoint
@@ -113,10 +111,8 @@ def test_no_shards_of_an_int4_checkpoint(releases: PathOf, tmp_path: Path, only:
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe"])
-def test_no_shards_of_a_model_with_a_vision_tower(
-    name: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases(name))
+def test_no_shards_of_a_model_with_a_vision_tower(name: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh(name)
     no_shards(path)
     assert only(verify(path)).code == "CK102"
 
@@ -125,10 +121,8 @@ def test_no_shards_of_a_model_with_a_vision_tower(
     ("file", "content"),
     [("tokenizer.json", "{}"), ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}'), ("vocab.json", "{}")],
 )
-def test_tokenizer_without_a_token(
-    file: str, content: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_tokenizer_without_a_token(file: str, content: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("qwen2-tied")
     (path / file).write_text(content)
     finding = only(verify(path))
     assert (finding.code, finding.actual) == ("CK706", "the tokenizer's files hold no token")
@@ -158,9 +152,9 @@ def of_an_optimizer(metadata: Metadata) -> None:
 )
 @pytest.mark.parametrize("config", [True, False])
 def test_megatron_checkpoint_without_weights(
-    change: Callable[[Metadata], None], actual: str, config: bool, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+    change: Callable[[Metadata], None], actual: str, config: bool, fresh_megatron: PathOf, only: OnlyFinding
 ) -> None:
-    path = copy_of(converted("qwen2-tied"))
+    path = fresh_megatron("qwen2-tied")
     models.edit_metadata(path / "release", change)
     if not config:
         shutil.rmtree(path / "hf")
@@ -184,8 +178,8 @@ OTHER_FORMATS = {
 
 
 @pytest.mark.parametrize("file", OTHER_FORMATS)
-def test_other_formats_are_named_and_not_judged(file: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_other_formats_are_named_and_not_judged(file: str, fresh: PathOf, tmp_path: Path) -> None:
+    path = fresh("qwen2-tied")
     nothing_but_config(path)
     (path / file).parent.mkdir(exist_ok=True)
     if file.endswith(".safetensors"):
@@ -288,10 +282,8 @@ def test_inspect_and_convert_say_where_the_link_leads(file: str, snapshot: Path,
 def test_preflight_says_that_the_config_of_a_launch_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding) -> None:
     (blobs_of(snapshot) / "config.json").unlink()
     finding = only(preflight(hf_checkpoint=snapshot))
-    assert (finding.code, finding.actual) == (
-        "CK714",
-        "its config.json is a link to ../../blobs/config.json, where nothing is",
-    )
+    assert finding.code == "CK714"
+    assert "a link to ../../blobs/config.json" in finding.actual
     assert "hf download org/some-model" in finding.hint
 
 
@@ -311,8 +303,8 @@ def test_check_that_looks_at_nothing_fails_only_where_nothing_else_did(releases:
     assert (skipped.status, skipped.reason) == ("skipped", "nothing to look at because CK102 failed")
 
 
-def test_names_of_an_index_are_compared_before_its_shards_are_there(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_names_of_an_index_are_compared_before_its_shards_are_there(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     no_shards(path)
     assert {one.code: one.status for one in verify(path).checks}["CK104"] == "passed"
     content = json.loads((path / INDEX).read_text())

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_json
 from safetensors.torch import load_file, save_file
 from support import models
 from support.check_examples import hold_example
@@ -19,6 +20,7 @@ from quant.formats.scheme import QuantScheme
 
 EXPERT = "model.layers.5.mlp.experts.11"
 ATTENTION = "model.layers.3.self_attn"
+DOWN, SHARED = "model.layers.5.mlp.experts.{}.down_proj", "model.layers.{}.mlp.shared_experts.gate_proj"
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +39,10 @@ def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
         save_file(content, file, metadata={"format": "pt"})
 
 
+def weights_of(config: dict[str, Any]) -> Any:
+    return config["quantization_config"]["config_groups"]["group_0"]["weights"]
+
+
 def unpack(*modules: str) -> Callable[[dict[str, torch.Tensor]], None]:
     """Puts a plain weight in the place of packed ones."""
 
@@ -50,26 +56,17 @@ def unpack(*modules: str) -> Callable[[dict[str, torch.Tensor]], None]:
     return change
 
 
-def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, alone: RunAlone) -> None:
+def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, passes: Callable[..., None]) -> None:
     """Phi-3 has qkv_proj and gate_up_proj."""
     models.save("phi3", tmp_path / "plain")
     quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "qmax7"))
-    result, found = alone("CK306", tmp_path / "int4")
-    assert result is not None
-    assert (result.status, found) == ("passed", [])
+    passes("CK306", tmp_path / "int4")
 
 
-@pytest.mark.parametrize("code", ["CK306", "CK308"])
-def test_packed_checkpoint_without_defect_is_silent(code: str, int4: Path, alone: RunAlone) -> None:
-    result, found = alone(code, int4)
-    assert found == []
-    assert result is not None
-    # CK306: q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice.
-    # CK308: all that are packed.
-    assert (result.status, result.tensors_compared) == (
-        "passed",
-        {"CK306": 12 * 3 + 12 * 2 + 2 * 360, "CK308": 444}[code],
-    )
+def test_packed_checkpoint_without_defect_is_silent(int4: Path, passes: Callable[..., None]) -> None:
+    # q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice.
+    passes("CK306", int4, 12 * 3 + 12 * 2 + 2 * 360)
+    passes("CK308", int4, 444)  # all that are packed
 
 
 @pytest.mark.parametrize("code", ["CK306", "CK307", "CK308"])
@@ -86,16 +83,8 @@ def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: 
         ([f"{ATTENTION}.k_proj"], f"{ATTENTION}.k_proj.weight", 1),
         (["model.layers.0.mlp.up_proj"], "model.layers.0.mlp.up_proj.weight", 1),
         ([f"{EXPERT}.down_proj"], f"{EXPERT}.down_proj.weight", 1),
-        (
-            [f"model.layers.5.mlp.experts.{expert}.down_proj" for expert in range(12)],
-            "model.layers.5.mlp.experts.{0..11}.down_proj.weight",
-            12,
-        ),
-        (
-            [f"model.layers.{layer}.mlp.shared_experts.gate_proj" for layer in range(2, 12)],
-            "model.layers.{2..11}.mlp.shared_experts.gate_proj.weight",
-            10,
-        ),
+        ([DOWN.format(expert) for expert in range(12)], f"{DOWN.format('{0..11}')}.weight", 12),
+        ([SHARED.format(layer) for layer in range(2, 12)], f"{SHARED.format('{2..11}')}.weight", 10),
     ],
 )
 def test_fused_layer_packed_in_part_is_found(
@@ -115,17 +104,9 @@ def test_fused_layer_packed_in_part_is_found(
 
 def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
-    edit(
-        path,
-        unpack(
-            *(f"{ATTENTION}.{part}_proj" for part in "qkv"),
-            *(
-                f"model.layers.5.mlp.experts.{expert}.{part}_proj"
-                for expert in range(12)
-                for part in ("gate", "up", "down")
-            ),
-        ),
-    )
+    parts = [DOWN.replace("down", part) for part in ("gate", "up", "down")]
+    experts = (part.format(expert) for expert in range(12) for part in parts)
+    edit(path, unpack(*(f"{ATTENTION}.{part}_proj" for part in "qkv"), *experts))
     assert alone("CK306", path)[1] == []
 
 
@@ -146,17 +127,10 @@ def test_fused_parts_with_other_group_sizes_or_dtypes_are_found(
 def test_a_part_with_zero_points(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
     name = f"{EXPERT}.gate_proj.weight_zero_point"
-    edit(
-        path,
-        lambda content: (
-            content.update({name: torch.zeros(12, 4).int()}) if f"{EXPERT}.gate_proj.weight_scale" in content else None
-        ),
-    )
+    scale, zeros = f"{EXPERT}.gate_proj.weight_scale", {name: torch.zeros(12, 4).int()}
+    edit(path, lambda content: content.update(zeros) if scale in content else None)
     _, (finding,) = alone("CK306", path)
-    assert (finding.tensor, finding.actual) == (
-        f"{EXPERT}.gate_proj.weight",
-        "INT4, groups of 32, scales in bfloat16, zero points",
-    )
+    assert (finding.tensor, finding.actual[-11:]) == (f"{EXPERT}.gate_proj.weight", "zero points")
 
 
 # CK307
@@ -217,17 +191,12 @@ def test_quantization_steps_too_large_for_the_named_grid_are_found(
     path = copy_of(int4)
     too_coarse(path, f"{EXPERT}.up_proj", models.tensors(releases("glm4_moe"))[f"{EXPERT}.up_proj.weight"], factor)
     if not named:
-        config = json.loads((path / "config.json").read_text())
-        config["quantization_config"]["config_groups"]["group_0"]["weights"]["observer_kwargs"] = {}
-        (path / "config.json").write_text(json.dumps(config))
+        edit_json(path / "config.json", lambda config: weights_of(config).update(observer_kwargs={}))
     found = alone("CK305", path, source_path=releases("glm4_moe"))[1]
     if factor == 1.0 or not named:
         assert found == []
         return
-    assert [(finding.tensor, finding.expected) for finding in found] == [
-        (f"{EXPERT}.up_proj.weight_scale", "scales of the qmax7 grid, as config.json says")
-    ]
-    assert found[0].actual == "up to 101% off"
+    assert [(one.tensor, one.actual) for one in found] == [(f"{EXPERT}.up_proj.weight_scale", "up to 101% off")]
 
 
 def moved(codes: torch.Tensor) -> torch.Tensor:
@@ -257,9 +226,7 @@ def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
     path, name = copy_of(int4), f"{EXPERT}.up_proj.weight_packed"
     codes = unpack_from_int32(models.tensors(path)[name], 4, torch.Size((96, 128)))
     models.edit(path, name, pack_to_int32(change(codes).contiguous(), 4))
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = actorder
-    (path / "config.json").write_text(json.dumps(config))
+    edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))
     result, found = alone("CK305", path, source_path=releases("glm4_moe"))
     packed, wrongly = alone("CK302", path)
     assert (wrongly, packed.status) == ([], "passed")  # type: ignore[union-attr]
@@ -282,16 +249,10 @@ def asymmetric(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def test_zero_points_as_sglang_reads_them(asymmetric: Path, releases: PathOf, alone: RunAlone) -> None:
-    for code in ("CK303", "CK305", "CK306"):
-        result, found = alone(code, asymmetric, source_path=releases("glm4_moe"))
-        assert found == []
-        assert result is not None
-        assert result.status == "passed"
+def test_zero_points_as_sglang_reads_them(asymmetric: Path, releases: PathOf, passes: Callable[..., None]) -> None:
     # every packed weight: 4 of attention in 12 layers, 3 of 2 dense layers, 3 of 12 experts in 10
-    assert (
-        alone("CK305", asymmetric, source_path=releases("glm4_moe"))[0].tensors_compared == 12 * 4 + 2 * 3 + 10 * 12 * 3
-    )  # type: ignore[union-attr]
+    for code, compared in (("CK303", None), ("CK305", 12 * 4 + 2 * 3 + 10 * 12 * 3), ("CK306", None)):
+        passes(code, asymmetric, compared, source_path=releases("glm4_moe"))
 
 
 @pytest.mark.parametrize("change", [lambda zero: zero.flip(0), lambda zero: zero.bitwise_not()])

@@ -18,6 +18,7 @@ from verify.evidence.side.processors import processor_differences
 from verify.evidence.side_files import SideFiles
 
 Files = Mapping[str, Any]
+Compare = Callable[..., list[Difference]]
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 QWEN2 = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -34,166 +35,51 @@ PRE, VIDEO, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.j
 OF_4 = {PRE: QWEN2}
 OF_5 = {PROCESSOR: {"image_processor": {**QWEN2, "processor_class": None}, "processor_class": "Qwen2VLProcessor"}}
 # preprocessor_config.json as releases have it, and the class that joins the parts.
-RELEASES: Mapping[str, tuple[str, Files]] = {
-    "qwen2_vl": (
-        "Qwen2VLProcessor",
-        {
-            PRE: {
-                **CLIP,
-                "min_pixels": 3136,
-                "max_pixels": 12845056,
-                "patch_size": 14,
-                "temporal_patch_size": 2,
-                "merge_size": 2,
-                "image_processor_type": "Qwen2VLImageProcessor",
-                "processor_class": "Qwen2VLProcessor",
-            }
-        },
-    ),
-    "qwen2_5_vl": (
-        "Qwen2_5_VLProcessor",
-        {
-            PRE: {
-                **CLIP,
-                "min_pixels": 3136,
-                "max_pixels": 12845056,
-                "patch_size": 14,
-                "temporal_patch_size": 2,
-                "merge_size": 2,
-                "image_processor_type": "Qwen2VLImageProcessor",
-                "processor_class": "Qwen2_5_VLProcessor",
-            }
-        },
-    ),
-    "qwen3_vl": (
-        "Qwen3VLProcessor",
-        {
-            PRE: {
-                "size": {"longest_edge": 16777216, "shortest_edge": 65536},
-                "patch_size": 16,
-                "temporal_patch_size": 2,
-                "merge_size": 2,
-                "image_mean": [0.5, 0.5, 0.5],
-                "image_std": [0.5, 0.5, 0.5],
-                "processor_class": "Qwen3VLProcessor",
-                "image_processor_type": "Qwen2VLImageProcessorFast",
-            },
-            VIDEO: {
-                "size": {"longest_edge": 25165824, "shortest_edge": 4096},
-                "patch_size": 16,
-                "temporal_patch_size": 2,
-                "merge_size": 2,
-                "image_mean": [0.5, 0.5, 0.5],
-                "image_std": [0.5, 0.5, 0.5],
-                "processor_class": "Qwen3VLProcessor",
-                "video_processor_type": "Qwen3VLVideoProcessor",
-            },
-        },
-    ),
-    "gemma3": (
-        "Gemma3Processor",
-        {
-            PRE: {
-                "do_convert_rgb": None,
-                "do_normalize": True,
-                "do_pan_and_scan": None,
-                "do_rescale": True,
-                "do_resize": True,
-                "image_mean": [0.5, 0.5, 0.5],
-                "image_std": [0.5, 0.5, 0.5],
-                "image_processor_type": "Gemma3ImageProcessor",
-                "image_seq_length": 256,
-                "pan_and_scan_max_num_crops": None,
-                "pan_and_scan_min_crop_size": None,
-                "resample": 2,
-                "pan_and_scan_min_ratio_to_activate": None,
-                "processor_class": "Gemma3Processor",
-                "rescale_factor": 0.00392156862745098,
-                "size": {"height": 896, "width": 896},
-            },
-            PROCESSOR: {"image_seq_length": 256, "processor_class": "Gemma3Processor"},
-        },
-    ),
-    "llava": (
-        "LlavaProcessor",
-        {
-            PRE: {
-                **CLIP,
-                "crop_size": {"height": 336, "width": 336},
-                "size": {"shortest_edge": 336},
-                "resample": 3,
-                **dict.fromkeys(("do_center_crop", "do_convert_rgb", "do_normalize", "do_rescale", "do_resize"), True),
-                "image_processor_type": "CLIPImageProcessor",
-                "rescale_factor": 0.00392156862745098,
-                "_valid_processor_keys": ["images", "do_resize"],
-            },
-            PROCESSOR: {
-                "image_token": "<image>",
-                "num_additional_image_tokens": 1,
-                "patch_size": 14,
-                "processor_class": "LlavaProcessor",
-                "vision_feature_select_strategy": "default",
-            },
-        },
-    ),
-    "mistral3": (
-        "PixtralProcessor",
-        {
-            PRE: {
-                **CLIP,
-                "crop_size": None,
-                "data_format": "channels_first",
-                "default_to_square": True,
-                "device": None,
-                "disable_grouping": None,
-                "do_center_crop": None,
-                "do_convert_rgb": True,
-                "do_normalize": True,
-                "do_rescale": True,
-                "do_resize": True,
-                "image_processor_type": "PixtralImageProcessorFast",
-                "input_data_format": None,
-                "patch_size": 14,
-                "processor_class": "PixtralProcessor",
-                "resample": 3,
-                "rescale_factor": 0.00392156862745098,
-                "return_tensors": None,
-                "size": {"longest_edge": 1540},
-            },
-            PROCESSOR: {
-                "image_break_token": "[IMG_BREAK]",
-                "image_end_token": "[IMG_END]",
-                "image_token": "[IMG]",
-                "patch_size": 14,
-                "processor_class": "PixtralProcessor",
-                "spatial_merge_size": 2,
-            },
-        },
-    ),
-    "whisper": (
-        "WhisperProcessor",
-        {
-            PRE: {
-                "chunk_length": 30,
-                "feature_extractor_type": "WhisperFeatureExtractor",
-                "feature_size": 128,
-                "hop_length": 160,
-                "n_fft": 400,
-                "n_samples": 480000,
-                "nb_max_frames": 3000,
-                "padding_side": "right",
-                "padding_value": 0.0,
-                "processor_class": "WhisperProcessor",
-                "return_attention_mask": False,
-                "sampling_rate": 16000,
-            }
-        },
-    ),
-}
+RELEASES: Mapping[str, tuple[str, Files]] = json.loads("""{
+"qwen2_vl": ["Qwen2VLProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
+ "image_std": [0.26862954, 0.26130258, 0.27577711], "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14,
+ "temporal_patch_size": 2, "merge_size": 2, "image_processor_type": "Qwen2VLImageProcessor", "processor_class":
+ "Qwen2VLProcessor"}}],
+"qwen2_5_vl": ["Qwen2_5_VLProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
+ "image_std": [0.26862954, 0.26130258, 0.27577711], "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14,
+ "temporal_patch_size": 2, "merge_size": 2, "image_processor_type": "Qwen2VLImageProcessor", "processor_class":
+ "Qwen2_5_VLProcessor"}}],
+"qwen3_vl": ["Qwen3VLProcessor", {"preprocessor_config.json": {"size": {"longest_edge": 16777216, "shortest_edge":
+ 65536}, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std":
+ [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
+ "video_preprocessor_config.json": {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "patch_size": 16,
+ "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
+ "processor_class": "Qwen3VLProcessor", "video_processor_type": "Qwen3VLVideoProcessor"}}],
+"gemma3": ["Gemma3Processor", {"preprocessor_config.json": {"do_convert_rgb": null, "do_normalize": true,
+ "do_pan_and_scan": null, "do_rescale": true, "do_resize": true, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5,
+ 0.5, 0.5], "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 256, "pan_and_scan_max_num_crops":
+ null, "pan_and_scan_min_crop_size": null, "resample": 2, "pan_and_scan_min_ratio_to_activate": null,
+ "processor_class": "Gemma3Processor", "rescale_factor": 0.00392156862745098, "size": {"height": 896, "width": 896}},
+ "processor_config.json": {"image_seq_length": 256, "processor_class": "Gemma3Processor"}}],
+"llava": ["LlavaProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
+ "image_std": [0.26862954, 0.26130258, 0.27577711], "crop_size": {"height": 336, "width": 336}, "size":
+ {"shortest_edge": 336}, "resample": 3, "do_center_crop": true, "do_convert_rgb": true, "do_normalize": true,
+ "do_rescale": true, "do_resize": true, "image_processor_type": "CLIPImageProcessor", "rescale_factor":
+ 0.00392156862745098, "_valid_processor_keys": ["images", "do_resize"]}, "processor_config.json": {"image_token":
+ "<image>", "num_additional_image_tokens": 1, "patch_size": 14, "processor_class": "LlavaProcessor",
+ "vision_feature_select_strategy": "default"}}],
+"mistral3": ["PixtralProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
+ "image_std": [0.26862954, 0.26130258, 0.27577711], "crop_size": null, "data_format": "channels_first",
+ "default_to_square": true, "device": null, "disable_grouping": null, "do_center_crop": null, "do_convert_rgb": true,
+ "do_normalize": true, "do_rescale": true, "do_resize": true, "image_processor_type": "PixtralImageProcessorFast",
+ "input_data_format": null, "patch_size": 14, "processor_class": "PixtralProcessor", "resample": 3, "rescale_factor":
+ 0.00392156862745098, "return_tensors": null, "size": {"longest_edge": 1540}}, "processor_config.json":
+ {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "image_token": "[IMG]", "patch_size": 14,
+ "processor_class": "PixtralProcessor", "spatial_merge_size": 2}}],
+"whisper": ["WhisperProcessor", {"preprocessor_config.json": {"chunk_length": 30, "feature_extractor_type":
+ "WhisperFeatureExtractor", "feature_size": 128, "hop_length": 160, "n_fft": 400, "n_samples": 480000,
+ "nb_max_frames": 3000, "padding_side": "right", "padding_value": 0.0, "processor_class": "WhisperProcessor",
+ "return_attention_mask": false, "sampling_rate": 16000}}]
+}""")
 
 
 @pytest.fixture
-def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Difference]]:
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     """Compares the files of a copy with those of a source, of a Qwen2-VL where they do not tell their class."""
     ask_here(monkeypatch, tmp_path)
 
@@ -239,7 +125,7 @@ FAULTS: Mapping[str, tuple[Files, Files, str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_what_another_processor_comes_of_is_an_error(name: str, compare: Callable[..., list[Difference]]) -> None:
+def test_what_another_processor_comes_of_is_an_error(name: str, compare: Compare) -> None:
     copy, source, key = FAULTS[name]
     errors = [one for one in compare(copy, source) if one.severity == "error"]
     assert errors
@@ -262,7 +148,7 @@ SOUND: Mapping[str, tuple[Files, Files]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_what_the_same_processor_comes_of_is_no_difference(name: str, compare: Callable[..., list[Difference]]) -> None:
+def test_what_the_same_processor_comes_of_is_no_difference(name: str, compare: Compare) -> None:
     copy, source = SOUND[name]
     assert compare(copy, source) == []
 
@@ -297,7 +183,7 @@ def saved_by_5(source: Path, copy: Path, processor: str) -> None:
 
 @pytest.mark.parametrize("model", RELEASES)
 def test_a_processor_that_transformers_saves_again_is_no_difference(
-    model: str, tmp_path: Path, compare: Callable[..., list[Difference]]
+    model: str, tmp_path: Path, compare: Compare
 ) -> None:
     processor, files = RELEASES[model]
     source, copy = tmp_path / "source", tmp_path / "copy"
@@ -341,7 +227,7 @@ def nested(model: str, **values: Any) -> Files:
     ],
 )
 def test_sound_and_video_are_compared_in_the_same_way(
-    model: str, values: Mapping[str, Any], key: str, compare: Callable[..., list[Difference]]
+    model: str, values: Mapping[str, Any], key: str, compare: Compare
 ) -> None:
     errors = [one for one in compare(nested(model, **values), RELEASES[model][1], model) if one.severity == "error"]
     assert [key in one.what for one in errors] == ([True] if key else [])
@@ -357,7 +243,7 @@ def test_sound_and_video_are_compared_in_the_same_way(
     ],
 )
 def test_settings_that_join_the_parts_have_the_defaults_of_the_class(
-    model: str, values: Mapping[str, Any], severities: list[str], compare: Callable[..., list[Difference]]
+    model: str, values: Mapping[str, Any], severities: list[str], compare: Compare
 ) -> None:
     files = RELEASES[model][1]
     own = {"processor_class": files[PROCESSOR]["processor_class"], **values}
@@ -365,7 +251,7 @@ def test_settings_that_join_the_parts_have_the_defaults_of_the_class(
 
 
 def test_videos_are_read_from_the_settings_of_images_where_no_others_are(
-    compare: Callable[..., list[Difference]],
+    compare: Compare,
 ) -> None:
     video = {**QWEN2, "video_processor_type": "Qwen2VLVideoProcessor"}
     del video["image_processor_type"]
@@ -377,9 +263,7 @@ def test_videos_are_read_from_the_settings_of_images_where_no_others_are(
 
 
 @pytest.mark.parametrize("layout", [4, 5])
-def test_a_key_of_a_class_that_transformers_does_not_have_is_a_warning(
-    layout: int, compare: Callable[..., list[Difference]]
-) -> None:
+def test_a_key_of_a_class_that_transformers_does_not_have_is_a_warning(layout: int, compare: Compare) -> None:
     settings = {"image_processor_type": "OurImageProcessor", "limit": 4096}
     source, copy = (
         {PRE: one} if layout == 4 else {PROCESSOR: {"image_processor": one}}

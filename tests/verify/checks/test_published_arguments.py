@@ -142,54 +142,25 @@ def test_published_launch_script_of_gpt_oss_contradicts_the_release() -> None:
     [
         (GLM45, "num_layers", 91, "92", "91"),
         (GLM45, "hidden_size", 4096, "5120", "4096"),
-        (GLM45, "ffn_hidden_size", 10944, "12288", "10944"),
-        (GLM45, "num_attention_heads", 64, "96", "64"),
         (GLM45, "num_query_groups", 4, "8", "4"),
-        (GLM45, "group_query_attention", False, "8", "96"),
-        (GLM45, "kv_channels", 64, "128", "64"),
         (GLM45, "kv_channels", None, "128", "53"),
-        (GLM45, "rotary_base", 500000, "1000000", "500000"),
         (GLM45, "rotary_base", None, "1000000", "10000"),
-        (GLM45, "rotary_percent", 1.0, "0.5", "1.0"),
-        (GLM45, "norm_epsilon", 1e-6, "1e-05", "1e-06"),
-        (GLM45, "qk_layernorm", False, "True", "False"),
-        (GLM45, "add_qkv_bias", None, "True", "False"),
-        (GLM45, "add_bias_linear", True, "False", "True"),
-        (GLM45, "swiglu", False, "True", "False"),
-        (GLM45, "normalization", "LayerNorm", "RMSNorm", "LayerNorm"),
         (GLM45, "position_embedding_type", "none", "rope", "none"),
         (GLM45, "untie_embeddings_and_output_weights", False, "True", "False"),
         (GLM45, "num_experts", 128, "160", "128"),
-        (
-            GLM45,
-            "moe_layer_freq",
-            [0] + [1] * 91,
-            "3 dense layers, then 89 MoE layers",
-            "1 dense layers, then 91 MoE layers",
-        ),
         (GLM45, "moe_layer_freq", 1, "3 dense layers, then 89 MoE layers", "0 dense layers, then 92 MoE layers"),
-        (GLM45, "moe_ffn_hidden_size", None, "1536", "12288"),
-        (GLM45, "moe_shared_expert_intermediate_size", None, "1536", "0"),
-        (GLM45, "moe_router_topk", 4, "8", "4"),
-        (GLM45, "moe_router_score_function", "softmax", "sigmoid", "softmax"),
-        (GLM45, "moe_router_enable_expert_bias", False, "True", "False"),
-        (GLM45, "moe_router_topk_scaling_factor", None, "2.5", "1.0"),
         (GLM45, "moe_router_num_groups", 8, "1", "8"),
         (GLM45, "moe_router_group_topk", 4, "1", "4"),
         (GLM45, "mtp_num_layers", 1, "0", "1"),
-        (GLM45, "vocab_size", 151329, "151552", "151329"),
         (GLM45, "padded_vocab_size", 151329, "at least 151552", "151329"),
         (DEEPSEEK, "multi_latent_attention", False, "True", "False"),
         (DEEPSEEK, "q_lora_rank", None, "1536", "nothing"),
-        (DEEPSEEK, "kv_lora_rank", None, "512", "32"),
         (DEEPSEEK, "qk_head_dim", 192, "128", "192"),
         (DEEPSEEK, "qk_pos_emb_head_dim", 32, "64", "32"),
         (DEEPSEEK, "v_head_dim", 256, "128", "256"),
-        (DEEPSEEK, "qk_layernorm", False, "True", "False"),
-        (DEEPSEEK, "rope_type", "rope", "yarn", "rope"),
         (DEEPSEEK, "rotary_scaling_factor", 32, "40.0", "32"),
-        (DEEPSEEK, "rotary_interleaved", True, "False", "True"),
         (DEEPSEEK, "mscale", 0.707, "1.0", "0.707"),
+        (DEEPSEEK, "rotary_interleaved", True, "False", "True"),
         (DEEPSEEK, "mscale_all_dim", None, "1.0", "0.0"),
         (DEEPSEEK, "original_max_position_embeddings", 8192, "4096", "8192"),
         (DEEPSEEK, "beta_fast", 1, "32.0", "1"),
@@ -215,8 +186,8 @@ def test_published_launch_script_of_gpt_oss_contradicts_the_release() -> None:
 def test_megatron_argument_that_differs_is_the_only_finding(
     model: str, argument: str, value: Any, expected: str, actual: str
 ) -> None:
-    shown = "num_query_groups" if argument == "group_query_attention" else argument
-    assert wrong(config_of(model), args_of(model, **{argument: value})) == [(shown, expected, actual)]
+    """Others are mutations of what Megatron saves (tests/mutations/arguments.py)."""
+    assert wrong(config_of(model), args_of(model, **{argument: value})) == [(argument, expected, actual)]
 
 
 def test_megatron_arguments_without_the_promised_mtp_layer_are_found() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.fixture_types import OnlyFinding, PathOf, RunAlone
+from support.forking import run_script
 
 from verify.run import verify
 
@@ -46,11 +50,8 @@ def names(numbers: Any, total: str, stem: str = "model-") -> list[str]:
         ["part-a.safetensors", "part-b.safetensors"],
     ],
 )
-def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Path, alone: RunAlone) -> None:
-    result, found = alone("CK108", write(tmp_path / "hf", files))
-    assert found == []
-    assert result is not None
-    assert (result.status, result.tensors_compared) == ("passed", len(files))
+def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Path, passes: Callable[..., None]) -> None:
+    passes("CK108", write(tmp_path / "hf", files), len(files))
 
 
 def test_a_number_that_is_missing_from_files_and_index(tmp_path: Path, alone: RunAlone) -> None:
@@ -61,27 +62,24 @@ def test_a_number_that_is_missing_from_files_and_index(tmp_path: Path, alone: Ru
     assert (finding.severity, finding.file) == ("error", str(path))
 
 
-def test_shard_with_the_last_number_missing_is_found(tmp_path: Path, alone: RunAlone) -> None:
-    _, (finding,) = alone("CK108", write(tmp_path / "hf", names([1, 2], "00003")))
-    assert finding.actual == "number 3 is missing"
-
-
-def test_an_index_that_names_shards_of_two_saves(tmp_path: Path, alone: RunAlone) -> None:
-    _, (finding,) = alone("CK108", write(tmp_path / "hf", [*names([1, 2], "00003"), *names([3, 4], "00004")]))
-    assert finding.actual == "2 of 3 and 2 of 4"
-
-
-@pytest.mark.parametrize(("files", "actual"), [([1, 2, 3, 5], "number 5 of 3"), ([1, 2, 3], "number 2 more than once")])
-def test_numbers_beyond_the_last_and_numbers_twice(
-    files: list[int], actual: str, tmp_path: Path, alone: RunAlone
+@pytest.mark.parametrize(
+    ("files", "actual"),
+    [
+        (names([1, 2], "00003"), "number 3 is missing"),
+        ([*names([1, 2], "00003"), *names([3, 4], "00004")], "2 of 3 and 2 of 4"),
+        (names([1, 2, 3, 5], "00003"), "number 5 of 3"),
+        ([*names([1, 2, 3], "00003"), "model-2-of-00003.safetensors"], "number 2 more than once"),
+    ],
+)
+def test_numbers_that_are_missing_of_two_saves_beyond_the_last_or_twice(
+    files: list[str], actual: str, tmp_path: Path, alone: RunAlone
 ) -> None:
-    more = ["model-2-of-00003.safetensors"] if "once" in actual else []
-    _, (finding,) = alone("CK108", write(tmp_path / "hf", [*names(files, "00003"), *more]))
+    _, (finding,) = alone("CK108", write(tmp_path / "hf", files))
     assert finding.actual == actual
 
 
-def test_a_shard_that_was_renamed(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_shard_that_was_renamed(fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     shard = sorted(path.glob("*.safetensors"))[2]
     shard.rename(path / "model-3.safetensors")
     _, (finding,) = alone("CK108", path)
@@ -89,10 +87,8 @@ def test_a_shard_that_was_renamed(releases: PathOf, copy_of: CopyOf, alone: RunA
     assert {"CK102", "CK104", "CK108"} == {finding.code for finding in verify(path).findings}
 
 
-def test_a_leftover_of_an_earlier_save_is_not_taken_for_a_renamed_shard(
-    releases: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_leftover_of_an_earlier_save_is_not_taken_for_a_renamed_shard(fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     first, second, *_ = sorted(path.glob("*.safetensors"))
     second.rename(path / "old.safetensors")
     first.unlink()
@@ -103,13 +99,11 @@ def test_a_leftover_of_an_earlier_save_is_not_taken_for_a_renamed_shard(
 def test_shard_numbering_without_shards_is_not_checked(tmp_path: Path, alone: RunAlone) -> None:
     (tmp_path / "config.json").write_text("{}")
     result, found = alone("CK108", tmp_path)
-    assert found == []
-    assert result is not None
-    assert (result.status, result.reason) == ("skipped", "there are no shards (CK103)")
+    assert (found, result and result.status) == ([], "skipped")
 
 
-def test_an_adapter_that_verls_merger_left_below_is_a_note(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_an_adapter_that_verls_merger_left_below_is_a_note(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     assert "lora_adapter" not in str(verify(path).facts)
     (path / "lora_adapter").mkdir()
     (path / "lora_adapter" / "adapter_config.json").write_text("{}")
@@ -122,22 +116,17 @@ def test_an_adapter_that_verls_merger_left_below_is_a_note(releases: PathOf, cop
     "tensor",
     ["model.layers.{}.self_attn.q_proj.lora_A.default.weight", "base_model.model.model.layers.{}.mlp.up_proj.weight"],
 )
-def test_tensors_of_an_adapter(tensor: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_tensors_of_an_adapter(tensor: str, fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     shard = sorted(path.glob("*.safetensors"))[0]
     added = {tensor.format(layer): torch.ones(2).bfloat16() for layer in range(12)}
-    kept = {
-        name: value
-        for name, value in models.tensors(path).items()
-        if json.loads((path / INDEX).read_text())["weight_map"][name] == shard.name
-    }
-    save_file(kept | added, shard, metadata={"format": "pt"})
+    save_file(load_file(shard) | added, shard, metadata={"format": "pt"})
     _, (finding,) = alone("CK110", path)
     assert (finding.tensor, finding.count) == (tensor.format("{0..11}"), 12)
 
 
-def test_adapters_of_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(converted("qwen2-tied"))
+def test_adapters_of_megatron(fresh_megatron: PathOf, alone: RunAlone) -> None:
+    path = fresh_megatron("qwen2-tied")
 
     def change(metadata: Any) -> None:
         key = "decoder.layers.3.self_attention.linear_proj.weight"
@@ -155,13 +144,133 @@ def test_adapters_of_megatron(converted: PathOf, copy_of: CopyOf, alone: RunAlon
     )
 
 
-def test_a_directory_with_config_alone_is_said_to_have_no_weights(releases: PathOf, tmp_path: Path) -> None:
-    for name in ("config.json", "generation_config.json"):
-        (tmp_path / name).write_bytes((releases("qwen3_moe") / name).read_bytes())
-    report = verify(tmp_path)
-    (found,) = [one for one in report.findings if one.severity == "error"]
-    assert (found.code, found.expected) == ("CK103", "model.safetensors.index.json, or a single model.safetensors")
-    assert found.actual == "no weights: only config.json, generation_config.json"
-    skipped = {one.code: one.reason for one in report.checks if one.code in ("CK102", "CK104", "CK105", "CK107")}
-    assert set(skipped.values()) == {"not run because there are no weights (CK103)"}
-    assert "nothing was compared" not in str(report.findings)
+# Two sets of weights in one directory: who reads which, as transformers and SGLang themselves do, and no loss.
+
+
+INDEX_, SINGLE, NORM = "model.safetensors.index.json", "model.safetensors", "model.norm.weight"
+KEEP = "may be the only copy of what was trained"
+# The files that SGLang's loader chooses in a directory.
+SGLANG = """
+import json, sys
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader import loader
+loader.get_server_args = lambda: None
+for path in sys.argv[1:]:
+    found = loader.DefaultModelLoader(LoadConfig())._prepare_weights(path, None, True)[1]
+    print("files", json.dumps(sorted(file.rpartition("/")[2] for file in found)))
+"""
+
+
+@pytest.fixture
+def both(fresh: PathOf) -> Path:
+    """Shards with an index, and a newer model.safetensors: what `save_pretrained` with larger shards leaves behind."""
+    path = fresh("qwen2-tied")
+    trained = {name: tensor + 1 if name == NORM else tensor for name, tensor in models.tensors(path).items()}
+    save_file(trained, path / SINGLE, metadata={"format": "pt"})
+    for file in path.glob("*-of-*.safetensors"):
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+    os.utime(path / SINGLE, (1_750_000_000, 1_750_000_000))
+    return path
+
+
+@pytest.fixture
+def without_index(tmp_path: Path) -> Path:
+    models.save("qwen2-tied", tmp_path / "one", shard_size="1GB")
+    shutil.copy(tmp_path / "one" / SINGLE, tmp_path / "one" / "old.safetensors")
+    return tmp_path / "one"
+
+
+def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Path, only: OnlyFinding) -> None:
+    finding = only(verify(both))
+    assert (finding.code, finding.severity, finding.file) == ("CK104", "error", str(both / SINGLE))
+    assert f"last modified: {SINGLE} (2025-06-15 15:06:40 UTC)" in finding.actual
+    assert KEEP in finding.hint
+    os.utime(both / SINGLE, (1_600_000_000, 1_600_000_000))
+    actual = only(verify(both)).actual
+    assert f"last modified: {SINGLE}" not in actual
+    assert "(2023-11-14 22:13:20 UTC)" in actual
+
+
+def test_transformers_takes_the_single_file(both: Path, releases: PathOf) -> None:
+    from transformers import AutoModelForCausalLM
+
+    held = AutoModelForCausalLM.from_pretrained(both, dtype=torch.bfloat16).state_dict()[NORM]
+    assert torch.equal(held, models.tensors(releases("qwen2-tied"))[NORM] + 1)
+
+
+@pytest.mark.sglang
+def test_sglang_takes_the_shards_and_without_an_index_every_file(
+    both: Path, without_index: Path, only: OnlyFinding
+) -> None:
+    printed = run_script("sglang", SGLANG, both, without_index)
+    chosen = [json.loads(line.removeprefix("files ")) for line in printed.splitlines() if line.startswith("files ")]
+    shards = set(json.loads((both / INDEX_).read_text())["weight_map"].values())
+    assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
+    finding = only(verify(without_index))
+    assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; last modified: ")
+    assert KEEP in finding.hint
+
+
+def test_shards_under_other_names_are_one_finding_of_each_check(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    shards = sorted(path.glob("model-*.safetensors"))
+    for shard in shards:
+        shard.rename(path / shard.name.replace("model", "weights"))
+    first, more = shards[0].name, len(shards) - 1
+    other = first.replace("model", "weights")
+    found = {one.code: one for one in verify(path).findings}
+    assert len(verify(path).findings) == len(found) == 3
+    assert found["CK102"].actual == f"{first} and {more} more: missing"
+    assert found["CK104"].actual.startswith(f"{other} and {more} more: the index names none of their tensors, and ")
+    assert found["CK108"].hint == f"rename {other} to {first}, and {more} more in the same way"
+
+
+def twice(path: Path, other: str, **changed: torch.Tensor) -> str:
+    """Stores the norm, or what was `changed` of it, in the file of another tensor too; returns the norm's own file."""
+    index = json.loads((path / INDEX_).read_text())
+    home = index["weight_map"][NORM]
+    tensors = load_file(path / other) if (path / other).exists() else {}
+    if not tensors:
+        index["weight_map"]["another"] = other
+        (path / INDEX_).write_text(json.dumps(index))
+    save_file({**tensors, NORM: changed.get("norm", models.tensors(path)[NORM])}, path / other)
+    os.utime(path / home, (1_700_000_000, 1_700_000_000))
+    return str(home)
+
+
+def embedding_file(path: Path) -> str:
+    return str(json.loads((path / INDEX_).read_text())["weight_map"]["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(
+    ("norm", "said"),
+    [
+        (None, "with the same bytes"),
+        (torch.zeros(128, dtype=torch.bfloat16), "with other values (1 of 1)"),
+        (torch.ones(128), "with another shape or dtype (1 of 1)"),
+        (torch.ones(64, dtype=torch.bfloat16), "with another shape or dtype (1 of 1)"),
+    ],
+)
+@pytest.mark.parametrize("lone", [False, True])
+def test_tensor_in_two_shards(norm: torch.Tensor | None, said: str, lone: bool, fresh: PathOf) -> None:
+    """The index names one copy; the other file is only to be moved if nothing else that is needed is in it."""
+    path = fresh("qwen2-tied")
+    other = "copy.safetensors" if lone else embedding_file(path)
+    home = twice(path, other, **({} if norm is None else {"norm": norm}))
+    (found,) = (one for one in verify(path).findings if one.tensor == NORM and one.code == "CK104")
+    assert set(found.actual.partition(", ")[0].removeprefix("stored in ").split(" and ")) == {home, other}
+    assert f", {said}; the index names {home}; last modified: {other} (" in found.actual
+    assert found.hint.startswith(f"move {other} elsewhere" if lone else f"write {other} again without these tensors: ")
+    assert KEEP in found.hint
+
+
+def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
+    index = json.loads((path / INDEX_).read_text())
+    first, second, *_ = sorted(set(index["weight_map"].values()))
+    for number, file in enumerate((first, second)):
+        shutil.copyfile(path / file, path / f"copy-{number}.safetensors")
+        index["weight_map"][f"another.{number}"] = f"copy-{number}.safetensors"
+    (path / INDEX_).write_text(json.dumps(index))
+    found = [one for one in verify(path).findings if one.expected == "each tensor in one shard"]
+    assert {one.names for one in found} == {frozenset(load_file(path / file)) for file in (first, second)}

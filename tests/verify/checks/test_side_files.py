@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.check_examples import hold_example
-from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.fixture_types import PathOf, RunAlone
 from transformers import AutoTokenizer
 
 # Of 352 rows: 350 words, and two special tokens behind them.
@@ -22,42 +23,37 @@ def write(path: Path, file: str, content: Any) -> None:
     (path / file).write_text(json.dumps(content))
 
 
+def change(path: Path, file: str, **changes: Any) -> None:
+    write(path, file, json.loads((path / file).read_text()) | changes)
+
+
 def tokenizer(**changes: Any) -> dict[str, Any]:
     return {"model": {"type": "BPE", "vocab": WORDS}, "added_tokens": ADDED} | changes
 
 
 @pytest.fixture
-def hf(releases: PathOf, copy_of: CopyOf) -> Path:
+def hf(fresh: PathOf) -> Path:
     """qwen2-tied (352 rows) with a whole tokenizer."""
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     write(path, "tokenizer.json", tokenizer())
-    write(
-        path,
-        "tokenizer_config.json",
-        {"eos_token": "<end>", "pad_token": {"content": "<pad>"}, "bos_token": None, "chat_template": "{{ messages }}"},
-    )
+    tokens = {"eos_token": "<end>", "pad_token": {"content": "<pad>"}, "bos_token": None}
+    write(path, "tokenizer_config.json", tokens | {"chat_template": "{{ messages }}"})
     write(path, "generation_config.json", {"eos_token_id": [350, 3], "pad_token_id": 351})
-    config = json.loads((path / "config.json").read_text())
-    write(path, "config.json", config | {"eos_token_id": 350, "pad_token_id": 351, "bos_token_id": None})
+    change(path, "config.json", eos_token_id=350, pad_token_id=351, bos_token_id=None)
     return path
 
 
-@pytest.mark.parametrize("code", ["CK706", "CK707"])
-def test_side_files_that_agree_are_silent(code: str, hf: Path, alone: RunAlone) -> None:
-    result, found = alone(code, hf)
-    assert found == []
-    assert result is not None
-    assert (result.status, result.tensors_compared) == ("passed", {"CK706": 1, "CK707": 6}[code])
+@pytest.mark.parametrize(("code", "compared"), [("CK706", 1), ("CK707", 6)])
+def test_side_files_that_agree_are_silent(code: str, compared: int, hf: Path, passes: Callable[..., None]) -> None:
+    passes(code, hf, compared)
 
 
 def test_without_a_tokenizer_ids_are_not_looked_at(releases: PathOf, alone: RunAlone) -> None:
     assert alone("CK706", releases("qwen2-tied")) == (None, [])
 
 
-def test_special_tokens_without_files_to_compare_are_not_checked(
-    releases: PathOf, copy_of: CopyOf, alone: RunAlone
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_special_tokens_without_files_to_compare_are_not_checked(fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     (path / "generation_config.json").unlink()
     assert alone("CK707", path) == (None, [])
 
@@ -69,12 +65,7 @@ def test_special_tokens_without_files_to_compare_are_not_checked(
     ("file", "content"),
     [
         ("tokenizer.json", tokenizer(added_tokens=[{"id": 352, "content": "<new>"}])),
-        (
-            "tokenizer.json",
-            tokenizer(
-                model={"type": "Unigram", "vocab": [[f"w{number}", -1.0] for number in range(353)]}, added_tokens=[]
-            ),
-        ),
+        ("tokenizer.json", tokenizer(model={"type": "Unigram", "vocab": [["w", -1.0]] * 352 + [["v", -1.0]]})),
         ("tokenizer_config.json", {"added_tokens_decoder": {"352": {"content": "<new>"}}}),
         ("vocab.json", {"a": 0, "b": 352}),
         ("added_tokens.json", {"<new>": 352}),
@@ -88,8 +79,8 @@ def test_token_id_beyond_the_embedding_is_found(file: str, content: Any, hf: Pat
     assert finding.file == str(hf / file)
 
 
-def test_tiktoken_rank_beyond_the_embedding_is_found(releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_tiktoken_rank_beyond_the_embedding_is_found(fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     lines = [f"{base64.b64encode(str(rank).encode()).decode()} {rank}" for rank in range(353)]
     (path / "tiktoken.model").write_text("\n".join(lines[:352]))
     assert alone("CK706", path)[1] == []
@@ -120,8 +111,8 @@ def test_token_id_that_is_no_number_is_found(hf: Path, alone: RunAlone) -> None:
     assert finding.actual.endswith("the id of '<end>' is '350', not a whole number")
 
 
-def test_tokenizer_beside_megatron_is_checked(converted: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(converted("qwen2-tied"))
+def test_tokenizer_beside_megatron_is_checked(fresh_megatron: PathOf, alone: RunAlone) -> None:
+    path = fresh_megatron("qwen2-tied")
     write(path / "hf", "tokenizer.json", tokenizer(added_tokens=[{"id": 400, "content": "<new>"}]))
     _, (finding,) = alone("CK706", path)
     assert finding.file == str(path / "hf" / "tokenizer.json")
@@ -133,58 +124,31 @@ def test_tokenizer_beside_megatron_is_checked(converted: PathOf, copy_of: CopyOf
 @pytest.mark.parametrize(
     ("file", "changes", "severity", "expected", "actual"),
     [
-        (
-            "generation_config.json",
-            {"eos_token_id": [3, 5]},
-            "error",
-            "eos_token_id 350, as in config.json and tokenizer_config.json",
-            "3 or 5",
-        ),
-        (
-            "tokenizer_config.json",
-            {"eos_token": "w7"},
-            "warning",
-            "eos_token_id 3 or 350, as in config.json and generation_config.json",
-            "7",
-        ),
-        (
-            "generation_config.json",
-            {"pad_token_id": 9},
-            "warning",
-            "pad_token_id 351, as in config.json and tokenizer_config.json",
-            "9",
-        ),
-        (
-            "tokenizer_config.json",
-            {"pad_token": "w7"},
-            "warning",
-            "pad_token_id 351, as in config.json and generation_config.json",
-            "7",
-        ),
+        ("generation_config.json", {"eos_token_id": [3, 5]}, "error", "eos_token_id 350", "3 or 5"),
+        ("tokenizer_config.json", {"eos_token": "w7"}, "warning", "eos_token_id 3 or 350", "7"),
+        ("generation_config.json", {"pad_token_id": 9}, "warning", "pad_token_id 351", "9"),
+        ("tokenizer_config.json", {"pad_token": "w7"}, "warning", "pad_token_id 351", "7"),
         # The one that is outvoted is the one at fault, whichever file it is.
-        (
-            "config.json",
-            {"eos_token_id": 9},
-            "error",
-            "eos_token_id 3 or 350, as in generation_config.json and tokenizer_config.json",
-            "9",
-        ),
-        (
-            "config.json",
-            {"pad_token_id": 9},
-            "warning",
-            "pad_token_id 351, as in generation_config.json and tokenizer_config.json",
-            "9",
-        ),
+        ("config.json", {"eos_token_id": 9}, "error", "eos_token_id 3 or 350", "9"),
+        ("config.json", {"pad_token_id": 9}, "warning", "pad_token_id 351", "9"),
+        # A file with an id beyond the embedding is blamed alone.
+        ("config.json", {"eos_token_id": 500}, "error", "eos_token_id below 352", "eos_token_id 500"),
+        ("generation_config.json", {"eos_token_id": [350, 352]}, "error", "eos_token_id below 352", "eos_token_id 352"),
+        ("generation_config.json", {"eos_token_id": [350, -7]}, "error", "eos_token_id below 352", "eos_token_id -7"),
+        ("config.json", {"eos_token_id": True}, "error", "eos_token_id as a whole number", "eos_token_id True"),
+        ("config.json", {"eos_token_id": 350.0}, "error", "eos_token_id as a whole number", "eos_token_id 350.0"),
+        ("config.json", {"eos_token_id": {"id": 350}}, "error", "eos_token_id as a whole number", "eos_token_id {'id'"),
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "error", "eos_token in the vocabulary", "'<|im_end|>'"),
     ],
 )
 def test_special_tokens_that_disagree_are_found(
     file: str, changes: dict[str, Any], severity: str, expected: str, actual: str, hf: Path, alone: RunAlone
 ) -> None:
-    write(hf, file, json.loads((hf / file).read_text()) | changes)
+    change(hf, file, **changes)
     _, (finding,) = alone("CK707", hf)
-    assert (finding.severity, finding.expected, finding.actual) == (severity, expected, actual)
-    assert finding.file == str(hf / file)
+    assert (finding.severity, finding.file) == (severity, str(hf / file))
+    assert finding.expected.startswith(expected)
+    assert finding.actual.startswith(actual)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +162,9 @@ def test_special_tokens_that_disagree_are_found(
 def test_special_tokens_without_a_majority_name_every_file(
     ends: tuple[int, int | None, str | None], severity: str, actual: str, hf: Path, alone: RunAlone
 ) -> None:
-    changes = {
-        "config.json": {"eos_token_id": ends[0]},
-        "generation_config.json": {"eos_token_id": ends[1]},
-        "tokenizer_config.json": {"eos_token": ends[2]},
-    }
-    for file, change in changes.items():
-        write(hf, file, json.loads((hf / file).read_text()) | change)
+    change(hf, "config.json", eos_token_id=ends[0])
+    change(hf, "generation_config.json", eos_token_id=ends[1])
+    change(hf, "tokenizer_config.json", eos_token=ends[2])
     _, (finding,) = alone("CK707", hf)
     assert (finding.severity, finding.expected, finding.actual) == (severity, "one eos_token_id in all files", actual)
 
@@ -215,67 +175,29 @@ def test_special_tokens_without_a_majority_name_every_file(
         ({"tokenizer_config.json": {"eos_token": "w3"}, "generation_config.json": {"eos_token_id": 3}}, True),
         ({"tokenizer_config.json": {"eos_token": "w3"}}, False),  # generation_config.json has it
         ({"generation_config.json": {"eos_token_id": 350}}, False),  # 3 is lost, which no template writes
-        (
-            {
-                "tokenizer_config.json": {"eos_token": "w3", "chat_template": "{{ messages }}"},
-                "generation_config.json": {"eos_token_id": 3},
-            },
-            False,
-        ),
+        ({"tokenizer_config.json": {"chat_template": "x"}, "generation_config.json": {"eos_token_id": 3}}, False),
     ],
 )
 def test_end_of_the_source_that_the_template_writes_is_an_end(
     changes: dict[str, Any], is_lost: bool, hf: Path, tmp_path: Path, alone: RunAlone
 ) -> None:
     """A merge that keeps the template, and ends where texts end and not where a turn does."""
-    template = {"chat_template": "{{ messages }}<end>"}
-    write(hf, "tokenizer_config.json", json.loads((hf / "tokenizer_config.json").read_text()) | template)
-    config = json.loads((hf / "config.json").read_text())
-    write(hf, "config.json", config | {"eos_token_id": [350, 3]})
+    change(hf, "tokenizer_config.json", chat_template="{{ messages }}<end>")
+    change(hf, "config.json", eos_token_id=[350, 3])
     source = shutil.copytree(hf, tmp_path / "source")
-    for file, change in changes.items():
-        write(hf, file, json.loads((hf / file).read_text()) | change)
+    for file, changed in changes.items():
+        change(hf, file, **changed)
     _, found = alone("CK707", hf, source_path=source)
     lost = [("warning", "'<end>', which the chat template writes, among the ends of an answer, as in the source")]
     assert [(one.severity, one.expected) for one in found] == (lost if is_lost else [])
     assert alone("CK707", hf)[1] == []
 
 
-@pytest.mark.parametrize("number", [352, -7])
-def test_eos_token_id_beyond_the_embedding_is_found(number: int, hf: Path, alone: RunAlone) -> None:
-    write(hf, "generation_config.json", {"eos_token_id": [350, number]})
-    _, (finding,) = alone("CK707", hf)
-    assert (finding.expected, finding.actual) == (
-        "eos_token_id below 352, the rows of the embedding",
-        f"eos_token_id {number}",
-    )
-
-
-def test_file_with_an_id_beyond_the_embedding_is_blamed_alone(hf: Path, alone: RunAlone) -> None:
-    write(hf, "config.json", json.loads((hf / "config.json").read_text()) | {"eos_token_id": 500})
-    _, (finding,) = alone("CK707", hf)
-    assert (finding.file, finding.actual) == (str(hf / "config.json"), "eos_token_id 500")
-
-
-@pytest.mark.parametrize("value", ["350", True, 350.0, {"id": 350}])
-def test_token_id_that_is_no_whole_number_is_found(value: object, hf: Path, alone: RunAlone) -> None:
-    write(hf, "config.json", json.loads((hf / "config.json").read_text()) | {"eos_token_id": value})
-    _, (finding,) = alone("CK707", hf)
-    assert (finding.expected, finding.file) == ("eos_token_id as a whole number", str(hf / "config.json"))
-    assert finding.actual == f"eos_token_id {value!r}"
-
-
 def test_pad_token_id_of_minus_one_means_none(hf: Path, alone: RunAlone) -> None:
     write(hf, "tokenizer_config.json", {"eos_token": "<end>"})
     for file in ("config.json", "generation_config.json"):
-        write(hf, file, json.loads((hf / file).read_text()) | {"pad_token_id": -1})
+        change(hf, file, pad_token_id=-1)
     assert alone("CK707", hf)[1] == []
-
-
-def test_a_special_token_that_is_no_token(hf: Path, alone: RunAlone) -> None:
-    write(hf, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
-    _, (finding,) = alone("CK707", hf)
-    assert (finding.expected, finding.actual) == ("eos_token in the vocabulary", "'<|im_end|>' is not in it")
 
 
 def test_special_tokens_map_counts_where_the_config_is_silent(hf: Path, alone: RunAlone) -> None:
@@ -303,11 +225,8 @@ def pair(hf: Path, tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "here", source
 
 
-def test_side_files_equal_to_the_sources_pass(pair: tuple[Path, Path], alone: RunAlone) -> None:
-    result, found = alone("CK708", pair[0], source_path=pair[1])
-    assert found == []
-    assert result is not None
-    assert (result.status, result.tensors_compared) == ("passed", 1)
+def test_side_files_equal_to_the_sources_pass(pair: tuple[Path, Path], passes: Callable[..., None]) -> None:
+    passes("CK708", pair[0], 1, source_path=pair[1])
 
 
 def test_a_template_in_a_file_of_its_own_is_the_same(pair: tuple[Path, Path], alone: RunAlone) -> None:
@@ -376,10 +295,7 @@ def test_a_template_that_was_lost_or_replaced(
     _, (finding,) = alone("CK708", here, source_path=source)
     assert (finding.severity, finding.expected) == ("error", "the chat template 'default' of the source")
     assert actual == "different" or finding.actual == actual
-    assert (finding.file, finding.hint) == (
-        str(here / "tokenizer_config.json"),
-        f"copy tokenizer_config.json from {source}",
-    )
+    assert finding.file == str(here / "tokenizer_config.json")
 
 
 @pytest.mark.parametrize(
@@ -457,16 +373,16 @@ def test_a_source_tokenizer_that_cannot_be_read(pair: tuple[Path, Path], alone: 
 @pytest.mark.parametrize(
     "file", ["tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.txt", "tokenization_kimi.py", "tekken.json"]
 )
-def test_any_file_of_a_tokenizer_is_enough(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_any_file_of_a_tokenizer_is_enough(file: str, fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("qwen2-tied")
     (path / "tokenizer.model").rename(path / file)
     assert alone("CK720", path)[1] == []
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"])
-def test_settings_alone_are_no_tokenizer(file: str, releases: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
+def test_settings_alone_are_no_tokenizer(file: str, fresh: PathOf, alone: RunAlone) -> None:
     """transformers refuses them, or makes a tokenizer of the special tokens alone, which encodes a text as nothing."""
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     (path / "tokenizer.model").unlink()
     (path / "tokenizer_config.json").rename(path / file)
     assert alone("CK720", path)[1][0].severity == "warning"
@@ -476,9 +392,9 @@ def test_settings_alone_are_no_tokenizer(file: str, releases: PathOf, copy_of: C
 
 
 def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_one(
-    releases: PathOf, copy_of: CopyOf, alone: RunAlone, tmp_path: Path
+    releases: PathOf, fresh: PathOf, alone: RunAlone, tmp_path: Path
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     (path / "tokenizer.model").unlink()
     for asked in ((), ("sglang",), ("engine",)):  # both start SGLang without a tokenizer
         _, (finding,) = alone("CK720", path, against=frozenset(asked))

@@ -32,6 +32,7 @@ MISSING = object()
 ONLINE = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input", "inverse": False}]}}
 IN_WEIGHTS = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
 Change = tuple[tuple[str, ...], Any]
+Answered = Callable[[Path], float]
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ MISREAD: dict[str, Change] = {
 
 @pytest.mark.parametrize("what", MISREAD)
 def test_what_transformers_answers_otherwise_is_an_error(
-    what: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float]
+    what: str, int4: Path, copy_of: CopyOf, answered: Answered
 ) -> None:
     path = changed(copy_of(int4), MISREAD[what])
     assert answered(path) > 0.5
@@ -182,7 +183,7 @@ SAME: dict[str, Change] = {
 
 @pytest.mark.parametrize("what", SAME)
 def test_what_transformers_answers_alike_has_no_finding(
-    what: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float]
+    what: str, int4: Path, copy_of: CopyOf, answered: Answered
 ) -> None:
     path = changed(copy_of(int4), SAME[what])
     assert answered(path) == 0
@@ -205,7 +206,7 @@ def test_what_transformers_answers_alike_has_no_finding(
     ],
 )
 def test_parts_of_a_config_that_readers_leave_out_are_named(
-    key: str, value: Any, said: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float]
+    key: str, value: Any, said: str, int4: Path, copy_of: CopyOf, answered: Answered
 ) -> None:
     """transformers answers as without them, so a model that needs them is answered wrongly."""
     path = changed(copy_of(int4), ((key,), value))
@@ -245,7 +246,7 @@ STORED: dict[str, tuple[Mapping[str, Any], dict[str, Tensor], bool]] = {  # sche
 
 @pytest.mark.parametrize("what", STORED)
 def test_scales_of_a_cache_are_those_that_compressed_tensors_loads(
-    what: str, int4: Path, copy_of: CopyOf, answered: Callable[[Path], float], alone: RunAlone
+    what: str, int4: Path, copy_of: CopyOf, answered: Answered, alone: RunAlone
 ) -> None:
     scheme, tensors, sound = STORED[what]
     path = changed(copy_of(int4), (("kv_cache_scheme",), scheme))

@@ -16,12 +16,18 @@ import torch
 from families import HF_CASES, case
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import CodesOf, CopyOf, OnlyFinding, PathOf
+from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
+from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.transfer.copy import copy
+from ckptkit.transfer.files import FilesWriter
 from quant.formats.scheme import QuantScheme
 from verify.check import Tally
 from verify.checks.values import values
+from verify.evidence.extremes import extremes, same_bytes
 from verify.evidence.subject import Subject
 from verify.report import Report
 from verify.reports.headline import headline
@@ -58,9 +64,9 @@ def test_fused_experts_are_compared_one_by_one(against: str, releases: PathOf, c
     ("name", "element"), [("model.layers.3.mlp.up_proj.weight", (5, 7)), ("model.norm.weight", (0,))]
 )
 def test_values_with_one_changed_element_are_found(
-    name: str, element: tuple[int, ...], releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+    name: str, element: tuple[int, ...], releases: PathOf, converted: PathOf, fresh: PathOf, only: OnlyFinding
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     tensor = models.tensors(path)[name]
     tensor[element] += 0.25
     models.edit(path, name, tensor)
@@ -73,18 +79,18 @@ def test_values_with_one_changed_element_are_found(
 
 @pytest.mark.parametrize(("by", "words"), [(1.0, "is 1 more than"), (-1.0, "is 1 less than"), (0.5, "elements differ")])
 def test_norms_that_another_convention_shifts_are_said_to_be(
-    by: float, words: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
+    by: float, words: str, releases: PathOf, fresh: PathOf, only: OnlyFinding
 ) -> None:
     """Some classes multiply by w, others by 1 + w; a converter between them moves the numbers by 1."""
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.input_layernorm.weight"
+    path, name = fresh("qwen2-tied"), "model.layers.3.input_layernorm.weight"
     models.edit(path, name, models.tensors(path)[name] + by)
     finding = only(verify(path, source=releases("qwen2-tied")))
     assert (finding.code, finding.tensor) == ("CK202", name)
     assert words in finding.actual
 
 
-def test_a_changed_sign_of_zero_is_a_difference(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.0.mlp.up_proj.weight"
+def test_a_changed_sign_of_zero_is_a_difference(fresh: PathOf, only: OnlyFinding) -> None:
+    path, name = fresh("qwen2-tied"), "model.layers.0.mlp.up_proj.weight"
     tensor = models.tensors(path)[name]
     tensor[0, 0] = 0.0
     models.edit(path, name, tensor)
@@ -103,28 +109,17 @@ def swap(path: Path, first: str, second: str) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        (
-            "model.layers.5.mlp.experts.3.gate_proj.weight",
-            "model.layers.5.mlp.experts.3.up_proj.weight",
-            "gate_proj and up_proj are exchanged",
-        ),
-        (
-            "model.layers.5.mlp.experts.3.up_proj.weight",
-            "model.layers.5.mlp.experts.11.up_proj.weight",
-            "experts 3 and 11 are exchanged",
-        ),
-        (
-            "model.layers.10.self_attn.k_proj.weight",
-            "model.layers.10.self_attn.v_proj.weight",
-            "k_proj and v_proj are exchanged",
-        ),
-        ("model.layers.1.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight", "layers 0 and 1 are exchanged"),
+        ("5.mlp.experts.3.gate_proj", "5.mlp.experts.3.up_proj", "gate_proj and up_proj are exchanged"),
+        ("5.mlp.experts.3.up_proj", "5.mlp.experts.11.up_proj", "experts 3 and 11 are exchanged"),
+        ("10.self_attn.k_proj", "10.self_attn.v_proj", "k_proj and v_proj are exchanged"),
+        ("1.mlp.down_proj", "0.mlp.down_proj", "layers 0 and 1 are exchanged"),
     ],
 )
 def test_swapped_tensors_are_one_finding_that_says_so(
-    first: str, second: str, said: str, releases: PathOf, converted: PathOf, copy_of: CopyOf, only: OnlyFinding
+    first: str, second: str, said: str, converted: PathOf, fresh: PathOf, only: OnlyFinding
 ) -> None:
-    path = copy_of(releases("glm4_moe"))
+    path = fresh("glm4_moe")
+    first, second = f"model.layers.{first}.weight", f"model.layers.{second}.weight"
     swap(path, first, second)
     finding = only(verify(path, source=converted("glm4_moe")))
     assert (finding.code, finding.actual, finding.count) == ("CK202", said, 2)
@@ -134,14 +129,14 @@ def test_swapped_tensors_are_one_finding_that_says_so(
 @pytest.mark.parametrize(
     ("value", "code", "said", "seen"),
     [
-        (float("nan"), "CK204", "NaN or infinity", "with NaN or infinity among them"),
+        (math.nan, "CK204", "NaN or infinity", "with NaN or infinity among"),
         (0.0, "CK205", "all zero", "elements differ"),
     ],
 )
 def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
-    value: float, code: str, said: str, seen: str, releases: PathOf, copy_of: CopyOf
+    value: float, code: str, said: str, seen: str, releases: PathOf, fresh: PathOf
 ) -> None:
-    path, name = copy_of(releases("glm4_moe")), "model.layers.4.mlp.gate.weight"
+    path, name = fresh("glm4_moe"), "model.layers.4.mlp.gate.weight"
     models.edit(path, name, torch.full_like(models.tensors(path)[name], value))
     report = verify(path, source=releases("glm4_moe"))
     found = {finding.code: finding for finding in report.findings}
@@ -153,8 +148,8 @@ def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
     assert headline(report) == f"Router of layer 4: {said}."
 
 
-def test_another_difference_of_the_same_kind_is_an_error_of_its_own(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_another_difference_of_the_same_kind_is_an_error_of_its_own(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     zero, other = "model.layers.4.mlp.gate.weight", "model.layers.5.mlp.gate.weight"
     found = models.tensors(path)
     models.edit(path, zero, torch.zeros_like(found[zero]))
@@ -168,22 +163,20 @@ def test_another_difference_of_the_same_kind_is_an_error_of_its_own(releases: Pa
     assert report.errors == 2
 
 
-def test_another_model_is_one_finding(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_another_model_is_one_finding(releases: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("glm4_moe")
     found = models.tensors(path)
     save_file({name: tensor * 2 + 0.125 for name, tensor in found.items()}, path / "model.safetensors")
     for shard in path.glob("model-*"):
         shard.unlink()
     (path / "model.safetensors.index.json").unlink()
     finding = only(verify(path, source=releases("glm4_moe")))
-    assert (
-        finding.actual == f"{len(found)} of {len(found)} tensors differ: another model, or another step of its training"
-    )
+    assert finding.actual.startswith(f"{len(found)} of {len(found)} tensors differ: another model")
     assert finding.count == len(found)
 
 
-def test_a_layer_stored_twice_is_one_error(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_a_layer_stored_twice_is_one_error(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     for name, tensor in models.tensors(path).items():
         if name.startswith("model.layers.3."):
             models.edit(path, name.replace(".3.", ".4.", 1), tensor)
@@ -195,27 +188,11 @@ def test_a_layer_stored_twice_is_one_error(releases: PathOf, copy_of: CopyOf) ->
     assert headline(report) == "Layer 4 holds the values of layer 3."
 
 
-def test_two_exchanged_layers_are_one_finding_that_blames_no_pipeline_stage(
-    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
-    for name in [name for name in models.tensors(path) if name.startswith("model.layers.3.")]:
-        swap(path, name, name.replace(".3.", ".8.", 1))
-    finding = only(verify(path, source=releases("qwen2-tied")))
-    assert (finding.code, finding.actual) == ("CK202", "layers 3 and 8 are exchanged")
-    assert "pipeline" not in finding.hint
-
-
-def test_the_hf_side_gives_the_config_where_megatron_has_none(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf
-) -> None:
-    path = copy_of(converted("qwen2-tied"))
+def test_the_hf_side_gives_the_config_where_megatron_has_none(releases: PathOf, fresh_megatron: PathOf) -> None:
+    path = fresh_megatron("qwen2-tied")
     shutil.rmtree(path / "hf")
-    for checkpoint, source in (
-        (path, releases("qwen2-tied")),
-        (releases("qwen2-tied"), path),
-        (path / "release", releases("qwen2-tied")),
-    ):
+    release = releases("qwen2-tied")
+    for checkpoint, source in ((path, release), (release, path), (path / "release", release)):
         report = verify(checkpoint, source=source)
         assert report.findings == []
         assert compared(report, "CK202") == 146
@@ -235,36 +212,24 @@ def test_another_dtype_is_a_warning_and_rounding_is_no_difference(
     convert(releases("qwen2-tied"), tmp_path / "half", dtype="float16")
     report = verify(tmp_path / "half", source=releases("qwen2-tied"))
     assert codes(report) == ["CK203"]
-    assert {(finding.severity, finding.expected, finding.actual) for finding in report.findings} == {
-        ("warning", "bfloat16", "float16")
-    }
+    assert {(one.severity, one.expected, one.actual) for one in report.findings} == {("warning", "bfloat16", "float16")}
     assert sum(finding.count for finding in report.findings) == 146
     assert report.status == "passed"
 
 
-def test_rounding_what_is_not_fp32_state_is_a_warning(tmp_path: Path, codes: CodesOf) -> None:
-    models.save("qwen2-tied", tmp_path / "wide", torch.float32)
-    convert(tmp_path / "wide", tmp_path / "narrow", dtype="bfloat16")
-    report = verify(tmp_path / "narrow", source=tmp_path / "wide")
-    assert codes(report) == ["CK203"]
-    assert {(finding.severity, finding.expected, finding.actual) for finding in report.findings} == {
-        ("warning", "float32", "bfloat16")
-    }
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_a_cast_that_is_never_legal(
-    dtype: torch.dtype, releases: PathOf, copy_of: CopyOf, alone: Callable[..., Any]
+    dtype: torch.dtype, releases: PathOf, fresh: PathOf, alone: Callable[..., Any]
 ) -> None:
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.mlp.up_proj.weight"
+    path, name = fresh("qwen2-tied"), "model.layers.3.mlp.up_proj.weight"
     models.edit(path, name, models.tensors(path)[name].to(dtype))
     _, (finding,) = alone("CK203", path, source_path=releases("qwen2-tied"))
     assert (finding.tensor, finding.severity) == (name, "error")
     assert (finding.expected, finding.actual) == ("bfloat16", str(dtype).removeprefix("torch."))
 
 
-def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     first = models.tensors(path)[BIAS.format(2)]
     for layer in range(2, 12):
         models.edit(path, BIAS.format(layer), models.tensors(path)[BIAS.format(layer)].bfloat16())
@@ -272,10 +237,8 @@ def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: P
     content = json.loads(index.read_text())
     content["metadata"]["total_size"] -= 10 * 12 * 2
     index.write_text(json.dumps(content))
-    found = [finding for finding in verify(path, source=releases("glm4_moe")).findings if finding.code == "CK203"]
-    assert [(finding.severity, finding.tensor, finding.count) for finding in found] == [
-        ("error", BIAS.format("{2..11}"), 10)
-    ]
+    found = [one for one in verify(path, source=releases("glm4_moe")).findings if one.code == "CK203"]
+    assert [(one.severity, one.tensor, one.count) for one in found] == [("error", BIAS.format("{2..11}"), 10)]
     # Around 6.9 neighbouring bfloat16 values are 1/32 apart.
     kept = {round(value * 32) for value in first.tolist()}
     assert found[0].actual == f"bfloat16, 12 distinct values became {len(kept)} in {BIAS.format(2)}"
@@ -284,20 +247,14 @@ def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: P
 @pytest.mark.parametrize(
     ("name", "value", "severity"),
     [
-        ("model.layers.4.mlp.gate.weight", 0.0, "error"),
-        ("model.layers.4.mlp.experts.11.up_proj.weight", 0.5, "error"),
         ("lm_head.weight", 0.0, "error"),
-        ("model.embed_tokens.weight", 0.0, "error"),
-        ("model.layers.4.post_attention_layernorm.weight", 0.0, "error"),
         ("model.layers.4.post_attention_layernorm.weight", 2.0, "warning"),
         ("model.layers.4.self_attn.q_proj.bias", 0.0, "warning"),
         (BIAS.format(4), 0.0, "warning"),
     ],
 )
-def test_a_constant_tensor(
-    name: str, value: float, severity: str, releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_a_constant_tensor(name: str, value: float, severity: str, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("glm4_moe")
     models.edit(path, name, torch.full_like(models.tensors(path)[name], value))
     report = verify(path)
     finding = only(report)
@@ -316,10 +273,10 @@ def test_a_constant_tensor(
     ],
 )
 def test_constant_in_all_layers_of_a_trained_model(
-    pattern: str, value: float, severity: str | None, releases: PathOf, copy_of: CopyOf
+    pattern: str, value: float, severity: str | None, fresh: PathOf
 ) -> None:
     """Zeros are how biases begin, and training moves a router's selection bias."""
-    path = copy_of(releases("glm4_moe"))
+    path = fresh("glm4_moe")
     found = models.tensors(path)
     for name in filter(found.__contains__, map(pattern.format, range(12))):
         models.edit(path, name, torch.full_like(found[name], value))
@@ -350,18 +307,10 @@ def test_lost_tensor_of_a_model_before_its_training(
 
 @pytest.mark.parametrize(
     ("ending", "value", "sound"),
-    [
-        ("_max", math.inf, True),
-        ("_max", -math.inf, False),
-        ("_min", -math.inf, True),
-        ("_max", math.nan, False),
-        ("_scale", math.inf, False),
-    ],
+    [("_max", math.inf, True), ("_max", -math.inf, False), ("_min", -math.inf, True), ("_scale", math.inf, False)],
 )
-def test_bound_that_clips_nothing_is_infinite(
-    ending: str, value: float, sound: bool, releases: PathOf, copy_of: CopyOf
-) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_bound_that_clips_nothing_is_infinite(ending: str, value: float, sound: bool, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     save_file({f"model.audio_tower.input{ending}": torch.tensor(value)}, path / "model-00099-of-00099.safetensors")
     index = path / "model.safetensors.index.json"
     content = json.loads(index.read_text())
@@ -371,42 +320,28 @@ def test_bound_that_clips_nothing_is_infinite(
     assert [one.code for one in result] == ([] if sound else ["CK204"])
 
 
-def test_norms_of_ones_are_how_training_starts(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_norms_of_ones_are_how_training_starts(fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     for layer in range(12):
         models.edit(path, f"model.layers.{layer}.input_layernorm.weight", torch.ones(128, dtype=torch.bfloat16))
     assert verify(path).findings == []
 
 
-def test_rows_of_zeros_are_a_warning_except_in_the_vocabulary(
-    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_rows_of_zeros_are_a_warning_except_in_the_vocabulary(fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("glm4_moe")
     for name in ("model.layers.8.self_attn.o_proj.weight", "model.embed_tokens.weight"):
         tensor = models.tensors(path)[name]
         tensor[64:] = 0
         models.edit(path, name, tensor)
     finding = only(verify(path))
-    assert (finding.code, finding.tensor, finding.severity) == (
-        "CK205",
-        "model.layers.8.self_attn.o_proj.weight",
-        "warning",
-    )
-    assert finding.actual == "64 of 128 rows are all zero"
+    assert (finding.code, finding.tensor) == ("CK205", "model.layers.8.self_attn.o_proj.weight")
+    assert (finding.severity, finding.actual) == ("warning", "64 of 128 rows are all zero")
 
 
-def test_zeros_among_other_values_are_normal(releases: PathOf, copy_of: CopyOf) -> None:
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.8.self_attn.o_proj.weight"
+def test_zeros_among_other_values_are_normal(fresh: PathOf) -> None:
+    path, name = fresh("qwen2-tied"), "model.layers.8.self_attn.o_proj.weight"
     models.edit(path, name, models.tensors(path)[name].relu())
     assert verify(path).findings == []
-
-
-def test_experts_of_different_layers_that_are_equal(releases: PathOf, copy_of: CopyOf, only: OnlyFinding) -> None:
-    path = copy_of(releases("glm4_moe"))
-    here, there = (f"model.layers.{one}.up_proj.weight" for one in ("2.mlp.experts.2", "11.mlp.experts.5"))
-    models.edit(path, here, models.tensors(path)[there])
-    finding = only(verify(path))
-    assert (finding.code, finding.count) == ("CK206", 2)
 
 
 MERGE = """
@@ -424,8 +359,8 @@ def repeated(path: Path, first: int) -> Path:
     return path
 
 
-def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(releases: PathOf, copy_of: CopyOf) -> None:
-    path, text = repeated(copy_of(releases("glm4_moe")), 4), MERGE.format(method="passthrough", second="base", last=11)
+def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(fresh: PathOf) -> None:
+    path, text = repeated(fresh("glm4_moe"), 4), MERGE.format(method="passthrough", second="base", last=11)
     (path / "mergekit_config.yml").write_text(text)
     report = verify(path)
     assert (report.status, report.findings) == ("passed", [])
@@ -445,22 +380,12 @@ def test_layers_that_a_merge_repeated_are_no_fault_and_others_are(releases: Path
     assert finding.actual.startswith("layers 7 and 8 hold the same bytes")
 
 
-def test_layers_that_the_source_repeats_too_are_a_warning(releases: PathOf, copy_of: CopyOf) -> None:
-    path = repeated(copy_of(releases("glm4_moe")), 4)
+def test_layers_that_the_source_repeats_too_are_a_warning(releases: PathOf, fresh: PathOf) -> None:
+    path = repeated(fresh("glm4_moe"), 4)
     (finding,) = verify(path, source=path).findings
     assert (finding.code, finding.severity) == ("CK206", "warning")
     assert finding.actual.startswith("as in the source, layers 4 and 5 hold the same bytes")
     assert {one.severity for one in verify(path, source=releases("glm4_moe")).findings} == {"error"}
-
-
-def test_constant_tensor_says_whether_the_source_has_it_too(
-    releases: PathOf, copy_of: CopyOf, only: OnlyFinding
-) -> None:
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.4.mlp.up_proj.weight"
-    models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
-    (finding,) = (one for one in verify(path, source=releases("qwen2-tied")).findings if one.code == "CK205")
-    assert finding.hint.startswith("copy it from the release again")
-    assert only(verify(path, source=path)).hint.startswith("the source holds the same")
 
 
 def test_exchanged_layers_of_packed_weights_are_one_error(releases: PathOf, tmp_path: Path) -> None:
@@ -483,9 +408,9 @@ def test_exchanged_layers_of_packed_weights_are_one_error(releases: PathOf, tmp_
     assert {cell["failed"] > 0 for cell in report.heat["4"].values()} == {True}
 
 
-def test_a_bias_of_zeros_is_one_error_with_the_warning_under_it(releases: PathOf, copy_of: CopyOf) -> None:
+def test_a_bias_of_zeros_is_one_error_with_the_warning_under_it(releases: PathOf, fresh: PathOf) -> None:
     """Without a source zeros may be how training starts, so by themselves they are a warning."""
-    path, name = copy_of(releases("qwen2-tied")), "model.layers.3.self_attn.k_proj.bias"
+    path, name = fresh("qwen2-tied"), "model.layers.3.self_attn.k_proj.bias"
     models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
     report = verify(path, source=releases("qwen2-tied"))
     assert [(one.code, one.severity, one.cause) for one in report.findings] == [
@@ -493,3 +418,146 @@ def test_a_bias_of_zeros_is_one_error_with_the_warning_under_it(releases: PathOf
         ("CK205", "warning", "CK202-1"),
     ]
     assert report.verdict == "FAILED with 1 error"
+
+
+# CK207 to CK210: numbers that are possible one by one and cannot be what was trained.
+
+
+UP = "model.layers.3.mlp.up_proj.weight"
+COARSE = "model.layers.{}.mlp.gate.e_score_correction_bias"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_extremes_are_those_of_the_tensor(dtype: torch.dtype) -> None:
+    tensor = torch.zeros(3, 400_000)
+    tensor[0, 17], tensor[2, 399_999] = -3.0, 4.0
+    found = extremes(tensor.to(dtype))
+    assert (found.low, found.high, found.rows, found.zero_rows, found.finite) == (-3.0, 4.0, 3, 1, True)
+    assert found.rms == pytest.approx(math.sqrt(25 / 1_200_000), rel=0.01)
+
+
+@pytest.mark.parametrize("value", [1e-25, 1e25])
+def test_sizes_whose_squares_float32_cannot_hold(value: float) -> None:
+    assert extremes(torch.full((4, 8), value, dtype=torch.bfloat16)).rms == pytest.approx(value, rel=0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.uint8, torch.int32])
+def test_extremes_of_non_float_dtypes_have_no_rms(dtype: torch.dtype) -> None:
+    found = extremes(torch.tensor([[0, 0], [1, 0]]).to(dtype))
+    assert (found.low, found.high, found.zero_rows, found.rms) == (0, 1, 1, 0)
+
+
+@pytest.mark.parametrize(("value", "denormal"), [(2.0**-127, True), (2.0**-126, False), (0.0, False)])
+def test_where_denormal_numbers_begin(value: float, denormal: bool) -> None:
+    assert extremes(torch.tensor([0.0, -value])).denormal is denormal
+
+
+def test_bytes_are_compared_and_not_numbers() -> None:
+    nan = torch.tensor([math.nan, 0.0])
+    assert same_bytes(nan, nan.clone())
+    assert not same_bytes(nan, torch.tensor([math.nan, -0.0]))
+    assert not same_bytes(torch.zeros(2, dtype=torch.int32), torch.zeros(2))
+    assert not same_bytes(torch.zeros(2, 3), torch.zeros(3, 2))
+    assert same_bytes(torch.zeros(0), torch.zeros(0))
+
+
+def grown(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: (tensor.float() * factor).to(tensor.dtype)
+
+
+@pytest.mark.parametrize("factor", [16, 1 / 16])
+def test_layers_that_training_made_larger_or_smaller(factor: float, fresh: PathOf, passes: Callable[..., None]) -> None:
+    path = fresh("qwen2-tied")
+    models.edit(path, UP, grown(factor)(models.tensors(path)[UP]))
+    passes("CK208", path, 146)
+
+
+def test_a_matrix_of_another_size_in_the_source_too_is_a_warning(
+    releases: PathOf, fresh: PathOf, alone: RunAlone
+) -> None:
+    path = fresh("qwen2-tied")
+    models.edit(path, UP, grown(200)(models.tensors(path)[UP]))
+    _, (finding,) = alone("CK208", path, source_path=path)
+    assert finding.severity == "warning"
+    _, (finding,) = alone("CK208", path, source_path=releases("qwen2-tied"))
+    assert finding.severity == "error"
+
+
+def sized(path: Path, size: float) -> None:
+    """Every matrix of layers at this root mean square."""
+    for name, found in models.tensors(path).items():
+        if name.endswith("_proj.weight"):
+            models.edit(path, name, (torch.randn(found.shape) * size).to(found.dtype))
+
+
+def test_matrices_that_are_all_larger_than_any_that_was_trained(fresh: PathOf, alone: RunAlone) -> None:
+    """As codes of FP8 without their scales: each is as large as its siblings. A tenth of that is left alone."""
+    path = fresh("qwen2-tied")
+    sized(path, 100.0)
+    _, (finding,) = alone("CK208", path)
+    assert (finding.severity, finding.count) == ("error", 7 * 12)
+    assert "of at most 64" in finding.expected
+    _, (finding,) = alone("CK208", path, source_path=path)
+    assert finding.severity == "warning"
+    sized(path, 10.0)
+    assert alone("CK208", path)[1] == []
+
+
+def coarse(path: Path, layers: range) -> None:
+    found = models.tensors(path)
+    for layer in layers:
+        models.edit(path, COARSE.format(layer), found[COARSE.format(layer)].bfloat16().float())
+
+
+def test_float32_biases_that_were_bfloat16_once(releases: PathOf, fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("glm4_moe")
+    coarse(path, range(2, 12))
+    _, (finding,) = alone("CK210", path)
+    assert (finding.tensor, finding.count, finding.severity) == (COARSE.format("{2..11}"), 10, "warning")
+    assert alone("CK210", path, source_path=path)[1] == []
+    assert len(alone("CK210", path, source_path=releases("glm4_moe"))[1]) == 1
+
+
+def test_a_bias_of_zeros_is_not_coarse(fresh: PathOf, alone: RunAlone) -> None:
+    path = fresh("glm4_moe")
+    models.edit(path, COARSE.format(4), torch.zeros(12))
+    assert alone("CK210", path)[1] == []
+
+
+def test_a_model_without_float32_biases(releases: PathOf, alone: RunAlone) -> None:
+    assert alone("CK210", releases("qwen2-tied"))[0] is None
+
+
+def test_biases_of_megatron(converted: PathOf, passes: Callable[..., None]) -> None:
+    passes("CK210", converted("glm4_moe"), 10)
+
+
+def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -> Path:
+    """A copy of a Megatron checkpoint with these rows below the embedding."""
+    before = TorchDistCheckpoint(source / "release")
+    tensors = before.read(list(before.specs))
+    name = "embedding.word_embeddings.weight"
+    tensors[name] = torch.cat([tensors[name], rows])
+    checkpoint = models.InMemory(before.config, tensors)
+    shutil.copytree(source, path, ignore=shutil.ignore_patterns("release"))
+    copy(checkpoint, FilesWriter(path, TorchDistFiles(checkpoint.specs, dict(before.args))), "padding")
+    return (path / "release").rename(path / iteration)
+
+
+@pytest.mark.parametrize(("iteration", "severity"), [("release", "error"), ("iter_0000010", "warning")])
+def test_vocabulary_padding_that_is_not_zero_is_found(
+    iteration: str, severity: str, converted: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    rows = torch.zeros(32, 128, dtype=torch.bfloat16)
+    rows[5:8, 3] = 0.02
+    path = padded(converted("qwen2-tied"), tmp_path / "padded", rows, iteration)
+    _, (finding,) = alone("CK209", path)
+    assert (finding.tensor, finding.severity) == ("embedding.word_embeddings.weight", severity)
+    assert finding.actual == "3 of 32 rows from row 352 on are not zero"
+
+
+def test_vocabulary_padding_of_zeros_is_silent(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
+    path = padded(converted("qwen2-tied"), tmp_path / "padded", torch.zeros(32, 128, dtype=torch.bfloat16))
+    report = verify(path, source=releases("qwen2-tied"))
+    assert [finding for finding in report.findings if finding.code.startswith("CK2")] == []
+    assert {check.code: check.status for check in report.checks}["CK209"] == "passed"

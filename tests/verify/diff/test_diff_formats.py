@@ -12,7 +12,7 @@ import torch
 from families import CASES
 from families.case import save
 from support import models
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import PathOf
 from support.processes import ckptkit as ckptkit_command
 from support.tied import with_head
 
@@ -79,10 +79,8 @@ def swap(path: Path, first: str, second: str) -> None:
     models.edit(path, second, found[first])
 
 
-def test_exchanges_of_layers_experts_and_projections_are_named(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf
-) -> None:
-    path = copy_of(releases("glm4_moe"))
+def test_exchanges_of_layers_experts_and_projections_are_named(converted: PathOf, fresh: PathOf) -> None:
+    path = fresh("glm4_moe")
     expert = "model.layers.{}.mlp.experts.{}.{}_proj.weight"
     for name in [name for name in models.tensors(path) if name.startswith("model.layers.3.")]:
         swap(path, name, name.replace(".3.", ".8.", 1))
@@ -114,8 +112,8 @@ def test_tied_output_layer_stored_once_is_redundant_only_where_it_repeats_the_em
     assert (found.status, [pair.name for pair in found.only_a]) == ("different", ["lm_head.weight"])
 
 
-def test_rounded_router_bias_is_noted(releases: PathOf, copy_of: CopyOf) -> None:
-    path, name = copy_of(releases("glm4_moe")), "model.layers.4.mlp.gate.e_score_correction_bias"
+def test_rounded_router_bias_is_noted(releases: PathOf, fresh: PathOf) -> None:
+    path, name = fresh("glm4_moe"), "model.layers.4.mlp.gate.e_score_correction_bias"
     models.edit(path, name, models.tensors(path)[name].to(torch.bfloat16))
     found = diff(path, releases("glm4_moe"))
     assert found.status == "equal"
@@ -132,9 +130,9 @@ def test_rounded_router_bias_is_noted(releases: PathOf, copy_of: CopyOf) -> None
     ],
 )
 def test_config_that_differs_is_a_difference(
-    changes: dict[str, Any], words: str, releases: PathOf, copy_of: CopyOf
+    changes: dict[str, Any], words: str, releases: PathOf, fresh: PathOf
 ) -> None:
-    path = copy_of(releases("qwen2-tied"))
+    path = fresh("qwen2-tied")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | changes))
     found = diff(path, releases("qwen2-tied"))
@@ -146,8 +144,8 @@ def test_config_that_differs_is_a_difference(
     assert list(lines(found))[-1].startswith("DIFFERENT")
 
 
-def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     config = json.loads((path / "config.json").read_text())
     changed = dict(reversed((config | {"transformers_version": "4.51.0", "torch_dtype": "float16"}).items()))
     (path / "config.json").write_text(json.dumps(changed, indent=4))
@@ -155,8 +153,8 @@ def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, c
 
 
 @pytest.mark.parametrize("is_a", [True, False])
-def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathOf, copy_of: CopyOf) -> None:
-    path, release = copy_of(releases("qwen2-tied")), releases("qwen2-tied")
+def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathOf, fresh: PathOf) -> None:
+    path, release = fresh("qwen2-tied"), releases("qwen2-tied")
     (path / "modeling_x.py").write_text("x")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_x.C"}}))
@@ -165,8 +163,8 @@ def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathO
     assert sorted(line.split()[0] for line in found.files) == ["config.json", "modeling_x.py"]
 
 
-def test_other_files_that_loaders_read_are_differences(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_other_files_that_loaders_read_are_differences(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     (path / "chat_template.jinja").write_text("{{ other }}")
     (path / "tokenizer.model").write_bytes(b"other")
     (path / "README.md").write_text("no loader reads it")
@@ -175,8 +173,8 @@ def test_other_files_that_loaders_read_are_differences(releases: PathOf, copy_of
     assert [line.split()[0] for line in found.files] == ["chat_template.jinja", "tokenizer.model"]
 
 
-def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("glm4_moe", fused=True))
+def test_models_of_no_family_are_compared_under_the_names_on_disk(fresh: PathOf) -> None:
+    path = fresh("glm4_moe", fused=True)
     config = json.loads((path / "config.json").read_text()) | UNKNOWN
     (path / "config.json").write_text(json.dumps(config))
     found = diff(path, path)
@@ -185,9 +183,9 @@ def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: Path
 
 
 def test_megatron_without_a_config_is_compared_under_the_names_on_disk(
-    converted: PathOf, copy_of: CopyOf, releases: PathOf
+    converted: PathOf, fresh_megatron: PathOf, releases: PathOf
 ) -> None:
-    path = copy_of(converted("qwen2-tied"))
+    path = fresh_megatron("qwen2-tied")
     shutil.rmtree(path / "hf")
     found = diff(path, path)
     assert found.status == "equal"
@@ -218,24 +216,24 @@ def test_int4_release_is_equal_to_its_megatron_conversion(releases: PathOf, tmp_
         assert (found.status, found.counts["equal"]) == ("equal", len(models.tensors(releases("qwen3_moe"))))
 
 
-def test_hf_of_no_family_against_megatron_is_an_error(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(converted("glm4_moe"))
+def test_hf_of_no_family_against_megatron_is_an_error(releases: PathOf, fresh_megatron: PathOf) -> None:
+    path = fresh_megatron("glm4_moe")
     config = json.loads((path / "hf/config.json").read_text()) | UNKNOWN
     (path / "hf/config.json").write_text(json.dumps(config))
     with pytest.raises(CkptkitError, match="of no family"):
         diff(path, releases("glm4_moe"))
 
 
-def test_quantized_format_of_another_tool_is_an_error(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_quantized_format_of_another_tool_is_an_error(releases: PathOf, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "quanto"}}
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CkptkitError, match="quanto"):
         diff(path, releases("qwen2-tied"))
 
 
-def test_command_prints_verdict_or_json_and_exits_by_it(releases: PathOf, converted: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("qwen2-tied"))
+def test_command_prints_verdict_or_json_and_exits_by_it(converted: PathOf, fresh: PathOf) -> None:
+    path = fresh("qwen2-tied")
     name = "model.layers.3.mlp.up_proj.weight"
     models.edit(path, name, models.tensors(path)[name] * 2)
     done = ckptkit_command("diff", path, converted("qwen2-tied"))

@@ -10,53 +10,21 @@ from ckptkit.core.errors import CkptkitError
 from verify.check import all_checks
 from verify.explain import RETIRED, explain
 
-MINE = [
-    *("CK101", "CK102", "CK103", "CK104", "CK105", "CK106", "CK107", "CK108", "CK110"),
-    *("CK111", "CK112", "CK113", "CK114", "CK115", "CK116", "CK117"),
-    *("CK201", "CK202", "CK203", "CK204", "CK205", "CK206"),
-    *("CK301", "CK302", "CK303", "CK304", "CK305", "CK306", "CK307", "CK308"),
-    *(
-        "CK701",
-        "CK702",
-        "CK703",
-        "CK704",
-        "CK705",
-        "CK706",
-        "CK707",
-        "CK708",
-        "CK709",
-        "CK711",
-        "CK712",
-        "CK713",
-        "CK714",
-        "CK715",
-        "CK716",
-        "CK717",
-        "CK720",
-    ),
-]
-
 
 def test_every_code_is_known_once_and_in_order() -> None:
     codes = [check.code for check in all_checks()]
     assert codes == sorted(set(codes))
-    assert set(MINE) <= set(codes)
     assert all(re.fullmatch(r"CK[1-7]\d\d", code) for code in codes)
 
 
 def test_every_check_explains_itself() -> None:
     for check in all_checks():
-        text = explain(check.code)
+        text = explain(f" {check.code.lower()} ")
         assert text.splitlines()[0] == f"{check.code}: {check.title}"
         assert len(check.rationale) > 40
         assert len(check.fix) > 20
         assert check.rationale in text
         assert check.fix in text
-
-
-def test_case_and_blanks_do_not_matter() -> None:
-    assert explain(" ck301 ") == explain("CK301")
-    assert "router" in explain("CK301")
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.report import CheckResult, Finding, Report
 from verify.reports import FORMATS, fault_of, text_of, write_report
 
+BIAS = "model.layers.{2..11}.mlp.gate.bias"
 REPORT = Report(
     version="0.1.0",
     command=("ckptkit", "verify", "/data/a b"),
@@ -29,16 +30,7 @@ REPORT = Report(
         CheckResult("CK501", "SGLang loads the checkpoint", "skipped", "sglang is not installed"),
     ),
     findings=(
-        Finding(
-            "CK203",
-            "float32",
-            "bfloat16",
-            "convert <again>",
-            "model.layers.{2..11}.mlp.gate.bias",
-            10,
-            "/data/a b/1.safetensors",
-            "tp0pp1",
-        ),
+        Finding("CK203", "float32", "bfloat16", "convert <again>", BIAS, 10, "/data/a b/1.safetensors", "tp0pp1"),
         Finding("CK101", "one \x1b[31mdtype", "two", "look", severity="warning"),
     ),
     facts={"pipeline stages": ["stage 0: layers {0..5}"]},
@@ -77,19 +69,11 @@ def test_markdown() -> None:
 def test_junit() -> None:
     suite = ElementTree.fromstring(text_of(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
     assert suite is not None
-    assert {key: suite.get(key) for key in ("tests", "failures", "errors", "skipped", "time")} == {
-        "tests": "3",
-        "failures": "1",
-        "errors": "0",
-        "skipped": "1",
-        "time": "1.625",
-    }
+    keys = ("tests", "failures", "errors", "skipped", "time")
+    assert [suite.get(key) for key in keys] == ["3", "1", "0", "1", "1.625"]
     passed, failed, skipped = suite.findall("testcase")
-    assert (passed.get("classname"), passed.get("name"), passed.get("time")) == (
-        "ckptkit.files",
-        "CK101 config.json describes a supported model",
-        "0.125",
-    )
+    name = "CK101 config.json describes a supported model"
+    assert (passed.get("classname"), passed.get("name"), passed.get("time")) == ("ckptkit.files", name, "0.125")
     assert (passed.find("failure"), passed.findtext("system-out")) == (
         None,
         "CK101-1 warning\n  expected: one \\x1b[31mdtype\n  actual: two\n  next: look",
@@ -228,10 +212,8 @@ def test_report_over_a_report_of_another_format_is_refused(tmp_path: Path, other
     "name", ["config.json", "model.safetensors.index.json", "ckptkit.json", "tokenizer.json", "generation_config.json"]
 )
 @pytest.mark.parametrize("verb", ["verify", "preflight"])
-def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
-    releases: PathOf, copy_of: CopyOf, verb: str, name: str
-) -> None:
-    model = copy_of(releases("qwen2-tied"))
+def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(fresh: PathOf, verb: str, name: str) -> None:
+    model = fresh("qwen2-tied")
     (model / "ckptkit.json").write_text('{"schema": "ckptkit-manifest/2"}')
     before = {file.name: file.read_bytes() for file in model.iterdir()}
     words = ["verify", str(model)] if verb == "verify" else ["preflight", "--hf-checkpoint", str(model)]
@@ -241,10 +223,8 @@ def test_report_onto_a_file_of_the_checkpoint_is_refused_before_the_work(
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
-def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
-    model = copy_of(releases("qwen2-tied"))
+def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(fresh: PathOf, tmp_path: Path) -> None:
+    model = fresh("qwen2-tied")
     before = (model / "config.json").read_bytes()
     (tmp_path / "report.json").symlink_to(model / "config.json")
     result = CliRunner().invoke(cli, ["verify", str(model), "--report", str(tmp_path / "report.json")])
@@ -253,10 +233,8 @@ def test_report_onto_a_file_of_the_checkpoint_by_a_link_is_refused(
     assert (model / "config.json").read_bytes() == before
 
 
-def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(
-    releases: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
-    model, report = copy_of(releases("qwen2-tied")), tmp_path / "report.json"
+def test_report_onto_a_file_of_the_checkpoint_by_a_mount_is_refused(fresh: PathOf, tmp_path: Path) -> None:
+    model, report = fresh("qwen2-tied"), tmp_path / "report.json"
     before = (model / "config.json").read_bytes()
     report.touch()
     if (

@@ -23,7 +23,7 @@ from ckptkit.app.cli import cli
 from converters.megatron.parallel import ParallelSizes
 from converters.planner import dims_of
 from verify.check import Outcome, all_checks, run_checks
-from verify.checks.witnesses import megatron_logits
+from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
@@ -99,7 +99,7 @@ def verdict(
 ) -> Outcome:
     given, dtype = answers.get("answers", {0: (ANSWER,)}), answers.get("dtype", "float32")
     run = Computed("0.19.2", ParallelSizes(), "the CPU", dtype, given, reference)
-    monkeypatch.setattr(megatron_logits, "run_megatron_logits", lambda subject, prompts, dtype: run)
+    monkeypatch.setattr(behaviour, "run_megatron_logits", lambda subject, prompts, dtype: run)
     return judged(Subject(converted(name), None, options=VerifyOptions(against=ASKED)))
 
 

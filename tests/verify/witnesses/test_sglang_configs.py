@@ -16,7 +16,7 @@ from support import models
 from support.installed import release
 from support.sglang_runs import Case, run_cases
 
-from verify.checks.config.engine_keys import keys_of
+from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.hints import why_refused
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG

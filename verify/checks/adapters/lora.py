@@ -5,26 +5,26 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
 from ckptkit.formats.hf.shard import Fault
-from converters.adapter import Adapter
+from converters.adapter import FLAT, Adapter
 from converters.config.values import integer, number
 from converters.hf_names import layer_of
 from converters.lora_settings import FACTOR, ROOT, LoraSettings, idle_reason, pairs_in
 from converters.planner import dims_of
-from verify.check import Tally, check
+from verify.check import Tally, check, without
 from verify.evidence.folding import pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 
 SGLANG, VLLM = "SGLang 0.5.16", "vLLM 0.26"
 _AGAIN = "export the adapter again from the run"
-_NO_BASE = "no base model was given as --source"
+_MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
 # Keys by which a run leaves out modules of some layers.
 _CHOOSING = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
 
@@ -34,27 +34,20 @@ def adapter_files(subject: Subject) -> AdapterFiles:
     return AdapterFiles(subject.path)
 
 
-def other_adapter(subject: Subject) -> AdapterFiles | None:
-    """The adapter that `--source` names; None where it names a base model, or nothing."""
-    source = subject.source_path
-    return AdapterFiles(source) if source is not None and is_adapter(source) else None
-
-
 def over_base(subject: Subject) -> Adapter:
     """The adapter over its base. Raises CkptkitError for kinds that are not read."""
     base = plain(subject.source_path or Path())
     return Adapter(subject.once(adapter_files), base, str(subject.path))
 
 
-def without_base(subject: Subject) -> str | None:
-    """For checks that need the base model."""
-    return _NO_BASE if subject.source_path is None or is_adapter(subject.source_path) else None
+def _given_adapter(subject: Subject) -> bool:
+    return subject.source_path is not None and is_adapter(subject.source_path)
 
 
-def without_other(subject: Subject) -> str | None:
-    """For checks that compare two adapters."""
-    given = subject.source_path is not None and is_adapter(subject.source_path)
-    return None if given else "no other adapter was given as --source"
+_NEEDS_BASE = without(
+    lambda subject: subject.source_path is not None and not _given_adapter(subject),
+    "no base model was given as --source",
+)
 
 
 @check(
@@ -78,38 +71,37 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except UnsupportedError:
         raise
     except CkptkitError as error:
-        yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN, file=subject.path)
+        yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN)
         return
     if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
         actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
-        hint = "write what the run was started with"
-        file = subject.path / ADAPTER_CONFIG
-        yield Issue("r and lora_alpha, of which the scale is made", actual, hint, file=file, severity="warning")
+        hint, expected = "write what the run was started with", "r and lora_alpha, of which the scale is made"
+        yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(0, len(files.specs))
     if not pairs:
         actual = "the adapter has no lora_A and no lora_B, and changes nothing"
-        yield Issue("factors lora_A and lora_B", actual, _AGAIN, file=subject.path)
+        yield Issue("factors lora_A and lora_B", actual, _AGAIN)
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
-        yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names, file=subject.path)
+        yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names)
     dropped: dict[Fault, list[str]] = defaultdict(list)
     for pair, found in pairs.items():
         for fault in settings.faults(pair, found):
             dropped[fault] += found.values()
     for fault, names in dropped.items():
         hint = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
-        yield Issue(fault.expected, fault.actual, hint, names=names, file=subject.path, together=True)
+        yield Issue(fault.expected, fault.actual, hint, names=names, together=True)
 
 
 @check(
     "CK132",
     "every factor fits a weight of the base model",
     stage="adapter",
-    needs=("source", "sound headers"),
+    needs=("source",),
     rationale="Factors of another shape or name belong to another base, or were exchanged; engines skip what they do "
     "not know.",
     fix="Compare with the base that the run was started from, and with target_modules of adapter_config.json.",
-    unless=without_base,
+    unless=_NEEDS_BASE,
 )
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names, shapes and ranks; layers in which the base has a module that the adapter changes elsewhere."""
@@ -117,11 +109,11 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(adapter.files.specs))
     for fault in adapter.faults:
         names = None if fault.name is None else [fault.name]
-        yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names, file=subject.path)
+        yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names)
     # What has factors of zeros alone is for CK133 to say.
     has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
     if has_more and not adapter.faults and (why := adapter.idle()) is not None:
-        yield Issue("an adapter that changes its base", f"it changes nothing: {why}", _AGAIN, file=subject.path)
+        yield Issue("an adapter that changes its base", f"it changes nothing: {why}", _AGAIN)
     yield from _lost_layers(adapter)
 
 
@@ -136,21 +128,15 @@ def _lost_layers(adapter: Adapter) -> Iterator[Issue]:
         return
     changed = {spec.name for pair in adapter.pairs for spec in pair.targets.specs}
     kinds = {pattern_of(name) for name in changed}
-    lost = [
-        name
-        for name in adapter.base.specs
-        if name not in changed and (layer := layer_of(name)) is not None and layer < layers
-        if pattern_of(name) in kinds
-    ]
-    expected = "a pair for each weight of this kind"
-    yield Issue(expected, "none", _AGAIN, names=lost, file=adapter.files.root, together=True)
+    inside = [name for name in adapter.base.specs if (number := layer_of(name)) is not None and number < layers]
+    lost = [name for name in inside if name not in changed and pattern_of(name) in kinds]
+    yield Issue("a pair for each weight of this kind", "none", _AGAIN, names=lost, together=True)
 
 
 @check(
     "CK133",
     "factors are finite, and change something",
     stage="adapter",
-    needs=("sound headers",),
     rationale="B begins as zeros: a pair whose B is still zero was not trained, or was not gathered for the export.",
     fix="Export the adapter again; compare with what the trainer holds.",
 )
@@ -160,45 +146,38 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Of some experts of a layer that is a warning: one that no token was sent to was not trained.
     """
     files = subject.once(adapter_files)
-    yield Issue(
-        f"{ROOT} before every name, where PEFT looks for it",
-        "not there: PEFT warns, and the adapter changes nothing; SGLang and vLLM take the names as they are",
-        f"put {ROOT} before each name",
-        names=[name for name in files.specs if not name.startswith(ROOT)],
-        file=subject.path,
-        together=True,
-    )
+    actual = "not there: PEFT warns, and the adapter changes nothing; SGLang and vLLM take the names as they are"
+    expected = f"{ROOT} before every name, where PEFT looks for it"
+    bare = [name for name in files.specs if not name.startswith(ROOT)]
+    yield Issue(expected, actual, f"put {ROOT} before each name", names=bare, together=True)
     zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
         tally.compared(spec.nbytes)
         if not bool(tensor.isfinite().all()):
-            yield Issue("finite numbers", "NaN or infinity", _AGAIN, names=[name], file=subject.path)
+            yield Issue("finite numbers", "NaN or infinity", names=[name])
         if FACTOR.fullmatch(name) and not bool(tensor.any()):
             zeros[name] = None
     if (why := idle_reason(files)) is not None:
         actual = f"{why}: the adapter changes nothing"
         hint = "was it saved before the first step? Export it again from the run"
-        yield Issue("an adapter that changes its base", actual, hint, [*zeros] or None, subject.path, together=True)
+        yield Issue("an adapter that changes its base", actual, hint, names=[*zeros] or None, together=True)
         return
-    yield from _zeros(files, zeros, subject.path)
+    yield from _zeros(files, zeros)
 
 
-def _zeros(files: AdapterFiles, zeros: Collection[str], file: Path) -> Iterator[Issue]:
+def _zeros(files: AdapterFiles, zeros: Collection[str]) -> Iterator[Issue]:
     """Factors of zeros while others are not; a warning where half of them are, or where they are of some experts."""
-    factors = [name for name in files.specs if FACTOR.fullmatch(name)]
+    factors, expected = [name for name in files.specs if FACTOR.fullmatch(name)], "factors that are not zero"
     if zeros and 2 * len(zeros) >= len(factors):
         hint = "only whole tensors or magnitudes change the base: was it saved before the first step?"
-        yield Issue(
-            "factors that are not zero", "zeros", hint, names=zeros, file=file, together=True, severity="warning"
-        )
+        yield Issue(expected, "zeros", hint, names=zeros, together=True, severity="warning")
         return
     trained = {_of_layer(name) for name in files.specs if name not in zeros}
-    expected, of_experts = "factors that are not zero", [name for name in zeros if _of_layer(name) in trained]
-    others = [name for name in zeros if name not in of_experts]
-    yield Issue(expected, "zeros", _AGAIN, names=others, file=file)
-    hint = "was no token sent to these experts?"
-    yield Issue(expected, "zeros", hint, names=of_experts, file=file, severity="warning")
+    for name in zeros:
+        is_expert = _of_layer(name) in trained
+        hint = "was no token sent to these experts?" * is_expert
+        yield Issue(expected, "zeros", hint, names=[name], severity=warning_if(is_expert))
 
 
 def _of_layer(name: str) -> str:
@@ -210,11 +189,11 @@ def _of_layer(name: str) -> str:
     "CK134",
     "the base is the one that the adapter names",
     stage="adapter",
-    needs=("source", "sound headers"),
+    needs=("source",),
     rationale="A sibling of the base (base and instruct, another step) has the same shapes; nothing fails, and answers "
     "are worse.",
     fix="Serve the adapter on the base that base_model_name_or_path of adapter_config.json names.",
-    unless=without_base,
+    unless=_NEEDS_BASE,
 )
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
@@ -226,10 +205,8 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     own = str(stated).rstrip("/").replace("/", "--")
     if stated and not own.endswith(place) and not place.endswith(own.rpartition("--")[2]):
         hint = "compare the two; a base under another name is no fault"
-        file = subject.path / ADAPTER_CONFIG
-        yield Issue(
-            f"the base {stated}, as base_model_name_or_path says", f"{source}", hint, file=file, severity="warning"
-        )
+        expected = f"the base {stated}, as base_model_name_or_path says"
+        yield Issue(expected, f"{source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():
         tally.compared(spec.nbytes)
         if not adapter.is_copy(name, spec):
@@ -241,12 +218,12 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK135",
     "engines serve the adapter at its own scale",
     stage="adapter",
-    needs=("source", "sound headers"),
+    needs=("source",),
     rationale="SGLang 0.5.16 and vLLM 0.26 scale all pairs by lora_alpha / r: they do not read rank_pattern and "
     "alpha_pattern, SGLang nor use_rslora. The server answers, and the adapter is too weak or too strong.",
     fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train with one rank and "
     "alpha.",
-    unless=without_base,
+    unless=_NEEDS_BASE,
 )
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
@@ -256,10 +233,7 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, 1 + len(adapter.pairs))
     if rank < 1:
         return  # which engines refuse, and CK132 says
-    given = {
-        SGLANG: alpha / rank,
-        VLLM: alpha / (math.sqrt(rank) if config.get("use_rslora") else rank),
-    }
+    given = {SGLANG: alpha / rank, VLLM: alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)}
     odd: dict[tuple[float, str], list[str]] = defaultdict(list)
     for pair in adapter.pairs:
         wrong = {engine: scale for engine, scale in given.items() if not math.isclose(pair.scale, scale)}
@@ -269,44 +243,92 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
             words = [f"{engine} scales it by {scale:g}" for engine, scale in wrong.items()]
             odd[pair.scale, ", ".join(words)].append(pair.a.name)
     for (right, actual), names in odd.items():
-        hint = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
-        yield Issue(f"a scale of {right:g}", actual, hint, names=names, severity="warning", together=True)
+        wanted = f"a scale of {right:g}"
+        yield Issue(wanted, actual, _MERGE_IT, names=names, severity="warning", together=True, file=None)
 
 
 @check(
     "CK136",
     "the adapter equals the source adapter",
     stage="adapter",
-    needs=("source", "sound headers"),
+    needs=("source",),
     rationale="Between trainer and engine an adapter is renamed, gathered over ranks and cast: a layer can be stale, "
     "experts exchanged, alpha doubled.",
     fix="Export it again from the adapter it was made from.",
-    unless=without_other,
+    unless=without(_given_adapter, "no other adapter was given as --source"),
 )
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and what adapter_config.json makes of them."""
-    here, there = subject.once(adapter_files), subject.once(other_adapter)
-    if there is None:
-        return
-    yield from _settings(here.config, there.config, subject.path / ADAPTER_CONFIG)
+    here, there = subject.once(adapter_files), AdapterFiles(subject.source_path or Path())
+    for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
+        own, stated = here.config.get(key), there.config.get(key)
+        if (own or None) != (stated or None):
+            yield Issue(f"{key} {stated}, as the source has", f"{own}", file=ADAPTER_CONFIG)
     lost, more = there.specs.keys() - here.specs.keys(), here.specs.keys() - there.specs.keys()
-    yield Issue("every tensor of the source", "not there", _AGAIN, names=sorted(lost), file=subject.path)
-    yield Issue("no other tensor than the source's", "one more", _AGAIN, names=sorted(more), file=subject.path)
+    yield Issue("every tensor of the source", "not there", names=sorted(lost))
+    yield Issue("no other tensor than the source's", "one more", names=sorted(more))
     for name, spec in here.specs.items():
         if name in more:
             continue
         tally.compared(spec.nbytes)
         one, other = here.read([name])[name], there.read([name])[name]
         if spec != there.specs[name]:
-            yield Issue(str(there.specs[name]), str(spec), _AGAIN, names=[name], file=subject.path)
-        elif not bool((one == other).all()):
-            count = int((one != other).sum())
-            yield Issue(
-                "the source's values", f"{count} of {one.numel()} differ", _AGAIN, names=[name], file=subject.path
-            )
+            yield Issue(str(there.specs[name]), str(spec), names=[name])
+        elif count := int((one != other).sum()):
+            yield Issue("the source's values", f"{count} of {one.numel()} differ", names=[name])
 
 
-def _settings(here: Mapping[str, object], there: Mapping[str, object], file: Path) -> Iterator[Issue]:
-    for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
-        if (here.get(key) or None) != (there.get(key) or None):
-            yield Issue(f"{key} {there.get(key)}, as the source has", f"{here.get(key)}", _AGAIN, file=file)
+# Projections that SGLang has in one layer: with the first in the adapter it looks for the second without asking.
+_TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
+# Source: SkyRL#1852 for vLLM, which knows no module of these names; PEFT has one parameter of them at most.
+_STACKED = (
+    f"{SGLANG} takes factors with an axis of experts; {VLLM} refuses the adapter, and PEFT 0.21 drops them and merges "
+    "to the base"
+)
+
+
+@check(
+    "CK137",
+    "engines take every part of the adapter",
+    stage="adapter",
+    needs=("source",),
+    rationale="SGLang 0.5.16 leaves out whole tensors silently; it and vLLM 0.26 refuse others when the adapter is "
+    "loaded, which in a running job is late.",
+    fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train q, k and v, and gate "
+    "and up, together and with one rank.",
+    unless=_NEEDS_BASE,
+)
+def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Names and ranks, against what the engines' own LoRA managers do with them."""
+    adapter = subject.once(over_base)
+    files, kinds = adapter.files, {name.rpartition(".")[0].rpartition(".")[2] for name in adapter.base.specs}
+    tally.compared(0, len(files.specs))
+    rank = integer(files.config, "r", 8)
+    found: dict[str, list[str]] = defaultdict(list)
+    factors = {name: match for name in files.specs if (match := FACTOR.fullmatch(name))}
+    modules = {match[1] for match in factors.values()}
+    for name, match in factors.items():
+        parent, _, leaf = match[1].rpartition(".")
+        if match[3] == "magnitude_vector":
+            found[f"{SGLANG} and {VLLM} refuse DoRA"].append(name)
+        elif match[3] != "A":
+            continue
+        elif len(files.specs[name].shape) == 3:
+            found[_STACKED] += [name, name.replace("lora_A", "lora_B")]
+        elif leaf == "experts":
+            found[f"{SGLANG} refuses experts of a layer in one pair"].append(name)
+        elif ".experts." not in name and not match[2] and files.specs[name].shape[0] != rank:
+            found[f"{SGLANG} refuses another rank than {rank}, which adapter_config.json has as r"].append(name)
+        for own, other in _TOGETHER:
+            alone = leaf == own and other in kinds and f"{parent}.{other}" not in modules
+            if alone and ".experts" not in name:
+                found[f"{SGLANG} refuses {own} without {other}"].append(name)
+    family, config = adapter.family, adapter.base.config
+    if family.towers(config) and not family.engine("vllm").adapters_of_text:
+        actual = f"{VLLM} has no layer of this name in {family.class_of(config)}, and answers with the base silently"
+        found[actual] += [name for name in factors if name.startswith(f"{ROOT}model.layers.")]
+    whole = [name for name in files.specs if name not in factors and ".base_layer." not in name]
+    found[f"{SGLANG} leaves it out silently, {VLLM} refuses the adapter"] += whole
+    for actual, names in found.items():
+        hint = FLAT if actual is _STACKED else _MERGE_IT
+        yield Issue("every part of an adapter served", actual, hint, names=names, severity="warning", together=True)

@@ -15,30 +15,24 @@ from converters.megatron.arguments import comparable_args
 from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check, only
+from verify.check import Skip, Tally, check, only, without
 from verify.checks.config.arguments import compared, hint_of, mismatches
-from verify.checks.config.config_keys import Path, keys_behind, with_value
 from verify.evidence.expected import require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.launch.words import at_places, first_file
 from verify.report import Severity
 
+# Keys whose value is an object of settings of the language model.
+_NESTED = ("text_config", "rope_parameters", "rope_scaling")
+Path = tuple[str, ...]
 _Key = TypeVar("_Key", str, Path)
-_ERROR: Severity = "error"
 # Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
 _STORAGE = (
-    "dtype",
-    "torch_dtype",
-    "quantization_config",
-    "expert_dtype",  # DeepSeek-V4: the format of its experts
-    "transformers_version",
-    "use_cache",
-    "architectures",
-    "auto_map",
-    "_name_or_path",
+    *("dtype", "torch_dtype", "quantization_config", "transformers_version", "use_cache", "architectures", "auto_map"),
+    *("_name_or_path", "expert_dtype"),  # the second of DeepSeek-V4: the format of its experts
 )
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 
@@ -78,9 +72,8 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("common.pt holds no training arguments, which Megatron accepts")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
-    for _ in range(compared(dims)):
-        tally.compared(0)
-    where = str(subject.megatron_files.args_file)
+    tally.compared(0, compared(dims))
+    where = subject.megatron_files.args_file
     for name, expected, actual in mismatches(dims, args):
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
 
@@ -102,20 +95,16 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     explains the tensors that differ.
     """
     here, there = require_config(subject, stated_config_of), _source_config(subject)
-    hint, where = (
-        "take config.json from the source" if subject.options.adapter is None else "write what the merged weights need",
-        str(subject.path / "config.json" if subject.is_hf else subject.path),
-    )
+    hint, where = "" if subject.options.adapter is None else "write what the merged weights need", ""
+    if subject.is_hf:
+        where = "config.json"
     if is_another_model(here, there):
         tally.compared(0)
-        values = subject.found(read_values)
-        yield Issue(
-            f"the model of the source: {describe_model(there)}",
-            f"another model than the source: {describe_model(here)} instead of {describe_model(there)}",
-            "check --source, and the path of the checkpoint",
-            file=where,
-            explains={*values.compared, *values.only_here, *values.only_source} if values else (),
-        )
+        values, source = subject.found(read_values), describe_model(there)
+        explains = {*values.compared, *values.only_here, *values.only_source} if values else ()
+        actual = f"another model than the source: {describe_model(here)} instead of {source}"
+        hint = "check --source, and the path of the checkpoint"
+        yield Issue(f"the model of the source: {source}", actual, hint, file=where, explains=explains)
         return
     for one in config_differences(here, there, tally):
         expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
@@ -129,12 +118,12 @@ class ConfigDifference:
     name: str
     here: Any
     there: Any
-    severity: Severity = _ERROR
+    severity: Severity = "error"
 
 
 def config_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
     """The settings that differ, one for each key. Raises CkptkitError for a config of no supported family."""
-    keys = keys_behind(here, there, _args)
+    keys = keys_behind(here, there)
     # One finding a key, however many arguments follow from it.
     named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
     for name, expected, actual in named.values():
@@ -167,14 +156,14 @@ def _key_differences(
     for path, expected, actual in _differing(mine, its, tally):
         if is_seen(path, expected):
             continue
-        name, severity = ".".join(path), _ERROR
+        name, default = ".".join(path), None
         if path not in mine:
             actual = default = class_default(here, path, expected)
         elif path not in its:
             expected = default = class_default(there, path, actual)
-        if path not in mine or path not in its:
-            severity = "warning" if default is UNKNOWN or _for_training(name) else "error"
+        lacking = path not in mine or path not in its
         if expected != actual:
+            severity = warning_if(lacking and (default is UNKNOWN or _for_training(name)))
             yield ConfigDifference(name, actual, expected, severity)
 
 
@@ -233,12 +222,15 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in rope.items() if key not in arguments} | by_layer
 
 
+def is_parallel(subject: Subject) -> bool:
+    """Whether a parallel size was given."""
+    return max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
+
+
 def _seen_in_arguments(here: Mapping[str, Any], path: Path, value: Any) -> bool:
     """Whether a Megatron argument follows from this key, so that the difference is reported already."""
-    try:
-        return _args(with_value(here, path, value)) != _args(here)
-    except (CkptkitError, TypeError, ValueError):
-        return True  # a size that does not go with the others, which are then all reported
+    outcome = _args_of(with_value(here, path, value))
+    return outcome is None or outcome != _args(here)  # None: sizes do not go together, and are then all reported
 
 
 @check(
@@ -248,11 +240,7 @@ def _seen_in_arguments(here: Mapping[str, Any], path: Path, value: Any) -> bool:
     preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
-    unless=lambda subject: (
-        None
-        if max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
-        else "no --tp, --pp, --ep or --etp above 1 was given"
-    ),
+    unless=without(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"),
 )
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
@@ -264,24 +252,23 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _stages(dims, subject, tally)
     etp = subject.tp if subject.options.etp is None else subject.options.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):
-        severity: Severity = "warning" if one.option == "etp" and subject.options.etp is None else "error"
+        severity = warning_if(one.option == "etp" and subject.options.etp is None)
         given = {name: word for name, word in subject.sizes_at.items() if name == one.option}
         expected = f"{one.expected}{at_places(given)}"
-        yield Issue(expected, one.actual, one.hint, file=first_file(given) or subject.path, severity=severity)
+        yield Issue(expected, one.actual, one.hint, file=first_file(given) or "", severity=severity)
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp = subject.arguments, subject.options.pp
     given = {name: word for name, word in subject.sizes_at.items() if name == "pp"}
-    where = str(first_file(given) or subject.path)
+    where = first_file(given) or ""
     pattern = options.pattern if options else None
     if pattern is not None and (marks := pattern.partition("/")[0].count("|")):
         if (marks + 1) % pp:
             expected = f"stages in --hybrid-layer-pattern, a multiple of pp = {pp}{at_places(given)}"
-            yield Issue(
-                expected, f"{marks + 1} stages", "move the `|` between them, or choose another --pp", file=where
-            )
+            hint = "move the `|` between them, or choose another --pp"
+            yield Issue(expected, f"{marks + 1} stages", hint, file=where)
         return
     layers, size = dims.layers, "num_hidden_layers"
     if pattern is not None or (options is None and subject.holds_hybrid):
@@ -297,9 +284,8 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = f"give {options_for_it} in the launch, or choose another --pp"
         if last:
             hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
-        expected = f"{size} divisible by pp = {pp}{at_places(given)}"
-        actual = f"{size} = {layers}"
-        yield Issue(expected, actual, hint, file=where, severity="warning" if last and options is None else "error")
+        expected, severity = f"{size} divisible by pp = {pp}{at_places(given)}", warning_if(last and options is None)
+        yield Issue(expected, f"{size} = {layers}", hint, file=where, severity=severity)
         return
     if options and options.uneven:
         tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]
@@ -325,3 +311,51 @@ def class_default(config: Mapping[str, Any], path: tuple[str, ...], stated: Any)
     if default is None:
         return None if type(stated) in (bool, float) else UNKNOWN
     return default if type(default) in (bool, int, float, str) else UNKNOWN
+
+
+def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
+    """The key in `here` behind each argument that differs, the value there and the value here, where a single key is.
+
+    A key counts when the config `here` with one other value has the argument of `there`: the argument itself under a
+    key that states it here (the two may spell it differently), or the value that `there` has under the same key.
+    """
+    mine, its, wanted, found = dict(_leaves(here)), dict(_leaves(there)), _args(there), _args(here)
+    changed = {path: its.get(path) for path in {**mine, **its} if mine.get(path) != its.get(path)}
+    exchanged = [(path, value, _args_of(with_value(here, path, value))) for path, value in changed.items()]
+    behind: dict[str, tuple[str, Any, Any]] = {}
+    for name in sorted(wanted.keys() | found.keys()):
+        want, have = wanted.get(name), found.get(name)
+        if want == have:
+            continue
+        numbers = {path: value for path, value in mine.items() if {type(value), type(have)} <= {int, float}}
+        stated = [path for path, value in numbers.items() if value == have]
+        tried = [*((path, want, _args_of(with_value(here, path, want))) for path in stated), *exchanged]
+        for path, value, outcome in tried:
+            if outcome is not None and outcome.get(name) == want:
+                behind[name] = ".".join(path), its.get(path, value), mine.get(path)
+                break
+    return behind
+
+
+def _leaves(config: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    for key, value in config.items():
+        if key in _NESTED and isinstance(value, Mapping):
+            yield from _leaves(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def with_value(config: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
+    """The config with another value at `path`; None stands for a key that is not there."""
+    key, *rest = path
+    inner = config.get(key)
+    inner = with_value(inner if isinstance(inner, Mapping) else {}, tuple(rest), value) if rest else value
+    return {**config, key: inner}
+
+
+def _args_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The arguments of a config, None where its values do not go together."""
+    try:
+        return _args(config)
+    except (CkptkitError, TypeError, ValueError):
+        return None

@@ -1,20 +1,23 @@
-"""CK704 and CK705: settings that a config states twice, where readers take one or the other, agree."""
+"""CK704, CK705 and CK731: settings that a config states twice agree; keys that SGLang reads are there."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.config.values import flag
+from converters.config.values import flag, language_part
 from converters.family import KEY as TIED
 from converters.family import TieFlag
-from converters.registry import FAMILIES
-from verify.check import Tally, check
+from converters.registry import FAMILIES, family_of
+from verify.check import Skip, Tally, check
 from verify.checks.config.tokenizer import side_of
+from verify.evidence.expected import stated_config_of
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.report import Severity
 
 # How the names of an output layer end, in HF and in Megatron.
@@ -61,17 +64,15 @@ def _both_spellings(subject: Subject) -> str | None:
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
-    where = str(side_of(subject).root / "config.json")
+    where = side_of(subject).root / "config.json"
     for prefix, holder in _holders(_config(subject)):
         if "rope_parameters" not in holder or not ("rope_theta" in holder or "rope_scaling" in holder):
             continue
         for (old, before), (new, after) in _rope_pairs(holder):
             tally.compared(0)
             if before != after:
-                hint = "take config.json from the release; its weights were trained with one of the two"
-                yield Issue(
-                    f"{prefix}{new} = {before}, as {prefix}{old} says", f"{prefix}{new} = {after}", hint, file=where
-                )
+                expected = f"{prefix}{new} = {before}, as {prefix}{old} says"
+                yield Issue(expected, f"{prefix}{new} = {after}", file=where)
 
 
 def _rope_pairs(holder: Mapping[str, Any]) -> Iterator[tuple[tuple[str, Any], tuple[str, Any]]]:
@@ -140,24 +141,21 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     config = _config(subject)
     text = _mapping(config.get("text_config"))
-    where, tie = str(side_of(subject).root / "config.json"), _tie_flag(config)
+    where, tie = side_of(subject).root / "config.json", _tie_flag(config)
     if tie is not None and (TIED in config or TIED in text):
         tally.compared(0)
         try:
-            yield from _tie_issues(tie, config, text, tally, where, "warning" if _has_head(subject) else "error")
+            yield from _tie_issues(tie, config, text, tally, where, warning_if(_has_head(subject)))
         except CkptkitError as error:
-            yield Issue(
-                f"{TIED} = true or false", error.message.removeprefix("config.json: "), error.hint or "", file=where
-            )
+            problem = error.message.removeprefix("config.json: ")
+            yield Issue(f"{TIED} = true or false", problem, error.hint or "", file=where)
     for key in _TWICE:
         if key in config and key in text and not (key == TIED and tie is not None):
             tally.compared(0)
             default = key == TIED and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
-                hint = "take config.json from the release"
-                yield Issue(
-                    f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}", hint, file=where
-                )
+                expected, actual = f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}"
+                yield Issue(expected, actual, file=where)
 
 
 def _has_head(subject: Subject) -> bool:
@@ -168,7 +166,7 @@ def _has_head(subject: Subject) -> bool:
 
 
 def _tie_issues(
-    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: str, severity: Severity
+    tie: TieFlag, config: Mapping[str, Any], text: Mapping[str, Any], tally: Tally, where: Path, severity: Severity
 ) -> Iterator[Issue]:
     """Readers that disagree, and a flag where none of them looks; `severity` is for one that stands there alone."""
     read = tie.read(config, text)
@@ -177,27 +175,69 @@ def _tie_issues(
     stated = {f"{prefix}{TIED}": part[TIED] for prefix, part in _holders(config) if part.get(TIED) is not None}
     listed = ", ".join(f"{name} = {value}" for name, value in stated.items())
     if who[True] and who[False]:
-        yield Issue(
-            f"one {TIED} for every reader",
-            f"{listed}: true to {who[True]}, false to {who[False]}",
-            hint,
-            file=where,
-        )
+        actual = f"{listed}: true to {who[True]}, false to {who[False]}"
+        yield Issue(f"one {TIED} for every reader", actual, hint, file=where)
         return
     value = next(iter(read.values()))
     default = value is False and stated.get(TIED) is False  # transformers' own, inside
     if not default and any(one is not value for one in stated.values()):
         places = {"": tie.top, "text_config.": tie.text}
         looked = " and ".join(f"{prefix}{TIED}" for prefix, readers in places.items() if readers)
-        yield Issue(
-            f"{TIED} where it is read: {', '.join(read)} look at {looked} alone",
-            f"{listed}, so that they take {value}",
-            hint,
-            file=where,
-            severity="error" if len(stated) > 1 else severity,
-        )
+        expected = f"{TIED} where it is read: {', '.join(read)} look at {looked} alone"
+        actual, severity = f"{listed}, so that they take {value}", "error" if len(stated) > 1 else severity
+        yield Issue(expected, actual, hint, file=where, severity=severity)
         return
     if tie.older and flag(text, TIED, tie.absent) is not value:
         tally.note(
             f"{', '.join(tie.older)} reads text_config.{TIED}, and so takes {not value} where others take {value}"
         )
+
+
+def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The keys that SGLang's class of the family needs with their values, by full name; and those that are not there.
+
+    Raises CkptkitError as `family_of`, and where the values that they follow from are not there.
+    """
+    family = family_of(config)
+    text = language_part(config)
+    place = "" if text is config else "text_config."
+    keys = family.engine("sglang").keys({**text, "model_type": config["model_type"]})
+    lacking = {f"{place}{key}": value for key, value in keys.items() if text.get(key) is None}
+    return {f"{place}{key}": value for key, value in keys.items()}, lacking
+
+
+def _no_keys(subject: Subject) -> str | None:
+    if subject.is_megatron and "sglang" not in subject.against:
+        return "SGLang reads the config of an HF directory"
+    if "sglang" not in subject.against and (reason := subject.not_for_sglang):
+        return reason
+    try:
+        needed, _ = keys_of(subject.once(stated_config_of))
+    except (CkptkitError, Skip):
+        return "there is no usable config.json (CK101)"
+    return None if needed else "transformers writes every key that SGLang reads of this family"
+
+
+@check(
+    "CK731",
+    "config.json has the keys that SGLang reads and transformers 5 leaves out",
+    stage="configuration",
+    preflight=True,
+    rationale="transformers 5 writes the keys that its own class knows. SGLang's class reads others: without them it "
+    "stops with an AttributeError, or silently builds another model.",
+    fix="Copy the key from the release's config.json; the value that the finding gives is that of this model.",
+    unless=_no_keys,
+)
+def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Each key of the family's table; null counts as absent."""
+    needed, lacking = keys_of(subject.once(stated_config_of))
+    tally.compared(0, len(needed))
+    if lacking:
+        what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
+        hint = f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves"
+        yield Issue(f"{in_words(lacking)}, which SGLang's class reads", f"no {', '.join(lacking)}", hint, file=where)
+
+
+def in_words(keys: Mapping[str, Any]) -> str:
+    """The keys with their values as config.json spells them."""
+    return ", ".join(f'"{key}": {json.dumps(value)}' for key, value in keys.items())

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ckptkit.formats.deltas import FileFault, file_faults, order_faults
-from verify.check import Skip, Tally, check
-from verify.checks.deltas.replaying import PatchFault, base_in, chain_of, replay_of
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptkit.core.errors import DamagedError
+from ckptkit.core.progress import progress
+from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
+from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.storage.buffers import bytes_of
+from verify.check import Skip, Tally, check, without
+from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
-
-def _no_base(subject: Subject) -> str | None:
-    return None if subject.once(base_in) else "no --source was given, and no version is full"
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
-    """Faults of one kind in one file are one issue of several tensors."""
-    grouped: dict[tuple[Path, str, str, str], list[str | None]] = defaultdict(list)
     for path, fault in faults:
-        grouped[path, fault.expected, fault.actual, fault.hint or "copy this version again"].append(fault.name)
-    for (path, expected, actual, hint), found in grouped.items():
-        names = [name for name in found if name is not None]
-        yield Issue(expected, actual, hint, names or None, path)
+        names = None if fault.name is None else [fault.name]
+        yield Issue(fault.expected, fault.actual, fault.hint or "copy this version again", names=names, file=path)
 
 
 @check(
@@ -62,6 +67,9 @@ def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _issues(file_faults(chain, base.specs if base else None))
 
 
+_NEEDS_BASE = without(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
+
+
 def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[PatchFault]]) -> Iterator[Issue]:
     replay = subject.once(replay_of)
     if not replay.applied:
@@ -72,15 +80,15 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Patc
         grouped[fault.file, fault.expected, fault.hint].append(fault)
     for (path, expected, hint), found in grouped.items():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
-        yield Issue(expected, f"{found[0].actual}{more}", hint, [one.name for one in found], path, together=True)
+        names = [one.name for one in found]
+        yield Issue(expected, f"{found[0].actual}{more}", hint, names=names, file=path, together=True)
 
 
 @check(
     "CK221",
     "replayed onto the base, every delta gives the bytes that its writer had",
     stage="deltas",
-    needs=("sound headers",),
-    unless=_no_base,
+    unless=_NEEDS_BASE,
     rationale="Deltas are applied in place, without a way back. On another base, out of order or twice they give other "
     "weights, and a trainer that does not look at what its engines answer trains on against them (slime#2104).",
     fix="Name the base of this very run. If it is, start engines anew from a full checkpoint.",
@@ -94,8 +102,7 @@ def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK222",
     "no delta makes a number NaN or infinite",
     stage="deltas",
-    needs=("sound headers",),
-    unless=_no_base,
+    unless=_NEEDS_BASE,
     rationale="A NaN among weights makes every answer NaN. Engines that patch with NaN for `unchanged` keep the old "
     "value instead, and trainer and engine part silently.",
     fix="Go back to the version before it, and see why training diverged.",
@@ -103,3 +110,102 @@ def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def deltas_finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Numbers that were finite and are not after a change; those that the base has already do not count."""
     yield from _faulty(subject, tally, lambda here: here.once(replay_of).spoiled)
+
+
+_PIECE = 1 << 18  # elements that are looked at at a time, which stay in a core's cache
+# The bits of a number that are all set where it is NaN or infinite.
+_NOT_FINITE: dict[str, np.unsignedinteger[Any]] = {
+    "float64": np.uint64(0x7FF0 << 48),
+    "float32": np.uint32(0x7F80 << 16),
+    "bfloat16": np.uint16(0x7F80),
+    "float16": np.uint16(0x7C00),
+    "float8_e5m2": np.uint8(0x7C),
+    "float8_e4m3fn": np.uint8(0x7F),
+    "float8_e8m0fnu": np.uint8(0xFF),
+}
+
+
+@dataclass(frozen=True)
+class PatchFault:
+    """What is wrong with the change of a tensor."""
+
+    name: str
+    file: Path
+    expected: str
+    actual: str
+    hint: str
+
+
+@dataclass
+class Replay:
+    """What came of the changes: `broken` could not be applied, of which the first of each tensor counts; `spoiled` are
+    those that make numbers infinite or NaN.
+    """
+
+    broken: list[PatchFault] = field(default_factory=list)
+    spoiled: list[PatchFault] = field(default_factory=list)
+    applied: dict[str, int] = field(default_factory=dict)  # changes of each tensor
+    nbytes: int = 0
+
+
+def chain_of(subject: Subject) -> Chain:
+    """The versions at the subject's path."""
+    return chain_at(subject.path)
+
+
+def base_in(subject: Subject) -> HfCheckpoint | None:
+    """What the deltas start from; None where no version is full and none was given."""
+    chain = subject.once(chain_of)
+    return base_of(chain, subject.source_path) if chain.full or subject.source_path else None
+
+
+def replay_of(subject: Subject) -> Replay:
+    """Applies every change once. Raises CkptkitError where the base cannot be read, or there is none."""
+    base, patches = base_of(subject.once(chain_of), subject.source_path), patches_of(subject.once(chain_of))
+    names = [name for name in base.specs if name in patches]
+    result = Replay()
+    with (
+        progress("replaying deltas", sum(base.specs[name].nbytes for name in names)) as advance,
+        threads(max((base.specs[name].nbytes for name in names), default=0)) as pool,
+    ):
+        for name, one in zip(names, pool.map(partial(_replayed, base), map(patches.__getitem__, names)), strict=True):
+            result.broken += one.broken
+            result.spoiled += one.spoiled
+            result.applied |= one.applied
+            result.nbytes += one.nbytes
+            advance(base.specs[name].nbytes)
+    return result
+
+
+def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
+    name = patches[0].name
+    tensor, dtype = base.read([name])[name], base.specs[name].dtype
+    result, before = Replay(applied={name: 0}), not_finite(tensor, dtype)
+    for patch in patches:
+        try:
+            changed = patch.apply(tensor)
+        except DamagedError as error:
+            actual = error.message.removeprefix(f"{patch.shard.path}: {name}: ")
+            expected = f"the change from version {patch.version.number - 1} to {patch.version.number}"
+            result.broken.append(PatchFault(name, patch.shard.path, expected, actual, error.hint or ""))
+            break
+        if not changed:
+            hint = "it has been applied before: version was published twice, or the base is a later one than it says"
+            result.broken.append(PatchFault(name, patch.shard.path, "changed bytes", "it changes nothing", hint))
+        if (after := not_finite(tensor, dtype)) > before:
+            actual = f"{after - before} elements become NaN or infinite"
+            result.spoiled.append(PatchFault(name, patch.shard.path, "finite numbers", actual, ""))
+        before = after
+        result.applied[name] += 1
+        result.nbytes += tensor.nbytes
+    return result
+
+
+def not_finite(tensor: Tensor, dtype: str) -> int:
+    """How many elements are NaN or infinite. By bits, at ten times the speed of torch's isfinite in bfloat16."""
+    if dtype not in _NOT_FINITE:
+        return 0
+    mask = _NOT_FINITE[dtype]
+    flat: NDArray[Any] = np.frombuffer(bytes_of(tensor), mask.dtype)
+    pieces = (flat[begin : begin + _PIECE] for begin in range(0, len(flat), _PIECE))
+    return sum(int(np.count_nonzero((piece & mask) == mask)) for piece in pieces)

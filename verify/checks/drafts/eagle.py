@@ -14,14 +14,13 @@ from converters.draft import EMBEDDING, ENGINES, FUSION, TOKENS, USED, Draft, dr
 from verify.check import Tally, check
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 _AGAIN = "export the draft model again from the run"
-_TABLES = "write both tables from the tokens that the draft model was trained on"
 _CONFIG = "config.json"
 
 
@@ -61,43 +60,34 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except UnsupportedError:
         raise
     except CkptkitError as error:
-        yield Issue("a draft model as its trainer saved it", error.message, error.hint or _AGAIN, file=subject.path)
+        yield Issue("a draft model as its trainer saved it", error.message, error.hint or _AGAIN)
         return
     tally.compared(0, len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
-    yield Issue("stored, since its class has it", "in no shard", _AGAIN, names=lost, file=subject.path)
+    yield Issue("stored, since its class has it", "in no shard", names=lost)
     unknown = [spec.name for name, spec in specs.items() if name not in shapes]
     hint = "engines skip it, or stop: rename it as the class has it"
-    yield Issue("a tensor of its class", "none of its names", hint, names=unknown, file=subject.path)
+    yield Issue("a tensor of its class", "none of its names", hint, names=unknown)
     for name, spec in specs.items():
         if name in shapes and spec.shape != shapes[name]:
-            expected = f"{list(shapes[name])}, as {_CONFIG} says{_of_states(draft, name)}"
-            yield Issue(expected, f"{list(spec.shape)}", _AGAIN, names=[spec.name], file=subject.path)
-    file = subject.path / _CONFIG
+            states = f": {draft.states} states of a target of width {draft.target_hidden}"
+            expected = f"{list(shapes[name])}, as {_CONFIG} says{states * (name == FUSION and draft.version == 3)}"
+            yield Issue(expected, f"{list(spec.shape)}", names=[spec.name])
     if draft.random_head(specs):
         actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: SGLang 0.5.16 serves random numbers"
         hint = "take draft_vocab_size out of config.json, by which SGLang takes the target's, as vLLM does; or store it"
-        yield Issue(
-            "the output layer", actual, hint, file=file, severity="warning" if subject.not_for_sglang else "error"
-        )
+        yield Issue("the output layer", actual, hint, file=_CONFIG, severity=warning_if(subject.not_for_sglang))
     for expected, actual, hint in draft.unfilled(specs):
-        yield Issue(expected, actual, hint, file=file, severity="warning")
+        yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
     for engine, classes in ENGINES.items():
         if draft.name not in classes:
             tally.note(f"{engine} has no class {draft.name}")
-
-
-def _of_states(draft: Draft, name: str) -> str:
-    if name != FUSION or draft.version != 3:
-        return ""
-    return f": {draft.states} states of a target of width {draft.target_hidden}"
 
 
 @check(
     "CK142",
     "the draft model's tables of tokens agree",
     stage="draft",
-    needs=("sound headers",),
     rationale="d2t says which token of the target a draft token is: d2t[i] is added to i. A table that is wrong or was "
     "never filled proposes other tokens than the model meant, none of which is accepted.",
     fix="Write d2t and t2d again from the tokens that the draft model was trained on.",
@@ -105,54 +95,46 @@ def _of_states(draft: Draft, name: str) -> str:
 def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """d2t + i are tokens of the target, no two the same; t2d has true at just those."""
     draft, specs = subject.once(draft_model), subject.once(draft_specs)
-    stored = [specs[name].name for name in (TOKENS, USED) if name in specs]
+    stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
         raise Inapplicable("it has no tables: its tokens are those of the target")
-    read = subject.once(draft_files).read(stored)
-    tally.compared(sum(specs[name].nbytes for name in (TOKENS, USED) if name in specs), len(stored))
-    tables = {own: read[specs[own].name] for own in (TOKENS, USED) if own in specs}
-    file = subject.path
-    yield from (
-        Issue(expected, actual, hint, names=[specs[own].name], file=file)
-        for own, expected, actual, hint in _faults(draft, tables)
-    )
+    read = subject.once(draft_files).read([*stored.values()])
+    tally.compared(sum(specs[own].nbytes for own in stored), len(stored))
+    tables = {own: read[name] for own, name in stored.items()}
+    for own, expected, actual, hint in _faults(draft, tables):
+        yield Issue(expected, actual, hint, names=[stored[own]])
     if set(tables) == {TOKENS} and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
         hint = "were the tables loaded before the model was saved?"
         actual = f"zeros: draft tokens are the target's first {draft.draft_vocabulary}"
-        yield Issue("the tokens that it was trained on", actual, hint, [specs[TOKENS].name], file, severity="warning")
+        yield Issue("the tokens that it was trained on", actual, hint, names=[stored[TOKENS]], severity="warning")
 
 
 def _faults(draft: Draft, tables: Mapping[str, Tensor]) -> Iterator[tuple[str, str, str, str]]:
-    """What is wrong: of which table, what should be, what is, and the next move."""
+    """What is wrong: of which table, what should be, what is, and the next move, where that is another than the fix."""
     import torch
 
     used = tables.get(USED)
     if used is not None and (count := int(used.bool().sum())) != draft.draft_vocabulary:
-        yield USED, f"{draft.draft_vocabulary} tokens, as draft_vocab_size says", f"{count} true", _TABLES
+        yield USED, f"{draft.draft_vocabulary} tokens, as draft_vocab_size says", f"{count} true", ""
     if (shift := tables.get(TOKENS)) is None:
         return
     if shift.is_floating_point() or shift.dtype == torch.bool:
-        yield TOKENS, "whole numbers", str(shift.dtype).removeprefix("torch."), _TABLES
+        yield TOKENS, "whole numbers", str(shift.dtype).removeprefix("torch."), ""
         return
     stated = shift.long()
     tokens = stated + torch.arange(stated.numel())
     outside, twice = _wrong(tokens, draft.vocabulary)
     if outside or twice:
-        hint = (
-            _TABLES if any(_wrong(stated, draft.vocabulary)) else "it holds tokens themselves: subtract i from entry i"
-        )
+        shifted = any(_wrong(stated, draft.vocabulary))
+        hint = "" if shifted else "it holds tokens themselves: subtract i from entry i"
         expected = f"d2t[i] + i of 0 to {draft.vocabulary - 1}, each once"
         yield TOKENS, expected, f"{outside} are others, {twice} stand twice", hint
     elif used is not None:
         here = torch.zeros(draft.vocabulary, dtype=torch.bool)
         here[tokens] = True
         if odd := (here != used.bool()).nonzero().flatten().tolist():
-            yield (
-                USED,
-                "true at the tokens of d2t, and nowhere else",
-                f"{len(odd)} differ, first token {odd[0]}",
-                _TABLES,
-            )
+            actual = f"{len(odd)} differ, first token {odd[0]}"
+            yield USED, "true at the tokens of d2t, and nowhere else", actual, ""
 
 
 def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
@@ -165,31 +147,28 @@ def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
     "CK143",
     "the draft model's weights are finite, and no tensor is zero",
     stage="draft",
-    needs=("sound headers",),
     rationale="A tensor of zeros was never trained or never gathered; with NaN no draft token is accepted.",
     fix="Export the draft model again; compare with what the trainer holds.",
 )
 def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity, no tensor of zeros, biases excepted."""
     files = subject.once(draft_files)
-    zeros: list[str] = []
     for own, spec in subject.once(draft_specs).items():
         if own in (TOKENS, USED):
             continue
         tensor = files.read([spec.name])[spec.name]
         tally.compared(spec.nbytes)
         if not bool(tensor.isfinite().all()):
-            yield Issue("finite numbers", "NaN or infinity", _AGAIN, names=[spec.name], file=subject.path)
+            yield Issue("finite numbers", "NaN or infinity", names=[spec.name])
         if not own.endswith(".bias") and not bool(tensor.any()):
-            zeros.append(spec.name)
-    yield Issue("weights that are not zero", "zeros", _AGAIN, names=zeros, file=subject.path)
+            yield Issue("weights that are not zero", "zeros", names=[spec.name])
 
 
 @check(
     "CK144",
     "the draft model fits its target",
     stage="draft",
-    needs=("source", "sound headers"),
+    needs=("source",),
     rationale="A draft model reads the target's states and proposes the target's tokens. Of another model of the same "
     "width nothing fails; drafts are just never accepted.",
     fix="Serve it with the model that it was trained for; compare hidden_size, vocab_size and the layers it reads.",
@@ -199,25 +178,24 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     draft, source = subject.once(draft_model), subject.source_path or Path()
     target = target_of(read_config(source))
     tally.compared(0, 3)
-    file, hint = subject.path / _CONFIG, f"is {source} the model that it was trained for?"
+    hint = f"is {source} the model that it was trained for?"
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
-        yield Issue(
-            f"states of width {target.hidden}, as the target has them", f"{key} {draft.target_hidden}", hint, file=file
-        )
+        expected = f"states of width {target.hidden}, as the target has them"
+        yield Issue(expected, f"{key} {draft.target_hidden}", hint, file=_CONFIG)
     if draft.vocabulary != target.vocabulary:
-        yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", hint, file=file)
+        yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", hint, file=_CONFIG)
     positions = integer(draft.config, "max_position_embeddings", target.positions)
     if positions < target.positions:
         actual = f"{positions}, for as many positions has vLLM rotary factors: behind them hardly a token is accepted"
         hint = "state the target's; no weight depends on it"
         expected = f"max_position_embeddings {target.positions}, as the target"
-        yield Issue(expected, actual, hint, file=file, severity="warning")
-    yield from _layers(draft, target.layers, tally, file)
+        yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
+    yield from _layers(draft, target.layers, tally)
     yield from _embedding(subject, draft, tally)
 
 
-def _layers(draft: Draft, layers: int, tally: Tally, file: Path) -> Iterator[Issue]:
+def _layers(draft: Draft, layers: int, tally: Tally) -> Iterator[Issue]:
     """The layers whose states it reads.
 
     SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what layer i takes in, after the last too.
@@ -227,7 +205,7 @@ def _layers(draft: Draft, layers: int, tally: Tally, file: Path) -> Iterator[Iss
     last = layers - 2 if draft.reads_outputs else layers
     if odd := [one for one in draft.layer_ids if not 0 <= one <= last]:
         expected, hint = f"layers 0 to {last} of the target's {layers}", "restore the list that it was trained with"
-        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=file)
+        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
     elif draft.reads_outputs:
         outputs = ", ".join(map(str, draft.layer_ids))
         tally.note(
@@ -249,4 +227,4 @@ def _embedding(subject: Subject, draft: Draft, tally: Tally) -> Iterator[Issue]:
     here, other = subject.once(draft_files).read([own.name])[own.name], base.read(there)[there[0]]
     if not bool((here.to(other.dtype) == other).all()):
         hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"
-        yield Issue("the target's embedding", "other values", hint, [own.name], subject.path, severity="warning")
+        yield Issue("the target's embedding", "other values", hint, names=[own.name], severity="warning")

@@ -67,9 +67,8 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         odd = _odd(subject, names, specs) if len(dtypes) > 1 else []
         for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
-            hint = "`ckptkit verify --source RELEASE` says which dtype the release has; convert again from it"
             others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
-            yield Issue(f"{others}, as in the other layers", actual, hint, names=group, file=home_of(subject, group[0]))
+            yield Issue(f"{others}, as in the other layers", actual, names=group, file=home_of(subject, group[0]))
         if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
             yield Issue("float32", usual, hint, names=names, file=home_of(subject, names[0]), severity="warning")
@@ -87,8 +86,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and not names[0].endswith(_INTEGER_PARTS)
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))
         ):
-            hint = "convert again from the release; loaders cast such a tensor, or refuse it"
-            yield Issue("bfloat16, float16 or float32", usual, hint, names=names, file=home_of(subject, names[0]))
+            yield Issue("bfloat16, float16 or float32", usual, names=names, file=home_of(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
 
 
@@ -121,13 +119,8 @@ def _config_dtype(
         stated = config.get(key)
         if stated is not None and str(stated).removeprefix("torch.") not in (stored, "auto"):
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
-            yield Issue(
-                f"{key} {stored}, as most weights are",
-                f"{key} {stated}",
-                hint,
-                file=subject.path / "config.json",
-                severity="warning",
-            )
+            expected = f"{key} {stored}, as most weights are"
+            yield Issue(expected, f"{key} {stated}", hint, file="config.json", severity="warning")
 
 
 def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
@@ -137,12 +130,6 @@ def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
     except CkptkitError:
         return  # CK111 says why they cannot be read
     if isinstance(stated, Dtype) and stated.name != stored:
-        where = subject.megatron_files.args_file
+        expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
         hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
-        yield Issue(
-            f"params_dtype {stored}, as most weights are",
-            f"params_dtype {stated.name}",
-            hint,
-            file=where,
-            severity="warning",
-        )
+        yield Issue(expected, f"params_dtype {stated.name}", hint, file=where, severity="warning")

@@ -18,16 +18,11 @@ from ckptkit.storage.links import fetch_again, in_words
 from converters.config.values import class_of
 from converters.registry import FAMILIES
 from verify.check import Skip, Tally, check, only
-from verify.evidence.expected import (
-    config_of,
-    require_expected,
-    spelling_of,
-)
+from verify.evidence.expected import config_of, require_expected, spelling_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.report import Severity
+from verify.issue import Issue, warning_if
 
 _AGAIN = "copy or download this file again"
 _NUMBER = re.compile(r"\d+")
@@ -94,9 +89,8 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         wrong = isinstance(error, UnknownModelError) and subject.arguments is None and not _has_own_class(subject)
         if isinstance(error, UnsupportedError) and not wrong:
             raise
-        hint = error.hint or "compare it with the release"
-        problem = error.message.removeprefix("config.json: ")
-        yield Issue("the config of a supported model", problem, hint, file=subject.config_root / "config.json")
+        problem, file = error.message.removeprefix("config.json: "), subject.config_root / "config.json"
+        yield Issue("the config of a supported model", problem, error.hint or "", file=file)
 
 
 def _has_own_class(subject: Subject) -> bool:
@@ -122,7 +116,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     require_weights(subject)
     gone = [file for file in files.missing if file not in files.dangling]
     if gone:
-        yield _together(files, gone, "the file that the index names", "missing", "copy or download it")
+        yield _together(gone, "the file that the index names", "missing", "copy or download it")
     whole: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
         tally.compared(0, len(shard.specs) or 1)
@@ -133,7 +127,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not shard.faults and not files.specs:
             whole["tensors", "none in its header"].append(file)
     for (expected, actual), found in whole.items():
-        yield _together(files, found, expected, actual, _AGAIN)
+        yield _together(found, expected, actual, _AGAIN)
 
 
 def _entries(shard: Shard) -> Iterator[Issue]:
@@ -146,25 +140,23 @@ def _entries(shard: Shard) -> Iterator[Issue]:
     for (hint, _), faults in kinds.items():
         first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
         more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
-        yield Issue(first.expected, first.actual + more, hint, names, shard.path, together=True)
+        yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, together=True)
 
 
 def _links(files: HfFiles) -> Iterator[Issue]:
     """The links of the directory that lead nowhere; a warning where loaders read none of them."""
     if links := files.dangling:
-        read = any(is_read(Path(name)) for name in links)
-        where = files.root / next(iter(links)) if len(links) == 1 else files.root
-        severity: Severity = "error" if read else "warning"
+        where, severity = next(iter(links)), warning_if(not any(is_read(Path(name)) for name in links))
         actual, hint = in_words(links), fetch_again(files.root)
-        yield Issue("a target for every link", actual, hint, file=where, severity=severity, count=len(links))
+        file = where if len(links) == 1 else ""
+        yield Issue("a target for every link", actual, hint, file=file, severity=severity, count=len(links))
 
 
-def _together(files: HfFiles, found: Sequence[str], expected: str, actual: str, hint: str) -> Issue:
+def _together(found: Sequence[str], expected: str, actual: str, hint: str) -> Issue:
     """What is wrong with one file, or with several in the same way."""
     if len(found) == 1:
-        return Issue(expected, actual, hint, file=files.root / found[0])
-    several = f"{found[0]} and {len(found) - 1} more: {actual}"
-    return Issue(expected, several, hint, file=files.root, count=len(found))
+        return Issue(expected, actual, hint, file=found[0])
+    return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", hint, count=len(found))
 
 
 @check(
@@ -189,7 +181,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
         hint = other_weights(root) or "download its weights, as safetensors"
     for issue in files.index_issues:
-        yield replace(issue, hint=hint, file=files.root / INDEX)
+        yield replace(issue, hint=hint, file=INDEX)
 
 
 @check(
@@ -257,16 +249,9 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(files.specs))
     if files.index.keys() != files.specs.keys():
         raise Skip("not run because index and shards name different tensors (CK104)")
-    actual = (
-        sum(spec.nbytes for spec in files.specs.values())
-        if files.twice
-        else sum(shard.nbytes for shard in files.shards.values())
-    )
-    if files.total_size != actual:
-        hint = "set metadata.total_size to the sum; loaders do not read it"
+    total = sum(one.nbytes for one in (files.specs if files.twice else files.shards).values())
+    if files.total_size != total:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
-        stated = f"total_size {files.total_size}" + (
-            ", which is the number of rows" if files.total_size == rows else ""
-        )
-        stated = "no total_size" if files.total_size is None else stated
-        yield Issue(f"total_size {actual}", stated, hint, file=subject.path / INDEX, severity="warning")
+        is_rows = ", which is the number of rows" if files.total_size == rows else ""
+        stated = "no total_size" if files.total_size is None else f"total_size {files.total_size}{is_rows}"
+        yield Issue(f"total_size {total}", stated, file=INDEX, severity="warning")

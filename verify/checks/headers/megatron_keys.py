@@ -79,32 +79,23 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.megatron_files.opened.specs
     tally.compared(0, len(specs))
     where = subject.megatron_files.weights / ".metadata"
-    hint = "save or convert it again; if the arguments are those of another run, correct the launch script"
     for argument, expected, actual, tensors in _against_args(stated, specs):
-        yield Issue(f"{argument}: {expected}", actual, hint, names=tensors or None, together=True, file=where)
+        yield Issue(f"{argument}: {expected}", actual, names=tensors or None, together=True, file=where)
 
 
 def _against_args(stated: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
     """Argument, what it promises, what is stored, and the tensors concerned."""
     yield from _numbers("num_layers", stated, _numbered(specs, LAYER), "decoder layers", "decoder.layers.{}.*")
-    yield from _numbers(
-        "mtp_num_layers", stated, _numbered(specs, MTP_LAYER), "multi-token prediction layers", "mtp.layers.{}.*"
-    )
+    what = "multi-token prediction layers"
+    yield from _numbers("mtp_num_layers", stated, _numbered(specs, MTP_LAYER), what, "mtp.layers.{}.*")
     for (projection, experts), places in _experts(specs).items():
-        what = f"experts in {summarize(places)} {projection}"
-        yield from _numbers(
-            "num_experts", stated, experts, what, *(f"{place}.experts.{{}}.{projection}" for place in places)
-        )
+        what, templates = f"experts in {summarize(places)} {projection}", (f"{place}.experts.{{}}." for place in places)
+        yield from _numbers("num_experts", stated, experts, what, *(one + projection for one in templates))
     if "untie_embeddings_and_output_weights" in stated:
         untied, stored = bool(stated["untie_embeddings_and_output_weights"]), "output_layer.weight" in specs
         if untied != stored:
-            expected = f"{untied}, so {'an' if untied else 'no'} output layer"
-            yield (
-                "untie_embeddings_and_output_weights",
-                expected,
-                f"output_layer.weight is {'' if stored else 'not '}stored",
-                ["output_layer.weight"],
-            )
+            expected, name = f"{untied}, so {'an' if untied else 'no'} output layer", "output_layer.weight"
+            yield "untie_embeddings_and_output_weights", expected, f"{name} is {'not ' * untied}stored", [name]
     vocab = stated.get("vocab_size")
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if type(vocab) is int and name in specs and specs[name].shape[0] < vocab:
@@ -137,12 +128,11 @@ def _numbers(
     if argument not in stated or type(stated[argument] or 0) is not int:
         return
     promised = set(range(stated[argument] or 0))
-    if missing := promised - found:
-        names = [template.format(number) for template in templates for number in sorted(missing)]
-        yield argument, f"{len(promised)} {what}", f"{ranges(missing)} not stored" if found else "none stored", names
-    if extra := found - promised:
-        names = [template.format(number) for template in templates for number in sorted(extra)]
-        yield argument, f"{len(promised)} {what}", f"{ranges(extra)} also stored", names
+    for odd, how in ((promised - found, "not stored"), (found - promised, "also stored")):
+        if odd:
+            names = [template.format(number) for template in templates for number in sorted(odd)]
+            which = f"{ranges(odd)} {how}" if found else "none stored"
+            yield argument, f"{len(promised)} {what}", which, names
 
 
 @check(
@@ -167,11 +157,8 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for want, actual in _layout_faults(
         found, stated if isinstance(stated, Mapping) else {}, _uneven_args(common.get("args"))
     ):
-        where, hint = (
-            subject.megatron_files.weights,
-            "Megatron asks for keys as content_metadata in common.pt has it: take both from one save",
-        )
-        yield Issue(want, actual, hint, names=found[actual], together=True, file=where)
+        hint = "Megatron asks for keys as content_metadata in common.pt has it: take both from one save"
+        yield Issue(want, actual, hint, names=found[actual], together=True, file=subject.megatron_files.weights)
 
 
 _LAYOUTS = {
@@ -194,10 +181,8 @@ def _layout_faults(
     elif layers is False and layered and not uneven and not singleton:
         yield "layers stacked, as content_metadata says (non_homogeneous_layers)", "one key a layer"
     if singleton is False and apart:
-        yield (
-            "no key of a single expert, as content_metadata says (singleton_local_shards)",
-            "one key an expert, gate and up apart",
-        )
+        wanted = "no key of a single expert, as content_metadata says (singleton_local_shards)"
+        yield wanted, "one key an expert, gate and up apart"
     if singleton is True and joined:
         yield "gate and up apart, as content_metadata says (singleton_local_shards)", "experts, gate and up together"
 
@@ -209,14 +194,8 @@ def _uneven_args(args: Any) -> bool:
     """
     stated: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     freqs = [stated.get(name) for name in ("moe_layer_freq", "linear_attention_freq")]
-    blocks = any(
-        stated.get(name)
-        for name in (
-            "hetereogenous_dist_checkpoint",
-            "heterogeneous_layers_config_path",
-            "heterogeneous_layers_config_encoded_json",
-        )
-    )
+    own = "heterogeneous_layers_config_"
+    blocks = any(map(stated.get, ("hetereogenous_dist_checkpoint", f"{own}path", f"{own}encoded_json")))
     return blocks or any(isinstance(freq, (list, tuple)) or (isinstance(freq, int) and freq > 1) for freq in freqs)
 
 
@@ -238,23 +217,13 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not modules:
         raise Skip("there is no linear layer to have one")
     tally.compared(0, len(modules))
-    where, hint = (
-        str(subject.megatron_files.weights / ".metadata"),
-        "convert or save it again; with slime's patched Megatron it loads as it is",
-    )
-    yield Issue(
-        "an _extra_state object",
-        "none",
-        hint,
-        names=[f"{module}._extra_state" for module in modules if module not in shards],
-        file=where,
-    )
+    where = subject.megatron_files.weights / ".metadata"
+    lost = [f"{module}._extra_state" for module in modules if module not in shards]
+    yield Issue("an _extra_state object", "none", names=lost, file=where)
     for module, totals in shards.items():
         for total, indices in totals.items():
             if (want := math.prod(map(int, total.split(".")))) != len(indices):
-                yield Issue(
-                    f"{want} shards of it", f"{len(indices)}", hint, names=[f"{module}._extra_state"], file=where
-                )
+                yield Issue(f"{want} shards of it", f"{len(indices)}", names=[f"{module}._extra_state"], file=where)
 
 
 @check(
@@ -270,18 +239,14 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The length of every entry against the size of its chunk in the dtype of its key; where each file ends."""
     _weights(subject)
     files = subject.megatron_files
-    short: dict[tuple[str, str], list[str]] = defaultdict(list)
+    hint, where = "take .metadata and the .distcp files from one save", files.weights / ".metadata"
     for key, stored in files.metadata.tensors.items():
         for chunk in stored.chunks:
             tally.compared(0)
             need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
-                short[
-                    f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}", f"{chunk.blob.length} bytes"
-                ].append(key)
-    for (want, actual), keys in short.items():
-        hint = "take .metadata and the .distcp files from one save"
-        yield Issue(want, actual, hint, names=keys, file=files.weights / ".metadata")
+                want = f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}"
+                yield Issue(want, f"{chunk.blob.length} bytes", hint, names=[key], file=where)
     for path, entries in files.blobs.items():
         end = max(offset + length for offset, length in entries)
         if path.exists() and path.stat().st_size > end:

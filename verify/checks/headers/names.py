@@ -1,21 +1,27 @@
-"""CK104: index, shards and config name the same tensors."""
+"""CK104: index, shards and config name the same tensors; CK730: also those of the vision tower."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from ckptkit.core.specs import TensorSpec
-from ckptkit.formats.hf.reader import INDEX
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.progress import size
+from ckptkit.core.specs import TensorSpec, ranges
+from ckptkit.formats.hf.reader import INDEX, SINGLE
 from ckptkit.formats.hf.side_files import describe_quantization
+from converters.config.dims import ModelDims
+from converters.passthrough import lost_towers
+from converters.planner import dims_of
 from converters.registry import family_of
 from converters.stored import OtherSpelling
 from quant.formats.part_names import PACKED, SCALE, SHAPE
-from verify.check import Tally, check
-from verify.checks.headers.files import names_of
-from verify.checks.headers.layer_counts import layer_table, uneven
-from verify.checks.headers.leftovers import leftovers
+from verify.check import Skip, Tally, check
+from verify.checks.headers.files import names_of, only_hf
 from verify.checks.headers.mismatch import Mismatch
 from verify.checks.headers.renamed import renamed_of
 from verify.evidence.expected import (
@@ -28,9 +34,11 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
+from verify.evidence.extremes import same_bytes
+from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 
 
 @check(
@@ -62,7 +70,8 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
-        yield from uneven(specs, str(subject.path))
+        yield from _uneven_layers(specs)
+        yield from _uneven_experts(specs)
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
@@ -70,8 +79,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     index = files.index if files else None
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
-    reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    where = subject.path / INDEX if index is not None else subject.path
+    where = "" if index is None else INDEX
     spelling, promises = subject.once(spelling_of), expected.shapes if expected else {}
     known: frozenset[str] = frozenset()
     if (change := subject.once(renamed_of)) is not None:
@@ -86,11 +94,10 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         stored, listed = name in specs or name in unknown, index is None or name in index
         promised = expected is None or name in expected.shapes or name in optional
         if not (stored and listed and promised) and (name not in optional or stored or listed):
-            reasons[_verdict(subject, name, stored, listed, promised, index is not None, why)].append(name)
-    if moved := list(_moved(files)) if files else []:
-        reasons["in the shard that the index names", "in another shard", "restore the index"] = moved
-    for (should, actual, hint), found in reasons.items():
-        yield Issue(should, actual, hint, names=found, file=where)
+            should, actual, hint = _verdict(subject, name, stored, listed, promised, index is not None, why)
+            yield Issue(should, actual, hint, names=[name], file=where)
+    moved = _moved(files) if files else ()
+    yield Issue("in the shard that the index names", "in another shard", "restore the index", [*moved], where)
 
 
 def _not_everywhere(*several: Mapping[str, Any] | None) -> Iterator[str]:
@@ -105,13 +112,8 @@ def _moved(files: HfFiles) -> Iterator[str]:
     index = files.index or {}
     for file, shard in files.shards.items():
         for name in shard.specs:
-            home = index.get(name, file)
-            if (
-                home != file
-                and home in files.shards
-                and files.shards[home].readable
-                and name not in files.shards[home].specs
-            ):
+            named = files.shards.get(index.get(name, file))
+            if named is not None and named.readable and name not in named.specs:
                 yield name
 
 
@@ -119,7 +121,6 @@ def _verdict(
     subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool, why: Mismatch | None
 ) -> tuple[str, str, str]:
     """What should be, what is and the next move, for a name that is not everywhere that it should be."""
-    holder = "shard" if subject.is_hf else ".metadata"
     if not promised:
         if PACKED in name or name.endswith((SCALE, SHAPE)):
             return (
@@ -134,31 +135,15 @@ def _verdict(
                 "transformers and SGLang drop it: restore kv_cache_scheme in quantization_config, or remove the scales",
             )
         place = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
-        return (
-            "only tensors that config.json promises",
-            place,
-            why.why_unexpected(name) if why and stored else "restore the index: no file holds what it lists there",
-        )
+        hint = why.why_unexpected(name) if why and stored else "restore the index: no file holds what it lists there"
+        return "only tensors that config.json promises", place, hint
     if not stored:
-        place = (
-            f"in no {holder}, though the index lists it"
-            if indexed and listed
-            else f"in no {holder}"
-            if subject.is_hf
-            else "not in .metadata"
-        )
-        return (
-            "stored, as config.json promises" if promised else "stored",
-            place,
-            why.why_missing(name)
-            if why and not (indexed and listed)
-            else "convert or download it again; loading leaves it random",
-        )
-    return (
-        "listed in the index",
-        "in a shard, but not in the index",
-        "restore the index: a loader that follows it leaves this tensor random",
-    )
+        lost = indexed and listed
+        place = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
+        hint = why.why_missing(name) if why and not lost else "convert or download it again; loading leaves it random"
+        return "stored, as config.json promises" if promised else "stored", place, hint
+    hint = "restore the index: a loader that follows it leaves this tensor random"
+    return "listed in the index", "in a shard, but not in the index", hint
 
 
 _ALONE = "model."  # what a class of the language model alone calls its layers
@@ -173,13 +158,9 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     multimodal = bool(family.towers(config))
     count = sum(one.startswith(found.found) for one in subject.specs)
     whose, hint = _whose(found, multimodal)
-    yield Issue(
-        f"{found.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json",
-        f"{found.found}*, which {whose}: {count} tensors",
-        hint,
-        file=subject.path / "config.json",
-        severity="warning" if found.renamed else "error",
-    )
+    expected = f"{found.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
+    actual, severity = f"{found.found}*, which {whose}: {count} tensors", warning_if(found.renamed)
+    yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 
 def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
@@ -204,3 +185,200 @@ def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
     return "transformers uses internally since 4.52", (
         f"transformers loads both, SGLang the names of the release: save with save_original_format=True, or {rename}"
     )
+
+
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+# The parts of a quantized weight: some layers may be left unquantized.
+_PACKED_PART = re.compile(r"\.weight_\w+$")
+
+
+def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None) -> list[str]:
+    """`dense layers {0..1}: 14 tensors each`, a line for all layers of one kind and count.
+
+    `kinds` are names that differ in numbers only, together.
+    """
+    dims = dims_of(config) if config else None
+    counts: Counter[tuple[bool, int]] = Counter()
+    for names in kinds:
+        for mtp, pattern in ((False, LAYER), (True, MTP_LAYER)):
+            if match := pattern.match(names[0]):
+                counts.update({(mtp, int(layer)): count for layer, count in _layers(names, match.start(1)).items()})
+    groups: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for (mtp, layer), count in counts.items():
+        groups["MTP layers" if mtp else _kind_of_layer(layer, dims), count].append(layer)
+    in_order = sorted(groups.items(), key=lambda item: (item[0][0] == "MTP layers", item[1]))
+    return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in in_order]
+
+
+def _layers(names: Iterable[str], start: int) -> Counter[str]:
+    """How many names have each layer number. They differ in numbers only, so it begins at the same place in all."""
+    return Counter([name[start : name.index(".", start)] for name in names])
+
+
+def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
+    if dims is None:
+        return "layers"
+    if layer >= dims.layers:
+        return "MTP layers" if layer < dims.layers + dims.mtp_layers else "layers beyond the config"
+    return "MoE layers" if layer in dims.moe else "dense layers"
+
+
+def _uneven_experts(names: Iterable[str]) -> Iterator[Issue]:
+    """Experts that lack in every layer what most of them have: the layers alone would agree on that."""
+    having: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for name in names:
+        if match := _OF_EXPERT.fullmatch(_PACKED_PART.sub(".weight", name)):
+            having[match[3]][int(match[2])].add(match[1])
+    everyone = {expert for experts in having.values() for expert in experts}
+    for part, experts in having.items():
+        if missing := everyone - experts.keys():
+            names = [f"experts.{expert}.{part}" for expert in sorted(missing)]
+            yield Issue("there, as in the other experts", "missing", names=names)
+
+
+def _uneven_layers(specs: Iterable[str]) -> Iterator[Issue]:
+    """Without a usable config: a layer that is as several others are, less some tensors.
+
+    What two layers or more have in common is a kind of layer: models mix full and linear attention, dense layers and
+    experts, and some (Gemma 4) use keys as values, or those of an earlier layer.
+    """
+    parts: dict[int, set[str]] = defaultdict(set)
+    for name in specs:
+        if match := LAYER.match(name):
+            parts[int(match[1])].add(_PACKED_PART.sub(".weight", name[match.end() :]))
+    counts = Counter(map(frozenset, parts.values()))
+    for layer, names in parts.items():
+        fuller = [kind for kind, count in counts.items() if count > 1 and names < kind]
+        if counts[frozenset(names)] > 1 or not fuller:
+            continue
+        lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - names)]
+        yield Issue("there, as in the other layers of this kind", "missing", names=lost)
+
+
+# What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
+_CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
+_READ = 1 << 28  # bytes up to which two copies are compared
+_ONLY = "only files that the index names"
+_ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the only copy of what was trained"
+
+
+def leftovers(files: HfFiles) -> Iterator[Issue]:
+    """Tensors that stand in two shards, and weight files that the index does not name."""
+    for homes in dict.fromkeys(map(tuple, files.twice.values())):
+        yield _twice(files, homes, [name for name, found in files.twice.items() if tuple(found) == homes])
+    stray: list[str] = []
+    for file in files.orphans:
+        if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
+            actual = "a second copy of the weights, under Mistral's own names"
+            hint = "readers of HF names ignore it, and it is not checked here; readers of Mistral's own format load it"
+            yield Issue(_ONLY, actual, hint, file=file, severity="warning")
+        elif files.index is None or file == SINGLE:
+            yield _orphan(files, file)
+        else:
+            stray.append(file)
+    if stray:
+        whose = f"{stray[0]} and {len(stray) - 1} more: the index names none of their" if stray[1:] else ""
+        actual = f"{whose or 'the index names none of its'} tensors, and loaders follow it"
+        hint = f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}"
+        actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
+        yield Issue(_ONLY, actual, hint, file="" if stray[1:] else stray[0], count=len(stray))
+
+
+def _twice(files: HfFiles, homes: tuple[str, ...], names: Sequence[str]) -> Issue:
+    """Tensors that the same files hold: which copies the index names, whether they are equal, and what to rewrite."""
+    index = files.index or {}
+    named = {index[name] for name in names if name in index}
+    (home,) = named if len(named) == 1 and named <= {*homes} else (None,)
+    listed = f"the index names {home or ' and '.join(sorted(named)) or 'neither'}"
+    actual = f"stored in {' and '.join(homes)}, {_difference(files, homes, names)}; {listed}"
+    extra = {file: len(files.shards[file].specs.keys() - files.twice.keys()) for file in homes if file != home}
+    if home is None:
+        hint = f"let the index name one of them for all of these tensors, and write the other without them; {_ASIDE}"
+    elif any(extra.values()):
+        (file, kept) = max(extra.items(), key=lambda item: item[1])
+        hint = f"write {file} again without these tensors: {kept} others are only there; {_ASIDE}"
+    else:
+        other = " and ".join(extra)
+        hint = f"move {other} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
+    actual = f"{actual}; {_newest(files.root, [*homes])}"
+    return Issue("each tensor in one shard", actual, hint, names=names, together=True)
+
+
+def _difference(files: HfFiles, homes: Sequence[str], names: Sequence[str]) -> str:
+    """Whether the copies of tensors are alike, by their headers and by as many of their bytes as are soon read."""
+    first, *others = (files.shards[file] for file in homes)
+    pairs = [(first.specs[name], other.specs[name], other) for name in names for other in others]
+    if shaped := {spec.name for spec, copy, _ in pairs if spec != copy}:
+        return f"with another shape or dtype ({len(shaped)} of {len(names)})"
+    read, different = 0, set()
+    for spec, _, other in pairs:
+        read += spec.nbytes
+        if read > _READ:
+            break
+        try:
+            alike = same_bytes(first.read(spec.name), other.read(spec.name))
+        except (CkptkitError, OSError):  # CK102 says why
+            return "of which one cannot be read"
+        different |= set() if alike else {spec.name}
+    if different:
+        return f"with other values ({len(different)} of {len(names)})"
+    return "with the same bytes" if read <= _READ else f"with the same bytes in the first {size(_READ)}"
+
+
+def _orphan(files: HfFiles, file: str) -> Issue:
+    """A file that the index does not name, or beside model.safetensors, and that some reader takes all the same.
+
+    Source: transformers `modeling_utils.py` (`_get_resolved_checkpoint_files`) and SGLang `weight_utils.py`
+    (`filter_duplicate_safetensors_files`).
+    """
+    newest = _newest(files.root, [*files.shards, file])
+    if files.index is None:
+        # SGLang leaves out a consolidated.safetensors that is alone beside it.
+        reader = "vLLM" if file == "consolidated.safetensors" and len(files.orphans) == 1 else "SGLang"
+        actual = f"{reader} reads {file} too, transformers {SINGLE} alone; {newest}"
+        hint = f"move one of them elsewhere; {_ASIDE}"
+        return Issue(f"{SINGLE} alone, since there is no index", actual, hint, file=file)
+    actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
+    hint = f"move the one that is not meant elsewhere ({SINGLE}, or the shards with their index); {_ASIDE}"
+    return Issue("one set of weights", actual, hint, file=file)
+
+
+def _newest(root: Path, files: list[str]) -> str:
+    """Which of these files was changed last, and when."""
+    times = {file: (root / file).stat().st_mtime for file in files if (root / file).exists()}
+    last = max(times, key=lambda file: times[file])
+    when = datetime.fromtimestamp(times[last], UTC).isoformat(" ", "seconds").removesuffix("+00:00")
+    return f"last modified: {last} ({when} UTC)"
+
+
+def _no_tower(subject: Subject) -> str | None:
+    if (reason := only_hf(subject)) is not None:
+        return reason
+    try:
+        config = subject.once(stated_config_of)
+        towers = family_of(config).towers(config)
+    except (CkptkitError, Skip):
+        return "there is no usable config.json (CK101)"
+    return None if towers else "the class of config.json is a language model alone"
+
+
+@check(
+    "CK730",
+    "the vision tower that the class has is stored",
+    stage="headers",
+    rationale="Engines and transformers build the vision tower of a ...ForConditionalGeneration class whatever is "
+    "stored, and leave it random: answers to images are garbage, with HTTP 200.",
+    fix="Export with `ckptkit convert --hf RELEASE`, where RELEASE has its weights: the tower is taken from there. For "
+    "text alone, take a class and config of the language model alone, where the family has one.",
+    unless=_no_tower,
+)
+def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
+    config = subject.once(stated_config_of)
+    names = {**names_of(subject), **(subject.hf_files.index or {})}
+    tally.compared(0, len(names))
+    if (spelling := subject.once(spelling_of)) and any(name.startswith(spelling.towers) for name in names):
+        raise Skip(f"not run because the tower is stored under {spelling.towers[0]}* (CK104)")
+    name = family_of(config).class_of(config)
+    expected = f"stored, since SGLang, vLLM and transformers build it for {name}"
+    yield Issue(expected, "in no shard", names=lost_towers(config, names))

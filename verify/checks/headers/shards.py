@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 
 from ckptkit.core.specs import ranges
 from verify.check import Skip, Tally, check
@@ -19,13 +18,8 @@ _NUMBERED = re.compile(r"(.+?)-?(\d+)-of-(\d+)\.safetensors")
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _BELOW = "lora_adapter"
 _ADAPTER_NAMES = (
-    "lora_A",
-    "lora_B",
-    "lora_embedding",
-    "lora_magnitude",
-    ".adapter.linear_in.",
-    ".adapter.linear_out.",
-    ".adapter.adapter_",
+    *("lora_A", "lora_B", "lora_embedding", "lora_magnitude"),
+    *(".adapter.linear_in.", ".adapter.linear_out.", ".adapter.adapter_"),
 )
 _WRAPPER = "base_model.model."
 
@@ -50,27 +44,27 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for match in filter(None, map(_NUMBERED.fullmatch, files.wanted)):
         series[match[1]][int(match[3])].append(int(match[2]))
     for stem, totals in series.items():
-        yield from _series(stem, totals, files.root)
+        yield from _series(stem, totals)
     yield from _renamed(files)
 
 
-def _series(stem: str, totals: Mapping[int, list[int]], root: Path) -> Iterator[Issue]:
+def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
     if len(totals) > 1:
         actual = " and ".join(f"{len(numbers)} of {total}" for total, numbers in sorted(totals.items()))
         hint = "files of two saves are mixed: keep those of one, with their index"
-        yield Issue(f"the same number of shards in all names {stem}-*-of-*", actual, hint, file=root)
+        yield Issue(f"the same number of shards in all names {stem}-*-of-*", actual, hint)
         return
     ((total, numbers),) = totals.items()
     # gpt-oss counts from 0 to N, slime from 0 to N - 1, everybody else from 1 to N.
     wanted = set(range(1, total)) | ({total} if 0 not in numbers else set())
     if missing := wanted - set(numbers):
         hint = "copy or download it; if the release really has none, its index lists no tensor that it could hold"
-        yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint, file=root)
+        yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint)
     strange = [number for number in numbers if number > total]
     if strange or len(set(numbers)) < len(numbers):
         twice = sorted({number for number in numbers if numbers.count(number) > 1})
         actual = f"number {ranges(strange)} of {total}" if strange else f"number {ranges(twice)} more than once"
-        yield Issue(f"numbers up to {total}, each once", actual, "keep the files of one save", file=root)
+        yield Issue(f"numbers up to {total}, each once", actual, "keep the files of one save")
 
 
 def _renamed(files: HfFiles) -> Iterator[Issue]:
@@ -87,7 +81,7 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
         (missing, other), more = renamed[0], len(renamed) - 1
         actual, hint = f"its tensors lie in {other}, which the index does not name", f"rename {other} to {missing}"
         hint += f", and {more} more in the same way" if more else ""
-        yield Issue(missing, actual, hint, file=files.root / missing, count=len(renamed))
+        yield Issue(missing, actual, hint, file=missing, count=len(renamed))
 
 
 @check(
@@ -106,22 +100,15 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     root = subject.weights_root
     for file in _ADAPTER_FILES:
         if (root / file).exists():
-            hint = "merge it into the weights, or move it elsewhere"
-            yield Issue("weights with every adapter merged", f"{file} lies beside them", hint, file=root / file)
+            yield Issue("weights with every adapter merged", f"{file} lies beside them", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
         tally.note(
             f"{_BELOW}/ holds an adapter, beside which verl's model merger writes the base: `ckptkit verify {root} "
             f"--source BASE --adapter {root / _BELOW}` says whether it is in these weights"
         )
     listed = subject.hf_files.index or {} if subject.is_hf else {}
-    yield Issue(
-        "weights with every adapter merged",
-        "a tensor of an adapter",
-        "merge the adapter and save again",
-        names=list(_of_adapters(dict.fromkeys([*names, *listed]))),
-        file=root,
-        together=True,
-    )
+    odd = list(_of_adapters(dict.fromkeys([*names, *listed])))
+    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, together=True)
 
 
 def _of_adapters(names: Collection[str]) -> Iterator[str]:

@@ -20,8 +20,7 @@ from verify.check import Skip, Tally, check, only
 from verify.checks.headers.files import names_of, require_metadata
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.report import Severity
+from verify.issue import Issue, warning_if
 
 # Libraries with functions that run what a pickle gives them; Python 2's names stand for those of Python 3.
 _RUN = {*sys.stdlib_module_names, *IMPORT_MAPPING, "torch", "numpy"}
@@ -60,17 +59,13 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         weights = files.weights
     except CkptkitError as error:
-        yield Issue("a tracker that names a directory", error.message, error.hint or "", file=subject.path / TRACKER)
+        yield Issue("a tracker that names a directory", error.message, error.hint or "", file=TRACKER)
         return
     tally.compared(0)
     if is_legacy(weights):
-        hint = (
-            "Megatron loads it at the same parallel sizes only, and nothing more can be checked: export it and "
-            "convert the export"
-        )
-        yield Issue(
-            "a torch_dist checkpoint", "Megatron's legacy format (mp_rank_*)", hint, file=weights, severity="warning"
-        )
+        actual = "Megatron's legacy format (mp_rank_*)"
+        hint = "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
+        yield Issue("a torch_dist checkpoint", actual, hint, file=weights, severity="warning")
         return
     files.readable  # noqa: B018 - raises for a format that is not torch_dist
     layout, damage = None, None
@@ -82,20 +77,17 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if layout not in OF_FSDP:
         yield from _backend(weights)
     if damage is not None:
-        hint = damage.hint or "convert or copy it again"
-        yield Issue("readable .metadata and common state", damage.message, hint, file=weights)
+        yield Issue("readable .metadata and common state", damage.message, damage.hint or "", file=weights)
         return
     if (foreign := foreign_name(weights, files.metadata)) is not None:
         name, refusal = foreign
-        severity: Severity = "error" if name.partition(".")[0] in _RUN else "warning"  # which may be a trainer's class
+        severity = warning_if(name.partition(".")[0] not in _RUN)  # which may be a trainer's class
         expected = "pickles that name what Megatron and torch write"
         yield Issue(expected, refusal.message, refusal.hint or "", file=weights, severity=severity)
     if not files.opened.specs:
         inside = summarize(files.metadata.keys)
-        hint = "give the directory that holds the model, or save it again"
-        yield Issue(
-            "the weights of a model", f"none, only {inside}" if inside else "none", hint, file=weights / ".metadata"
-        )
+        hint, actual = "give the directory that holds the model, or save it again", f"none, only {inside}"
+        yield Issue("the weights of a model", actual if inside else "none", hint, file=weights / ".metadata")
     common = files.opened.common
     if state := described(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]
@@ -107,11 +99,8 @@ def _iteration(weights: Path, stated: object) -> Iterator[Issue]:
     match = re.fullmatch(r"iter_(\d+)", weights.name)
     if match and type(stated) is int and stated != int(match[1]):
         hint = "Megatron finds it under one number and resumes at the other: give the directory its own name again"
-        expected, actual = (
-            f"iteration {int(match[1])}, as in the directory's name",
-            f"iteration {stated} in the common state",
-        )
-        yield Issue(expected, actual, hint, file=weights, severity="warning")
+        expected, actual = f"iteration {int(match[1])}, as in the directory's name", f"{stated} in the common state"
+        yield Issue(expected, f"iteration {actual}", hint, file=weights, severity="warning")
 
 
 def _backend(weights: Path) -> Iterator[Issue]:
@@ -161,20 +150,12 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
         which = f"{_short(first)} and {more} more are missing" if more else f"{_short(first)} is missing"
         actual = f"{which}: {_share(len(keys), total)} entries are in {'them' if more else 'it'}"
         where = files.weights if more else first
-        hint = "copy the missing files from the save" if more else "copy it from the save"
-        yield Issue("every file that .metadata names", actual, hint, names=keys, together=True, file=where)
+        yield Issue("every file that .metadata names", actual, names=keys, together=True, file=where)
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
-            hint = (
-                "another save left it, or one that has not written its .metadata, and then it is new: move it elsewhere"
-            )
-            yield Issue(
-                "only files that .metadata names",
-                ".metadata names none of its bytes",
-                hint,
-                file=path,
-                severity="warning",
-            )
+            hint = "another save left it, or one that has not written its .metadata yet: move it elsewhere"
+            actual = ".metadata names none of its bytes"
+            yield Issue("only files that .metadata names", actual, hint, file=path, severity="warning")
 
 
 def _short(path: Path) -> str:
@@ -204,8 +185,8 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
         end, before = max(end, offset + length), found[0]
     if shared:
         more = f"; and {len(shared) - 1} more in the same way" if len(shared) > 1 else ""
-        actual, hint = next(iter(shared.values())) + more, "the save is damaged: convert again"
-        yield Issue("a byte range of its own for each entry", actual, hint, names=shared, together=True, file=path)
+        actual, expected = next(iter(shared.values())) + more, "a byte range of its own for each entry"
+        yield Issue(expected, actual, "the save is damaged: convert again", names=shared, together=True, file=path)
 
 
 @check(
@@ -226,7 +207,6 @@ def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
         if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
             problems[key] = problem
+    where = subject.megatron_files.weights / ".metadata"
     for keys in group_by_pattern(problems):
-        hint = "the save is incomplete: save or convert it again"
-        where = subject.megatron_files.weights / ".metadata"
-        yield Issue("chunks that cover the tensor exactly once", problems[keys[0]], hint, names=keys, file=where)
+        yield Issue("chunks that cover the tensor exactly once", problems[keys[0]], names=keys, file=where)

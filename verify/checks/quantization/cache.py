@@ -19,7 +19,7 @@ from verify.check import Tally
 from verify.evidence.expected import usable_config
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.report import Severity
 
 # As compressed-tensors, ModelOpt and AutoFP8 name them.
@@ -51,9 +51,8 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for lost, there in ("kv", "vk"):
         names = [f"{module}.{there}_scale" for module, kinds in found.items() if lost not in kinds]
         severity = worst((own, _SEVERITY[lost]))
-        yield Issue(
-            "scales of keys and of values", f"{lost}_scale is not stored", _HINT, names, subject.path, None, severity
-        )
+        actual = f"{lost}_scale is not stored"
+        yield Issue("scales of keys and of values", actual, _HINT, names=names, severity=severity)
     if config is None or not (found or calibrated):
         return
     layers = dims_of(config).layers
@@ -64,7 +63,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
             silent = "transformers computes with memory that nobody wrote, and engines take 1.0"
             actual = f"none in {len(lacking)} of {len(group)} layers: {silent if calibrated else 'engines take 1.0'}"
             expected = "scales of each layer's cache" + calibrated * ", as the static kv_cache_scheme requires"
-            yield Issue(expected, actual, _HINT, lacking, subject.path, severity=own)
+            yield Issue(expected, actual, _HINT, names=lacking, severity=own)
     if calibrated:
         several = [module for module in sorted(attention) if found.get(module, set()) >= {"k", "v"}]
         yield from _as_compressed_tensors(subject, content["kv_cache_scheme"], config, several, tally)
@@ -87,30 +86,24 @@ def _as_compressed_tensors(
     try:
         parts = _parts(scheme, config)
     except CkptkitError as error:
-        expected, file = "a kv_cache_scheme that compressed-tensors takes", subject.path / "config.json"
-        yield Issue(expected, error.message, _HINT, file=file, severity=_severity(subject))
+        expected, severity = "a kv_cache_scheme that compressed-tensors takes", _severity(subject)
+        yield Issue(expected, error.message, _HINT, file="config.json", severity=severity)
         return
-    wrong: dict[tuple[str, str, Severity], list[str]] = defaultdict(list)
+    declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
+    silent, asked = "transformers computes with memory that nobody wrote", "transformers" in (subject.readers or ())
     for module in attention:
         for part, shape in parts.items():
             tally.compared(0)
-            name, what = f"{module}.{part}", "scale" if part.endswith("scale") else "zero point"
+            name, severity = f"{module}.{part}", _severity(subject)
             spec = subject.hf_files.specs.get(name)
-            if spec is None and what == "scale":
-                asked: Severity = "error" if "transformers" in (subject.readers or ()) else "warning"
-                wrong[
-                    part, "stored under another name: transformers computes with memory that nobody wrote", asked
-                ].append(name)
+            if spec is None and part.endswith("scale"):
+                actual, severity = f"stored under another name: {silent}", warning_if(not asked)
+                yield Issue(f"{part}, {declared}", actual, _HINT, names=[name], severity=severity)
             elif spec is None:
-                wrong[
-                    part, "not stored: transformers computes with memory that nobody wrote", _severity(subject)
-                ].append(name)
+                yield Issue(f"{part}, {declared}", f"not stored: {silent}", _HINT, names=[name], severity=severity)
             elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
-                wrong[str(list(shape)), str(list(spec.shape)), _severity(subject)].append(name)
-    strategy = shortened(scheme.get("strategy", "tensor"))
-    for (expected, actual, severity), names in wrong.items():
-        declared = f"{expected}, by kv_cache_scheme in config.json (strategy {strategy})"
-        yield Issue(declared, actual, _HINT, names, subject.path, severity=severity)
+                expected, actual = f"{list(shape)}, {declared}", f"{list(spec.shape)}"
+                yield Issue(expected, actual, _HINT, names=[name], severity=severity)
 
 
 def _parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

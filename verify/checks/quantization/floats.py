@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 from ckptkit.core.dtypes import COMPUTED
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.part_names import INT4_ENDINGS
 from quant.formats.release import Floats, StoredWeight, wrong_scale
-from verify.check import Tally
+from quant.selection.readers import refuses_own_format
+from verify.check import Skip, Tally, Unable
 from verify.checks.headers.files import names_of
+from verify.checks.quantization.quantization_config import misread_floats
 from verify.evidence.expected import usable_config
 from verify.evidence.extremes import same_bytes
 from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
@@ -48,25 +52,14 @@ def short(stored: StoredWeight) -> str:
 def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Weights of `forbidden` modules (and what each is) that are stored in floats of 8 or 4 bits."""
     floats, weights = _stored(subject)
-    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
+    hint = "take it in BF16 from the release; no engine has a quantized one"
     for stored in weights:
         tally.compared(0)
         module = stored.name.removesuffix(".weight")
         asked = module == "lm_head" and floats.of_module is not None and floats.of_module(module) is not None
         if module in forbidden and not asked:
-            wrong[forbidden[module], short(stored)].append(stored.codes.name)
-    for (what, form), names in wrong.items():
-        hint = "take it in BF16 from the release; no engine has a quantized one"
-        yield Issue(f"{what} unquantized", f"stored in {form}", hint, names=names, file=subject.path)
-
-
-@dataclass(frozen=True)
-class _Wrong:
-    """What part should be how, what is there instead, and the next move."""
-
-    expected: str
-    actual: str
-    hint: str
+            names = [stored.codes.name]
+            yield Issue(f"{forbidden[module]} unquantized", f"stored in {short(stored)}", hint, names=names)
 
 
 def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -77,73 +70,56 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     floats, weights = _stored(subject)
     specs, files = subject.hf_files.specs, subject.hf_files
     listed = {*names_of(subject, listed=True), *(files.index or {})}
-    wrong: dict[_Wrong, list[str]] = defaultdict(list)
     taken: set[str] = set()
     for stored in weights:
         tally.compared(0)
         taken |= {*stored.needed, *stored.inputs}
-        for name, one in (*_wrong_parts(stored, subject, listed), *_otherwise_stated(stored, floats)):
-            wrong[one].append(name)
-    for one, names in wrong.items():
-        yield Issue(one.expected, one.actual, one.hint, names=names, file=subject.path)
-    yield from _missing_inputs(subject, weights, listed)
+        yield from _wrong_parts(stored, subject, listed)
+        yield from _otherwise_stated(stored, floats)
+    yield from _missing_inputs(weights, listed)
     if usable_config(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
-        yield Issue("a quantized weight beside its scale", "no such weight", _AGAIN, names=orphans, file=subject.path)
-    others: dict[str, list[str]] = defaultdict(list)
+        yield Issue("a quantized weight beside its scale", "no such weight", _AGAIN, names=orphans)
+    hint = "config.json belongs to other weights, or states another format: restore it"
     for name, spec in specs.items():
         if spec.dtype not in _PLAIN and name not in taken and not name.endswith((*floats.parts, *INT4_ENDINGS)):
-            others[spec.dtype].append(name)
-    for dtype, names in others.items():
-        hint = "config.json belongs to other weights, or states another format: restore it"
-        yield Issue(f"codes or scales of {floats.words}", dtype, hint, names=names, file=subject.path)
+            yield Issue(f"codes or scales of {floats.words}", spec.dtype, hint, names=[name])
 
 
-def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[tuple[str, _Wrong]]:
-    specs, form = subject.hf_files.specs, short(stored)
+def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[Issue]:
+    specs, codes = subject.hf_files.specs, [stored.codes.name]
     if stored.shape is None:
-        yield stored.codes.name, _Wrong("codes of a matrix", str(list(stored.codes.shape)), _AGAIN)
+        yield Issue("codes of a matrix", str(list(stored.codes.shape)), _AGAIN, names=codes)
         return
-    without = f"{form} weights without"
+    without = f"{short(stored)} weights without"
     silent = "engines do not notice: SGLang and vLLM multiply by what the parameter held, 1.0 or memory nobody wrote"
     if stored.scale not in specs:
         if stored.scale not in listed:
             ending = stored.scale.rpartition(".")[2]
-            yield stored.codes.name, _Wrong(f"{ending} beside it", f"{without} a scale", f"{_AGAIN}; {silent}")
+            yield Issue(f"{ending} beside it", f"{without} a scale", f"{_AGAIN}; {silent}", names=codes)
     elif (expected := wrong_scale(stored, specs)) is not None:
-        spec = specs[stored.scale]
-        yield (
-            stored.scale,
-            _Wrong(
-                f"{expected}, by {stored.layout.words}",
-                f"{list(spec.shape)} {spec.dtype}",
-                _scale_hint(stored, subject),
-            ),
-        )
+        spec, hint = specs[stored.scale], _scale_hint(stored, subject)
+        actual = f"{list(spec.shape)} {spec.dtype}"
+        yield Issue(f"{expected}, by {stored.layout.words}", actual, hint, names=[stored.scale])
     if stored.second is None:
         return
     if stored.second not in specs:
         if stored.second not in listed:
             ending = stored.second.rpartition(".")[2]
-            yield (
-                stored.codes.name,
-                _Wrong(f"{ending} beside it", f"{without} the tensor's scale", f"{_AGAIN}; {silent}"),
-            )
+            yield Issue(f"{ending} beside it", f"{without} the tensor's scale", f"{_AGAIN}; {silent}", names=codes)
         return
     spec = specs[stored.second]
     if spec.shape not in ((), (1,), stored.shape[:-2]) or spec.dtype != "float32":
-        yield stored.second, _Wrong("[] float32", f"{list(spec.shape)} {spec.dtype}", _AGAIN)
+        yield Issue("[] float32", f"{list(spec.shape)} {spec.dtype}", _AGAIN, names=[stored.second])
 
 
-def _otherwise_stated(stored: StoredWeight, floats: Floats) -> Iterator[tuple[str, _Wrong]]:
+def _otherwise_stated(stored: StoredWeight, floats: Floats) -> Iterator[Issue]:
     """A weight in another format than config.json states for its own module, where it states several."""
     stated = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
     if stated is not None and stated.words != stored.layout.words:
         hint = f"engines build the module by config.json, and load codes of another format into it: {_AGAIN}"
-        yield (
-            stored.codes.name,
-            _Wrong(f"{stated.words}, as config.json says of this module", stored.layout.words, hint),
-        )
+        expected = f"{stated.words}, as config.json says of this module"
+        yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
 
 
 def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
@@ -152,16 +128,15 @@ def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
     assert shape is not None  # its scale has been looked at
     layout = stored.layout
     if layout.number == E4M3 and spec.dtype == "uint8":
-        return "config.json does not say that these are exponents, so engines would read the byte 119 as 119.0: " + (
-            "restore scale_fmt or quant_method from the release"
-        )
+        restore = "restore scale_fmt or quant_method from the release"
+        return f"config.json does not say that these are exponents, so engines read the byte 119 as 119.0: {restore}"
     packed = (*shape[:-1], shape[-1] // 2)
     if layout.number != E4M3 and spec.shape == layout.grid(packed):
         return f"this is the shape for the packed bytes, not the weights: {_AGAIN}"
     return f"config.json states another block or group size than the weights have, or the shard is stale: {_AGAIN}"
 
 
-def _missing_inputs(subject: Subject, weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
+def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
     """Weights without the scale of their activations, where the format has one.
 
     An error whoever reads: SGLang 0.5.16 and vLLM allocate ModelOpt's for NVFP4 without a value. SGLang 0.5.23 begins
@@ -177,26 +152,18 @@ def _missing_inputs(subject: Subject, weights: list[StoredWeight], listed: Colle
     if short(lacking[0]) == "NVFP4":
         hint += "; SGLang 0.5.23 takes 1.0, and Marlin's kernels need none; for weights alone, state quant_algo "
         hint += "W4A16_NVFP4, or in compressed-tensors' config no activations"
-    yield Issue(
-        f"{ending} beside every weight of a format that quantizes activations",
-        some,
-        hint,
-        names=[stored.codes.name for stored in lacking],
-        file=subject.path,
-    )
+    expected = f"{ending} beside every weight of a format that quantizes activations"
+    yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 
 
 def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Scales are finite, above zero where weights are not zero, and as `scale_fmt` says."""
-    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     content = quantization_of(subject.hf_files.config)
     labelled = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
     for one in subject.once(float_scales_of):
         tally.compared(one.nbytes)
         for name, expected, actual in _wrong_scales(one, labelled):
-            wrong[expected, actual].append(name)
-    for (expected, actual), names in wrong.items():
-        yield Issue(expected, actual, "quantize again from the release", names=names, file=subject.path)
+            yield Issue(expected, actual, names=[name])
     yield from _odd_inputs(subject)
     yield from _repeated(subject)
 
@@ -214,14 +181,10 @@ def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[tuple[str, str, 
     elif one.silenced and (stored.layout.second == "" or one.silenced * _FEW > one.values):
         yield stored.scale, "scales above zero", f"zero for {one.silenced} blocks whose codes are not zero"
     elif labelled and one.unrounded and not stored.layout.second:
-        yield (
-            stored.scale,
-            "powers of two, as scale_fmt ue8m0 in config.json says",
-            f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label",
-        )
-    if stored.second is not None and one.second is not None and not (math.isfinite(one.second) and one.second > 0):
-        yield stored.second, "a finite scale above zero", f"{one.second:g}"
-    for name, value in one.inputs.items():
+        actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
+        yield stored.scale, "powers of two, as scale_fmt ue8m0 in config.json says", actual
+    single = {} if stored.second is None or one.second is None else {stored.second: one.second}
+    for name, value in (single | one.inputs).items():
         if not (math.isfinite(value) and value > 0):
             yield name, "a finite scale above zero", f"{value:g}"
 
@@ -235,10 +198,9 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
         if math.isfinite(value) and value > 0 and one.stored.layout.needs_input
     }
     if values and set(values.values()) == {1.0}:
-        expected, actual = "scales of activations that were measured", "1.0 everywhere"
         hint = "engines clip activations by them: calibrate, or serve with a kernel of weights alone"
-        names = list(values)
-        yield Issue(expected, actual, hint, names=names, file=subject.path, severity="warning")
+        expected = "scales of activations that were measured"
+        yield Issue(expected, "1.0 everywhere", hint, names=values, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)
@@ -246,7 +208,7 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
             expected = f"activation scales of one kind within a factor of {_APART:g}"
             hint = "calibrate again with more samples: experts that saw none keep a scale of their own"
             actual = f"from {low:.3g} to {high:.3g}"
-            yield Issue(expected, actual, hint, names=names, file=subject.path, severity="warning")
+            yield Issue(expected, actual, hint, names=names, severity="warning")
 
 
 def _repeated(subject: Subject) -> Iterator[Issue]:
@@ -259,14 +221,8 @@ def _repeated(subject: Subject) -> Iterator[Issue]:
         codes = [one.stored.codes.name for one in several]
         if len(several) > 1 and not _equal(subject, codes):
             names = [one.stored.scale for one in several]
-            yield Issue(
-                "scales of its own for each weight",
-                f"the same {several[0].values} scales beside other codes",
-                "one of these weights has the scales of another: quantize again from the release",
-                names=names,
-                together=True,
-                file=subject.path,
-            )
+            actual = f"the same {several[0].values} scales beside other codes"
+            yield Issue("scales of its own for each weight", actual, names=names, together=True)
 
 
 def _equal(subject: Subject, names: list[str]) -> bool:
@@ -278,32 +234,24 @@ def _equal(subject: Subject, names: list[str]) -> bool:
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Parts of a layer that engines fuse (`fused_of`: by projection) are in one format, with one tensor's scale."""
     _, weights = _stored(subject)
+    plain = [name.removesuffix(".weight") for name in subject.hf_files.specs if name.endswith(".weight")]
     formats = {stored.name.removesuffix(".weight"): stored.layout.words for stored in weights}
+    formats |= {module: "" for module in plain if module not in formats}
     layers: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in subject.hf_files.specs:
-        module = name.removesuffix(".weight") if name.endswith(".weight") else ""
-        if module:
-            formats.setdefault(module, "")
     for module in formats:
         parent, _, projection = module.rpartition(".")
         if projection in fused_of:
             layers[parent, fused_of[projection]].append(module)
     # A layer that is stored in one piece is alike in itself.
     tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in formats))
-    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for modules in layers.values():
         found = {formats[module] for module in modules}
         tally.compared(0, len(modules))
-        if len(found) > 1:
-            usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
-            for module in modules:
-                if formats[module] != usual:
-                    odd[usual, formats[module]].append(module)
-    for (usual, words), modules in odd.items():
+        usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
         expected = f"{usual or 'unquantized'}, as the parts that engines hold in one with it"
-        names = [f"{module}.weight" for module in modules]
-        hint = "quantize again, so that all parts of a layer are stored alike"
-        yield Issue(expected, words or "unquantized", hint, names=names, file=subject.path)
+        for module in modules:
+            if formats[module] != usual:
+                yield Issue(expected, formats[module] or "unquantized", names=[f"{module}.weight"])
     yield from _unequal(subject, layers, tally)
 
 
@@ -320,8 +268,63 @@ def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tall
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
             worst = max(worst, max(sizes) / min(sizes))
-    if wrong:
-        expected = "one scale for the parts of a layer that a kernel multiplies by one"
-        actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM takes the first or the largest for all"
-        hint = "quantize again with a tool that shares the scale of gate and up, and of q, k and v"
-        yield Issue(expected, actual, hint, names=wrong, file=subject.path)
+    expected = "one scale for the parts of a layer that a kernel multiplies by one"
+    actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM takes the first or the largest for all"
+    hint = "quantize again with a tool that shares the scale of gate and up, and of q, k and v"
+    yield Issue(expected, actual, hint, names=wrong)
+
+
+def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """What `ckptkit lint` finds for the engine, or for the readers of `--reader`. Of others only `lint` tells.
+
+    Raises Skip for a model whose modules are not known, and Unable where the lists cannot be read.
+    """
+    where, config = "config.json", usable_config(subject)
+    misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
+    yield from (replace(issue, file=where) for issue in misread)
+    if any(issue.severity == "error" for issue in misread):
+        return
+    # Imported here because they bring transformers with them, which takes seconds.
+    from quant.lint.opening import open_subject
+    from quant.selection.portable import described
+
+    readers = subject.readers or (("vllm",) if subject.engine == "vllm" else None)
+    try:
+        usual, _ = open_subject(subject.path)
+    except CkptkitError as error:
+        raise Unable(f"no decision for these lists of unquantized modules: {error.message}") from error
+    try:
+        found = open_subject(subject.path, readers)[0] if readers else usual
+    except CkptkitError as error:
+        raise Skip(error.message) from error
+    if not found.matrices:
+        raise Skip("which modules of this model are Linear layers is not known here")
+    tally.compared(0, len(found.matrices))
+    expected = "lists that every reader takes as the weights are stored"
+    counting = {reader for reader in found.readers if found.severities[reader] == "error"}
+    differing = [one for one in found.divergences(found.readings) if one.reader in counting]
+    if (announced := subject.once(stored_floats_of)) is not None and not announced[1]:
+        wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
+        wanted |= {one.tensor for one in differing if one.answer == "packs"}
+        stored = [spec for name, spec in subject.hf_files.specs.items() if name in wanted]
+        if stored and all(spec.dtype in COMPUTED for spec in stored):
+            yield _none_of_them(subject, announced[0].words, len(stored))
+        return
+    for refusal in found.refusals():
+        always = refuses_own_format(refusal.readers, subject.readers)
+        if who := [reader for reader in refusal.readers if always or reader in counting]:
+            yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
+    for reader in dict.fromkeys(one.reader for one in differing):
+        own = [one for one in differing if one.reader == reader]
+        patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))
+        unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
+        hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
+        yield Issue(expected, "; ".join(described(own)), hint, file=where)
+
+
+def _none_of_them(subject: Subject, words: str, count: int) -> Issue:
+    """Plain weights under a config.json of quantized ones. A job that sends quantized weights replaces them."""
+    hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
+    actual = f"all {count} such weights are stored as plain numbers, without scales"
+    expected, severity = f"{words}, as config.json says", warning_if(subject.updated is not False)
+    return Issue(expected, actual, f"{hint}, or quantize", file="config.json", severity=severity)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,8 +18,7 @@ from quant.selection.portable import NOTHING_PACKED
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
-from verify.checks.quantization.float_lists import float_lists
-from verify.checks.quantization.floats import float_parts, float_scales, forbidden_floats, has_floats
+from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, has_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from verify.evidence.floats.stored import stored_floats_of
@@ -30,10 +28,7 @@ from verify.evidence.rounding import keeps_scales, names_grid
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
-_NEVER = {
-    "output_layer.weight": "the output layer",
-    "shared_experts.gate_weight": "the shared expert's gate",
-}
+_NEVER = {"output_layer.weight": "the output layer", "shared_experts.gate_weight": "the shared expert's gate"}
 _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
 
 
@@ -109,21 +104,12 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
             return
     config, specs, _ = _quantized(subject)
     forbidden = subject.once(never_packed)
-    wrong: dict[str, list[str]] = defaultdict(list)
-    for module, what in forbidden.items():
-        tally.compared(0)
-        if module + PACKED in specs and not _targeted(module, config):
-            wrong[what].append(module)
-    for what, found in wrong.items():
-        for names in group_by_pattern(found):
-            hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
-            yield Issue(
-                f"{what} unquantized",
-                "packed as INT4",
-                hint,
-                names=[name + PACKED for name in names],
-                file=subject.path,
-            )
+    tally.compared(0, len(forbidden))
+    wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
+    for names in group_by_pattern(wrong):
+        hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
+        packed = [name + PACKED for name in names]
+        yield Issue(f"{forbidden[names[0]]} unquantized", "packed as INT4", hint, names=packed)
 
 
 def _targeted(module: str, config: Mapping[str, Any]) -> bool:
@@ -156,7 +142,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip(reason)
     if subject.once(renamed_of) is not None:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
-    config, specs, where = subject.once(config_of), subject.checkpoint.specs, str(subject.path)
+    config, specs = subject.once(config_of), subject.checkpoint.specs
     announced = subject.once(stored_floats_of) is not None and not any(packed_in(specs))
     if announced or (has_floats(subject) and not _packs_integers(subject)):
         yield from float_lists(subject, tally)
@@ -166,10 +152,10 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
         if not packed:
             raise _nothing_packed(config, issue.actual)
-        yield replace(issue, file=subject.path / "config.json")
+        yield replace(issue, file="config.json")
         return
     for issue in refused_parts(config, subject.readers, subject.engine):
-        yield replace(issue, file=subject.path / "config.json")
+        yield replace(issue, file="config.json")
     # Imported here because it brings transformers with it, which takes seconds.
     from verify.evidence.agreement import agreement
 
@@ -179,32 +165,21 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Unable(f"no decision for this quantization_config: {error.message}") from error
     tally.compared(0, found.looked_at - len(packed))
     for issue in found.issues:
-        yield replace(issue, file=subject.path / "config.json")
+        yield replace(issue, file="config.json")
     if not packed and not found.missing:
         actual = "nothing is packed, and no reader expects that anything is"
-        yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file=subject.path / "config.json")
+        yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file="config.json")
     by_ck301 = {module for module in subject.once(never_packed) if not _targeted(module, config)}
-    for names in group_by_pattern(sorted(found.forbidden.keys() - by_ck301)):
-        expected, hint = f"unquantized: {found.forbidden[names[0]]}", "quantize again with `ckptkit quantize`"
-        yield Issue(expected, "packed as INT4", hint, names=[name + PACKED for name in names], file=where)
+    for module in sorted(found.forbidden.keys() - by_ck301):
+        yield Issue(f"unquantized: {found.forbidden[module]}", "packed as INT4", names=[module + PACKED])
     yield from _not_for_transformers(subject, config, packed)
     by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
     hint = "name it in `targets` of its config group" if by_name else "take it out of ignore, or quantize again"
-    yield Issue(
-        "unquantized, by config.json",
-        "packed as INT4",
-        hint,
-        names=[name + PACKED for name in found.unwanted],
-        file=where,
-    )
+    unwanted = [name + PACKED for name in found.unwanted]
+    yield Issue("unquantized, by config.json", "packed as INT4", hint, names=unwanted)
     hint = "add it to ignore, or quantize again; if nothing is packed, remove quantization_config"
-    yield Issue(
-        "packed as INT4, by config.json",
-        "unquantized",
-        hint,
-        names=[name + ".weight" for name in found.missing],
-        file=where,
-    )
+    missing = [f"{name}.weight" for name in found.missing]
+    yield Issue("packed as INT4, by config.json", "unquantized", hint, names=missing)
 
 
 def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: Iterable[str]) -> Iterator[Issue]:
@@ -224,8 +199,7 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
         raise Unable(f"what transformers makes of packed experts is not known: {error.message}") from error
     if reason is not None:
         hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
-        for names in group_by_pattern(experts):
-            yield Issue("experts that transformers loads", reason, hint, names=names, file=subject.path)
+        yield Issue("experts that transformers loads", reason, hint, names=experts)
 
 
 def _nothing_packed(config: Mapping[str, Any], actual: str) -> Skip:
@@ -260,28 +234,21 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             return
     config, specs, _ = packed_weights(subject)
     shapes, groups = expected_hf(config), groups_of(config)
-    forms = {}
-    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in packed_in(specs):
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
         form, parts = int4_format_in(config, groups, module), packed_parts(weights_in(config, groups, module))
+        group = "one scale a row" if form.group is None else f"group_size {form.group}"
+        hint = f"config.json says {form.bits} bits, {group}: quantize again, or correct it"
         for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
             spec = specs.get(f"{module}.{part}")
             if spec is None or part not in parts:
                 continue
             tally.compared(0)
             if spec.shape != want_shape or spec.dtype not in dtypes:
-                actual = f"{list(spec.shape)} {spec.dtype}"
-                key = f"{list(want_shape)} {' or '.join(dtypes)}", actual
-                wrong[key].append(spec.name)
-                forms[key] = form
-    for (expected, actual), found in wrong.items():
-        form = forms[expected, actual]
-        group = "one scale a row" if form.group is None else f"group_size {form.group}"
-        hint = f"config.json says {form.bits} bits, {group}: quantize again, or correct it"
-        yield Issue(expected, actual, hint, names=found, file=subject.path)
+                expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
+                yield Issue(expected, actual, hint, names=[spec.name])
 
 
 @check(
@@ -308,23 +275,20 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config, _, form = packed_weights(subject)
     shapes, scales = expected_hf(config), subject.once(read_scales)
     signed = _is_signed(config, form, scales)
-    wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     for scale in scales:
         tally.compared(scale.nbytes)
-        want, name = shapes.get(f"{scale.module}.weight"), scale.module + SCALE
+        want, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
         if want is not None and scale.shape is not None and scale.shape != want:
-            wrong[str(list(want)), str(list(scale.shape))].append(scale.module + SHAPE)
+            yield Issue(str(list(want)), str(list(scale.shape)), names=[scale.module + SHAPE])
         if scale.not_finite:
-            wrong["finite scales", "NaN or infinity"].append(name)
+            yield Issue("finite scales", "NaN or infinity", names=names)
         elif scale.zero:
-            wrong["scales other than zero", f"{scale.zero} of {scale.values} are zero"].append(name)
+            yield Issue("scales other than zero", f"{scale.zero} of {scale.values} are zero", names=names)
         elif scale.negative and not signed:
-            wrong["scales above zero", f"{scale.negative} of {scale.values} are negative"].append(name)
+            yield Issue("scales above zero", f"{scale.negative} of {scale.values} are negative", names=names)
     if signed and (negative := sum(scale.negative for scale in scales)):
         values = sum(scale.values for scale in scales)
         tally.note(f"CK304: {negative} of {values} scales are negative, as AutoRound's are; readers keep their sign")
-    for (expected, actual), names in wrong.items():
-        yield Issue(expected, actual, "quantize again from the release", names=names, file=subject.path)
 
 
 def _is_signed(config: Mapping[str, Any], form: Int4Format, scales: Sequence[Scale]) -> bool:

@@ -53,14 +53,14 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
     for reason in dict.fromkeys(stored.broken.values()):
         names = [name for name, why in stored.broken.items() if why == reason]
-        yield Issue("codes and scales that fit", reason, _HINT, names=names, file=subject.path)
+        yield Issue("codes and scales that fit", reason, _HINT, names=names)
     wrong = {name: one for name, one in rounding.items() if one.wrong}
     for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: wrong[name].times)
         one = wrong[worst]
         where = f"{worst}, {one.rows}," if one.rows else worst
         actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
-        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found, file=subject.path)
+        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found)
     yield from _inexact(rounding, subject)
 
 
@@ -70,15 +70,11 @@ def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterato
     for names in group_by_pattern(changed):
         several = [changed[name] for name in names]
         count, zeros = sum(one.changed for one in several), sum(one.zeroed for one in several)
-        yield Issue(
-            "the numbers of the MXFP4 source, which FP8 with powers of two as scales can hold",
-            f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them to 0; "
-            f"the first of {names[0]}, {several[0].first}",
-            "exponents within a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact",
-            names=names,
-            file=subject.path,
-            severity="warning",
-        )
+        expected = "the numbers of the MXFP4 source, which FP8 with powers of two as scales can hold"
+        actual = f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them "
+        actual += f"to 0; the first of {names[0]}, {several[0].first}"
+        hint = "exponents in a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact"
+        yield Issue(expected, actual, hint, names=names, severity="warning")
 
 
 def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -98,16 +94,9 @@ def _packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
         expected, actual = wrong[worst].words
-        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found, file=subject.path)
+        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found)
     for found in group_by_pattern(coarse):
-        expected, actual = (
-            f"scales of the {grid} grid, as config.json says",
-            f"up to {max(coarse[name] for name in found):.0%} off",
-        )
-        yield Issue(
-            expected,
-            actual,
-            "quantize again, or correct observer_kwargs",
-            names=[name.removesuffix(".weight") + SCALE for name in found],
-            file=subject.path,
-        )
+        expected = f"scales of the {grid} grid, as config.json says"
+        actual = f"up to {max(coarse[name] for name in found):.0%} off"
+        scales = [name.removesuffix(".weight") + SCALE for name in found]
+        yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)

@@ -100,7 +100,7 @@ def misread_floats(
     for group, stated in zip(groups, content["config_groups"].values(), strict=True):
         own = [module for module in modules if group_of(groups, module) is group]
         for actual, names in _misread_group(group, stated, own, specs):
-            yield Issue(expected, actual, hint, names, severity=severity)
+            yield Issue(expected, actual, hint, names=names, severity=severity)
     for one in rounded(content):
         yield Issue(expected, one.what, one.hint, severity=worst(severity_of(reader, asked) for reader in one.readers))
 

@@ -23,11 +23,10 @@ from verify.checks.quantization.floats import float_pairs, has_floats
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import usable_config
 from verify.evidence.floats.stored import float_scales_of, stored_floats_of
-from verify.evidence.folding import by_pattern, group_by_pattern
+from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_in, int4_format_of, read_scales
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.report import Severity
 
 if TYPE_CHECKING:
     from quant.selection.tree import ClassTree
@@ -86,15 +85,11 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for key, part in _parameters(module, scheme):
             tally.compared(0)
             parameters[key][part].append(module)
-    odd: dict[tuple[str, str], list[str]] = defaultdict(list)
     for schemes in parameters.values():
         usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
         for scheme in others:
-            odd[usual, scheme] += schemes[scheme]
-    for (usual, scheme), modules in odd.items():
-        hint = "quantize again, so that all parts of a layer are packed alike"
-        expected = f"{usual}, as the parts that engines hold in one with it"
-        yield Issue(expected, scheme, hint, names=[name + ".weight" for name in modules], file=subject.path)
+            expected = f"{usual}, as the parts that engines hold in one with it"
+            yield Issue(expected, scheme, names=[name + ".weight" for name in schemes[scheme]])
 
 
 def _stored_schemes(subject: Subject) -> Iterator[tuple[str, _Packed | str]]:
@@ -142,16 +137,12 @@ def _engine_tp(subject: Subject) -> int:
 def _not_cut_for_sglang(subject: Subject) -> str | None:
     """At a size above 1 the groups are cut whoever reads the list, but where another engine serves."""
     cut = _engine_tp(subject) > 1 and subject.engine == "sglang"
-    if reason := not_quantized(subject) if cut else _not_for_sglang(subject):
+    if reason := not_quantized(subject) or (None if cut else subject.not_for_sglang):
         return reason
     config = usable_config(subject)
     if config is None or int4_format_of(config) is not None:
         return None
     return f"no weight is packed as INT4: {describe_quantization(config)}"
-
-
-def _not_for_sglang(subject: Subject) -> str | None:
-    return not_quantized(subject) or subject.not_for_sglang
 
 
 @check(
@@ -162,7 +153,7 @@ def _not_for_sglang(subject: Subject) -> str | None:
     rationale="SGLang takes the zero points of packed experts in a layout of its own, so that those of "
     "compressed-tensors belong to other rows and groups.",
     fix="Quantize the experts again symmetrically, or with `--reader sglang`.",
-    unless=_not_for_sglang,
+    unless=lambda subject: not_quantized(subject) or subject.not_for_sglang,
 )
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
@@ -173,16 +164,11 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("no tensor is the weight of a layer (CK104)")
     tally.compared(0, len(schemes))
     if form is not None and not form.sglang_experts:
-        yield Issue(
-            "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order",
-            "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others",
-            "quantize the experts again symmetrically, or with --reader sglang; or serve with vLLM, and give "
-            "--reader vllm",
-            names=[
-                module + ZERO_POINT for module, scheme in schemes if scheme and scheme.zero_points and is_expert(module)
-            ],
-            file=subject.path,
-        )
+        expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
+        actual = "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others"
+        shifted = [module for module, scheme in schemes if scheme and scheme.zero_points and is_expert(module)]
+        hint = "quantize them again symmetrically, or with --reader sglang; or serve with vLLM, and give --reader vllm"
+        yield Issue(expected, actual, hint, names=[module + ZERO_POINT for module in shifted])
 
 
 @check(
@@ -256,12 +242,12 @@ def _tile_issues(
             hint, details = fault
             actual = f"SGLang's INT4 kernels have no tile for {'; '.join(details)}: an engine ends at its first prompt"
             hint = f"quantize again and {hint}; or serve with vLLM, and give --reader vllm"
-            yield Issue("INT4 weights that a kernel of SGLang can run", actual, hint, file=subject.path)
+            yield Issue("INT4 weights that a kernel of SGLang can run", actual, hint)
         return
     try:
         check_tiles(specs, tree, config, size, tp, ep)
     except CkptkitError as error:
-        yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "", file=subject.path)
+        yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
 
 
 def _packed(name: str) -> str:
@@ -297,32 +283,17 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
     for several in sizes.values():
-        yield from _odd_sizes(several, str(subject.path))
+        yield from _odd_sizes(several)
 
 
-def _odd_sizes(sizes: Mapping[str, float], where: str) -> Iterator[Issue]:
+def _odd_sizes(sizes: Mapping[str, float]) -> Iterator[Issue]:
     """Scales, by their names and medians, that are far from those of their kind."""
-    for _, modules in by_pattern(sizes):
+    for modules in group_by_pattern(sizes):
         usual = median(sizes[module] for module in modules)
+        expected = f"scales around {usual:.3g}, as others of this kind"
         large = [module for module in modules if sizes[module] > usual * _MAX_FACTOR]
         small = [module for module in modules if sizes[module] * _MAX_FACTOR < usual]
-        yield from _far_off(large, "larger", "error", usual, sizes, where)
-        yield from _far_off(small, "smaller", "warning", usual, sizes, where)
-
-
-def _far_off(
-    modules: list[str], what: str, severity: Severity, usual: float, sizes: Mapping[str, float], where: str
-) -> Iterator[Issue]:
-    for names in group_by_pattern(modules):
-        expected, actual = (
-            f"scales around {usual:.3g}, as others of this kind",
-            f"around {sizes[names[0]]:.3g}: far {what}",
-        )
-        yield Issue(
-            expected,
-            actual,
-            "quantize again from the release",
-            names=names,
-            file=where,
-            severity=severity,
-        )
+        if large:
+            yield Issue(expected, f"around {sizes[large[0]]:.3g}: far larger", names=large)
+        if small:
+            yield Issue(expected, f"around {sizes[small[0]]:.3g}: far smaller", names=small, severity="warning")

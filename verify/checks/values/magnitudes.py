@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from converters.planner import dims_of, rules_of
-from verify.check import Skip, Tally, check, only
+from converters.rules import ParamMapping
+from verify.check import Skip, Tally, check, only, without
 from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import require_config, require_expected, usable_config
 from verify.evidence.extremes import Extremes
@@ -20,7 +21,7 @@ from verify.evidence.folding import group_by_pattern, pattern_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Values
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.report import Severity
 
 # The layers of trained models differ in size by less than 10 times; a scale lost or applied twice is 100 and more.
@@ -34,7 +35,6 @@ _LARGEST = 64.0
     "CK207",
     "numbers are not all denormal",
     stage="values",
-    needs=("sound headers",),
     rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
     "zeros.",
     fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
@@ -46,15 +46,13 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     counted(tally, stats, UNREAD)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
-        hint = "compare with the release: were these bytes read as another dtype?"
-        yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", hint, names=names, file=subject.path)
+        yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", names=names)
 
 
 @check(
     "CK208",
     "matrices are as large as their siblings",
     stage="values",
-    needs=("sound headers",),
     explained_by=("CK202", "CK204", "CK205"),
     rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
     "written holds numbers of any size.",
@@ -72,15 +70,14 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ratios = dict(_outliers(values.stats, subject.once(parts_in_floats)))
     for name, ratio in ratios.items():
         same = name in values.compared and name not in values.differences
-        groups[f"{'large' if ratio > 1 else 'small'}", "warning" if same else "error"].append(name)
+        groups["large" if ratio > 1 else "small", warning_if(same)].append(name)
+    wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
     for (way, severity), found in groups.items():
         for names in group_by_pattern(found):
             worst = max(names, key=lambda name: abs(math.log(ratios[name])))
             times = ratios[worst] if way == "large" else 1 / ratios[worst]
             actual = f"{worst} is {times:.3g} times too {way}: its root mean square is {values.stats[worst].rms:.3g}"
-            wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
-            hint = "compare with the release: was a scale lost or applied twice, was it ever loaded?"
-            yield Issue(wanted, actual, hint, names=names, file=subject.path, severity=severity)
+            yield Issue(wanted, actual, names=names, severity=severity)
     yield from _all_too_large(subject, values)
 
 
@@ -95,15 +92,9 @@ def _all_too_large(subject: Subject, values: Values) -> Iterator[Issue]:
     }
     found = [name for names in usual for name in names]
     same = all(name in values.compared and name not in values.differences for name in found)
-    yield Issue(
-        f"a root mean square of at most {_LARGEST:g}",
-        f"{max(usual.values(), default=0):.3g}, in the median of its kind",
-        "compare with the release: were scales lost, or the bytes of exponents taken for scales?",
-        names=found,
-        file=subject.path,
-        severity="warning" if same else "error",
-        together=True,
-    )
+    actual = f"{max(usual.values(), default=0):.3g}, in the median of its kind"
+    wanted, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same)
+    yield Issue(wanted, actual, names=found, severity=severity, together=True)
 
 
 def _is_floating(subject: Subject, name: str) -> bool:
@@ -128,14 +119,8 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
     """The matrices of each kind of which there are enough: by pattern, and whether they are `codes`."""
     kinds: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, one in stats.items():
-        if (
-            one.rows > 1
-            and one.finite
-            and one.rms > 0
-            and not one.constant
-            and not one.denormal
-            and not name.endswith(PARTS)
-        ):
+        usable = one.rows > 1 and one.finite and one.rms > 0 and not one.constant and not one.denormal
+        if usable and not name.endswith(PARTS):
             kinds[pattern_of(name), name in codes].append(name)
     return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
@@ -144,7 +129,6 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
     "CK209",
     "padded rows of the vocabulary are zero",
     stage="values",
-    needs=("sound headers",),
     rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
     "vocabulary, or memory never written.",
     fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
@@ -157,7 +141,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip(UNREAD)
     expected = require_expected(subject)
     specs = subject.checkpoint.specs
-    severity: Severity = "error" if subject.megatron_files.weights.name == "release" else "warning"
+    severity = warning_if(subject.megatron_files.weights.name != "release")
     for name in sorted(expected.vocab & specs.keys()):
         shape = expected.shapes[name] or ()
         rows = specs[name].shape[0] - shape[0]
@@ -167,37 +151,30 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
             filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
             if filled:
                 actual = f"{filled} of {rows} rows from row {shape[0]} on are not zero"
-                yield Issue(
-                    "rows of zeros beyond the vocabulary",
-                    actual,
-                    "convert again from the release",
-                    names=[name],
-                    file=subject.path,
-                    severity=severity,
-                )
+                yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
 
 
-def _fp32_biases(subject: Subject) -> frozenset[str]:
-    """Biases that must be kept in float32, by their HF and Megatron names; empty where no config says so."""
+def _named(subject: Subject, is_kind: Callable[[ParamMapping], bool]) -> frozenset[str]:
+    """Tensors of the mappings of a kind, by their HF and Megatron names; empty where no config says so."""
     config = usable_config(subject)
-    rules = [rule for rule in rules_of(config) if rule.mapping.fp32] if config else []
-    return frozenset(name for rule in rules for name in (*rule.hf, rule.megatron) if "bias" in name)
+    rules = [rule for rule in rules_of(config) if is_kind(rule.mapping)] if config else []
+    return frozenset(name for rule in rules for name in (*rule.hf, rule.megatron))
 
 
-def _no_fp32_bias(subject: Subject) -> str | None:
-    return None if _fp32_biases(subject) else "the model has no bias that must be float32"
+def _fp32_biases(subject: Subject) -> list[str]:
+    """Biases that must be kept in float32."""
+    return [name for name in _named(subject, lambda mapping: mapping.fp32) if "bias" in name]
 
 
 @check(
     "CK210",
     "float32 biases were not rounded on the way",
     stage="values",
-    needs=("sound headers",),
     explained_by=("CK202",),
     rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
     "has lost most of its values.",
     fix="Take the biases from the release, and keep the buffer in float32 while training.",
-    unless=_no_fp32_bias,
+    unless=without(_fp32_biases, "the model has no bias that must be float32"),
 )
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
@@ -205,41 +182,27 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A warning, since some releases have such biases. Where the source holds the same bits there is no finding; CK205
     judges constant ones.
     """
-    values, biases = subject.once(read_values), _fp32_biases(subject)
+    values, biases = subject.once(read_values), set(_fp32_biases(subject))
     looked_at = {name: one for name, one in values.stats.items() if name in biases}
     counted(tally, looked_at, f"{UNREAD}, or none of these biases is there (CK104)")
     same = values.compared.keys() - values.differences.keys()
-    actual = "every value is exact in bfloat16"
     hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
-    yield Issue(
-        "values that need float32",
-        actual,
-        hint,
-        names=[name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same],
-        file=subject.path,
-        severity="warning",
-    )
+    names = [name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same]
+    yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=names, severity="warning")
 
 
 def _tables(subject: Subject) -> frozenset[str]:
-    """Tables of experts, by their HF and Megatron names; empty where no config says so."""
-    config = usable_config(subject)
-    rules = [rule for rule in rules_of(config) if rule.mapping.indices] if config else []
-    return frozenset(name for rule in rules for name in (*rule.hf, rule.megatron))
-
-
-def _no_tables(subject: Subject) -> str | None:
-    return None if _tables(subject) else "the model has no table of experts"
+    """Tables of experts."""
+    return _named(subject, lambda mapping: mapping.indices)
 
 
 @check(
     "CK215",
     "tables of experts name experts",
     stage="values",
-    needs=("sound headers",),
     rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
     fix="Take the tables from the release, and keep whole numbers whole on the way.",
-    unless=_no_tables,
+    unless=without(_tables, "the model has no table of experts"),
 )
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
@@ -249,6 +212,4 @@ def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     experts = dims_of(require_config(subject)).experts
     for name, one in looked_at.items():
         if one.low < 0 or one.high >= experts:
-            actual = f"{one.low:g} to {one.high:g}"
-            hint = "was it rounded to bfloat16 on the way? take it from the release"
-            yield Issue(f"numbers from 0 to {experts - 1}", actual, hint, names=[name], file=subject.path)
+            yield Issue(f"numbers from 0 to {experts - 1}", f"{one.low:g} to {one.high:g}", names=[name])

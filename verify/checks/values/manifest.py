@@ -1,23 +1,25 @@
-"""CK120: checks a checkpoint against a manifest, without a source."""
+"""CK120 and CK124: compares files with digests written earlier: a manifest, the records of the hub's client."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.progress import progress
+from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.formats.hf.hub_cache import Download
+from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
-from verify.check import Tally, check
+from verify.check import Tally, check, without
 from verify.checks.headers.files import home_of
-from verify.evidence.reading import stored_values
+from verify.checks.values.values import UNREAD
+from verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-
-
-def needs_manifest(subject: Subject) -> str | None:
-    """For checks against a manifest."""
-    return None if subject.options.manifest else "no --manifest was given"
+from verify.skip import Skip
 
 
 @check(
@@ -27,7 +29,7 @@ def needs_manifest(subject: Subject) -> str | None:
     rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
     "it held when it was made.",
     fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
-    unless=needs_manifest,
+    unless=without(lambda subject: subject.options.manifest, "no --manifest was given"),
 )
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
@@ -40,9 +42,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, digest in manifest.files.items():
         there = (root / name).is_file()
         if not there or file_digest(root / name) != digest:
-            actual = "its bytes differ" if there else "missing"
-            hint = "copy or download it again, or make a new manifest if the change was meant"
-            yield Issue("the file of the manifest", actual, hint, file=root / name)
+            yield Issue("the file of the manifest", "its bytes differ" if there else "missing", file=root / name)
     for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
         hint = "remove it, or make a new manifest if it belongs to the checkpoint"
         actual = "the manifest has no file of this name, and loaders read it"
@@ -51,21 +51,16 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Issue]:
     specs, values = subject.checkpoint.specs, stored_values(subject)
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
-        if name not in specs:
-            groups["missing", str(subject.path)].append(name)
-            continue
-        if name not in manifest.tensors:
-            groups["the manifest has no tensor of this name", home_of(subject, name)].append(name)
-            continue
-        tally.compared(specs[name].nbytes)
-        # What cannot be read is for CK201 to say.
-        if name in values.stats and (actual := _difference(manifest, specs[name], values.stats[name].digest)):
-            groups[actual, home_of(subject, name)].append(name)
-    for (actual, file), found in groups.items():
-        hint = "copy or download this file again, or make a new manifest if the change was meant"
-        yield Issue("the tensor of the manifest", actual, hint, names=found, file=file)
+        actual = "missing" if name not in specs else "the manifest has no tensor of this name"
+        if name in specs and name in manifest.tensors:
+            tally.compared(specs[name].nbytes)
+            if name not in values.stats:
+                continue  # CK201 says that it cannot be read
+            actual = _difference(manifest, specs[name], values.stats[name].digest) or ""
+        if actual:
+            file = home_of(subject, name) if name in specs else ""
+            yield Issue("the tensor of the manifest", actual, names=[name], file=file)
 
 
 def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:
@@ -73,3 +68,98 @@ def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | No
     if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
         return f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
     return None if promised.blake3 == digest.hex() else "its bytes differ"
+
+
+DOWNLOAD = "download"  # the fact that says what was downloaded
+_SLACK_S = 1  # as the client allows, since times of files are not exact
+_MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
+
+
+@check(
+    "CK124",
+    "files hold the bytes that were published",
+    stage="values",
+    rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
+    "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
+    fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
+    "proxy.",
+    unless=without(
+        lambda subject: subject.once(downloads), "the model hub's client has left no record of a download here"
+    ),
+)
+def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """SHA-256 (of small files git's SHA-1) of the weight files that loaders open, and of the files beside them.
+
+    A file that is newer than its record was changed or replaced since: if it differs, that is a warning. Files without
+    a record are not judged.
+    """
+    subject.once(read_values)  # hashes weights on its way
+    records = subject.once(downloads)
+    hashes = subject.once(file_hashes)
+    whole = _finished(hashes)
+    if not whole:
+        raise Skip(UNREAD)
+    for name in whole:
+        tally.compared(hashes[name].size)
+    differ = [name for name, is_same in whole.items() if not is_same]
+    changed = [name for name in differ if _changed(subject, name, records[name])]
+    mirror = _MIRROR if len(whole) == len(differ) > 1 else ""
+    for name in differ:
+        if name not in changed:
+            yield _damaged(subject, name, hashes[name], records[name], mirror)
+    if changed:
+        yield _replaced(subject, changed, records)
+    origins = ", ".join(dict.fromkeys(records[name].origin for name in whole))
+    fact = f"{origins}: {len(whole) - len(differ)} of {len(whole)} files have the bytes that were published"
+    unknown = [file for file in subject.hf_files.wanted if file not in records]
+    without = f"; no record of {summarize(unknown)}" if unknown else ""
+    tally.facts[DOWNLOAD] = [fact + without]
+
+
+def _finished(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
+    """Whether each file has its hash; files that cannot be read, of which CK201 speaks, are left out."""
+
+    unread = {name: one.unread for name, one in hashes.items()}
+    found = {}
+    with progress("hashing files", sum(unread.values())) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for name, is_same in zip(hashes, pool.map(_finish, hashes.values()), strict=True):
+            advance(unread[name])
+            if is_same is not None:
+                found[name] = is_same
+    return found
+
+
+def _finish(one: FileHash) -> bool | None:
+    try:
+        return one.finish()
+    except OSError:
+        return None
+
+
+def _changed(subject: Subject, name: str, record: Download) -> bool:
+    return (subject.path / name).stat().st_mtime - _SLACK_S > record.time
+
+
+def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mirror: str) -> Issue:
+    kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
+    place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
+    shard = subject.hf_files.shards.get(name)
+    expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
+    names = None if shard is None else shard.specs
+    return Issue(expected, f"{found.actual}: other bytes", hint, names=names, file=name, together=True)
+
+
+def _replaced(subject: Subject, names: Sequence[str], records: Mapping[str, Download]) -> Issue:
+    """Files that are newer than their records and differ from them: a warning, one for all of them."""
+    first, *more = names
+    actual = (
+        f"other bytes in {summarize(names)}: changed or replaced at {_time((subject.path / first).stat().st_mtime)}, "
+        f"after the download at {_time(records[first].time)}"
+    )
+    fetch = f"`{records[first].fetch}`{' and so on' if more else ''}"
+    hint = f"if the change was meant, nothing; else download again: {fetch}"
+    return Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(names))
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(" ", "seconds")

@@ -1,17 +1,19 @@
-"""CK213 and CK214: what the optimizer state that a training run saved holds. It is read once, streamed."""
+"""CK121, CK213 and CK214: the optimizer state that a training run saved is whole, and what it holds."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ckptkit.formats.torch_dist.training_state import MASTERS
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
 from verify.check import Tally, check
-from verify.checks.headers.optimizer import AS_OBJECTS, SAVED_AGAIN, no_optimizer
+from verify.checks.headers.files import names_of
 from verify.checks.values.values import counted
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.optimizer import OptimizerValues, optimizer_values, without_master
+from verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
@@ -21,13 +23,26 @@ from verify.skip import Inapplicable
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 _SQUARES = "exp_avg_sq"
 _UNREAD = "no optimizer state can be read (CK213)"
+SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
+AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not looked into"
+_ADAM = ("exp_avg", "exp_avg_sq")
+
+
+def no_optimizer(subject: Subject) -> str | None:
+    """For checks of optimizer state."""
+    try:
+        stored = subject.is_megatron and not subject.once(state_of).is_empty
+    except UnsupportedError:
+        stored = False
+    except CkptkitError as error:
+        return error.message
+    return None if stored else "no optimizer state is stored"
 
 
 @check(
     "CK213",
     "optimizer state can be read, is finite and is not zero",
     stage="values",
-    needs=("sound headers",),
     rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
     "that was made anew, whose first steps are as large as the learning rate allows.",
     fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
@@ -39,19 +54,15 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for one in values.stats.values():
         tally.compared(one.nbytes)
     for reason in dict.fromkeys(values.unreadable.values()):
-        names = [name for name, found in values.unreadable.items() if found == reason]
-        yield Issue("bytes that can be read", reason, "copy the file again", names, subject.path, together=True)
+        lost = [name for name, found in values.unreadable.items() if found == reason]
+        yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
-    yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, wrong, subject.path)
+    yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
     wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
-    yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, wrong, subject.path)
+    yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, names=wrong)
     for names, severity in _zero(values, subject.megatron_files.opened.common):
-        hint = (
-            "the optimizer was made anew before the save, or never made a step"
-            if severity == "error"
-            else "right where no gradient has reached it, as an expert without tokens"
-        )
-        yield Issue("moments of a trained parameter", "all zero", hint, names, subject.path, severity=severity)
+        hint = "right where no gradient has reached it, as an expert without tokens" * (severity == "warning")
+        yield Issue("moments of a trained parameter", "all zero", hint, names=names, severity=severity)
 
 
 def _zero(values: OptimizerValues, common: Mapping[str, Any]) -> Iterator[tuple[list[str], Severity]]:
@@ -78,7 +89,6 @@ def _values(subject: Subject) -> OptimizerValues:
     "CK214",
     "master weights round to the stored weights",
     stage="values",
-    needs=("sound headers",),
     rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
     "of another parameter replace the weights at the first step after a resume.",
     fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "
@@ -103,10 +113,77 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "weights and optimizer are of different steps, or were mixed up in the save"
     for names in group_by_pattern(unlike):
         share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
-        yield Issue(expected, f"{share:.2%} of the elements differ", hint, names, subject.path)
+        yield Issue(expected, f"{share:.2%} of the elements differ", hint, names=names)
     for dtype, weights in values.weights.items():
         total = int(weights.sum())
         if missing := without_master(values, dtype):
             actual = f"{missing} of {total} {dtype} weights have no master weight that rounds to them"
             frozen = f"{hint}; or the run does not train all of them"
-            yield Issue(expected, actual, frozen, file=subject.path)
+            yield Issue(expected, actual, frozen)
+
+
+@check(
+    "CK121",
+    "every parameter has its optimizer state",
+    stage="headers",
+    rationale="A run that resumes without a part of its optimizer state stops, or goes on with moments of zero and a "
+    "learning rate that was chosen for others.",
+    fix="Save again from the run. If the weights alone are wanted, resume with --no-load-optim or convert: `convert` "
+    "leaves the optimizer out.",
+    unless=no_optimizer,
+)
+def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Each weight has a master weight and moments of its shape, where others have them; each bucket has all kinds."""
+    names_of(subject)
+    state = subject.once(state_of)
+    if state.opaque and not (state.by_weight or state.buckets):
+        raise Inapplicable(AS_OBJECTS)
+    where = subject.megatron_files.weights / ".metadata"
+    tally.compared(0, len(state.by_weight) + len(state.buckets))
+    unnamed = ("state of weights that are stored", "there is no weight of this name", state.unknown)
+    for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
+        yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)
+    frozen = f"right where the run does not train all of them; else {SAVED_AGAIN}"
+    yield Issue("optimizer state", "none", frozen, names=_without(state), file=where, severity="warning")
+    if few := _too_few(state):
+        yield Issue(f"state of {few[0]} elements of weights", f"of {few[1]}", frozen, file=where, severity="warning")
+
+
+_Problem = tuple[str, str, Collection[str]]
+
+
+def _without(state: OptimizerState) -> list[str]:
+    """Weights that nothing is stored of, while others have state under their names."""
+    return [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
+
+
+def _by_weight(state: OptimizerState) -> Iterator[_Problem]:
+    kinds = {kind for found in state.by_weight.values() for kind in found}
+    masters = kinds.intersection(MASTERS)
+    for key, found in state.by_weight.items():
+        moments = found.keys() - set(MASTERS)
+        lacking = [kind for kind in _ADAM if kind in kinds.difference(found) and not moments.isdisjoint(_ADAM)]
+        if masters.isdisjoint(found) and masters and state.weights[key].dtype != "float32":
+            lacking.append("master weights")
+        for what in lacking if moments else [*lacking, "moments"]:
+            yield f"{what}, as other parameters have", "there are none", [key]
+        shape = state.weights[key].shape
+        for one in found.values():
+            if one.shape != shape and not is_flattened(shape, one.shape):
+                yield f"{list(shape)}, the shape of its weight", f"{list(one.shape)}", [one.key]
+
+
+def _by_bucket(state: OptimizerState) -> Iterator[_Problem]:
+    kinds = {kind for bucket in state.buckets for kind in bucket.kinds}
+    for bucket in state.buckets:
+        if missing := kinds - bucket.kinds.keys():
+            yield f"{', '.join(sorted(missing))}, as other buckets have", "there is none", [bucket.key]
+        if len(sizes := {one.shape for one in bucket.kinds.values()}) > 1:
+            yield "as many elements of each kind", f"{', '.join(map(str, sorted(map(math.prod, sizes))))}", [bucket.key]
+
+
+def _too_few(state: OptimizerState) -> tuple[int, int] | None:
+    """Elements of weights and of their state, where buckets alone hold it and there are fewer of the second."""
+    expected = sum(math.prod(one.shape) for one in state.weights.values())
+    found = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
+    return (expected, found) if found < expected and not state.opaque and not state.by_weight else None

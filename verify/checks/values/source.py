@@ -33,7 +33,7 @@ _MOST, _FEW = 0.9, 3
     "CK202",
     "values equal the source's, bit for bit",
     stage="values",
-    needs=("sound headers", "source"),
+    needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
     rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
     "right.",
@@ -55,32 +55,15 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
     extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
-    yield Issue("the tensor of the source", "missing", "convert again from the source", names=lost, file=subject.path)
-    yield Issue(
-        "only tensors that the source has",
-        "the source has no tensor of this name",
-        "name the release that these tensors are from as --source, or convert again from this one",
-        names=extra,
-        file=subject.path,
-    )
-    wrong = {
-        name: difference
-        for name, difference in values.differences.items()
-        if difference.unequal and name not in floats.judged
-    }
+    yield Issue("the tensor of the source", "missing", names=lost)
+    hint = "name the release that these tensors are from as --source, or convert again from this one"
+    yield Issue("only tensors that the source has", "the source has no tensor of this name", hint, names=extra)
+    wrong = {name: one for name, one in values.differences.items() if one.unequal and name not in floats.judged}
     for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
         expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
         layers = set(layers_of(moved.names)) if moved.is_layers else set()
         packed = [name for name in floats.judged | quantized if layer_of(name) in layers]
-        yield Issue(
-            expected,
-            moved.text,
-            moved.hint,
-            names=moved.names,
-            together=True,
-            file=subject.path,
-            explains=packed,
-        )
+        yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, explains=packed)
         for name in moved.names:
             del wrong[name]
     yield from _differing(subject, wrong, values)
@@ -91,10 +74,9 @@ def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values
     hint = "convert again from the source; if that does not help, name the right --source"
     expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
     if _is_another_model(wrong, values.compared):
-        actual = (
-            f"{len(wrong)} of {len(values.compared)} tensors differ: another model, or another step of its training"
-        )
-        yield Issue(expected, actual, hint, names=wrong, together=True, file=subject.path)
+        share = f"{len(wrong)} of {len(values.compared)} tensors differ"
+        actual = f"{share}: another model, or another step of its training"
+        yield Issue(expected, actual, hint, names=wrong, together=True)
         return
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
@@ -103,7 +85,7 @@ def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values
                 continue
             worst = max(names, key=lambda name: wrong[name].largest)
             actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
-            yield Issue(expected, actual, hint, names=names, file=subject.path)
+            yield Issue(expected, actual, hint, names=names)
 
 
 def _against_adapter(
@@ -131,7 +113,7 @@ def _against_adapter(
         else:
             expected = "the base's bits: the adapter has no pair for this weight"
             hint = "give the base that the adapter was merged into as --source"
-        yield Issue(expected, actual, hint, names=names, file=subject.path)
+        yield Issue(expected, actual, hint, names=names)
 
 
 def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool:
@@ -151,12 +133,9 @@ def _part_of(name: str, quantized: Collection[str]) -> bool:
 
 def _judged_by_steps(subject: Subject) -> Set[str]:
     """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
-    if (
-        subject.is_megatron
-        or subject.source is None
-        or is_quantized(subject.source.config)
-        or int4_format_of(subject.checkpoint.config) is None
-    ):
+    if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
+        return frozenset()
+    if int4_format_of(subject.checkpoint.config) is None:
         return frozenset()
     packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
     return packed & frozenset(subject.once(read_values).only_source)
@@ -206,7 +185,7 @@ def _described(difference: Difference, name: str | None, stats: Extremes) -> str
     "CK203",
     "dtypes are kept, fp32 state above all",
     stage="values",
-    needs=("sound headers", "source"),
+    needs=("source",),
     rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
     "every token change.",
     fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
@@ -227,12 +206,8 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for names in group_by_pattern(found):
             severity, hint = _cast(before, after, state)
             first = values.differences[names[0]]
-            counts = (
-                f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}"
-                if state and severity == "error"
-                else ""
-            )
-            yield Issue(before, after + counts, hint, names=names, file=subject.path, severity=severity)
+            lost = f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}"
+            yield Issue(before, after + lost * (state and severity == "error"), hint, names=names, severity=severity)
 
 
 def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:

@@ -27,8 +27,8 @@ from ckptkit.storage.regular import read_regular
 from converters.planner import dims_of
 from quant.formats.floats.layout import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
-from verify.check import Skip, Tally, check
-from verify.evidence.expected import Expected, expected_of, is_cache_scale, usable_config
+from verify.check import Skip, Tally, check, without
+from verify.evidence.expected import Expected, expected_of, is_cache_scale, tied_head_of, usable_config
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
 from verify.evidence.folding import layer_of, layers_of, pattern_of
@@ -36,7 +36,7 @@ from verify.evidence.moved import repeated_experts, repeated_layers, stages_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Values
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.report import Severity
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
@@ -82,7 +82,6 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
     "CK201",
     "every tensor can be read",
     stage="values",
-    needs=("sound headers",),
     rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
     "short.",
     fix="Copy the named file again, or convert again.",
@@ -97,22 +96,13 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, reason in unreadable.items():
         files[_AT_BYTE.split(reason)[0]].append(name)
     for names in files.values():
-        actual = _AT_BYTE.sub("", unreadable[names[0]])
-        yield Issue(
-            "bytes that can be read",
-            actual,
-            "copy the file again, or convert again",
-            names=names,
-            together=True,
-            file=subject.path,
-        )
+        yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, together=True)
 
 
 @check(
     "CK204",
     "every value is finite",
     stage="values",
-    needs=("sound headers",),
     explained_by=("CK124",),
     rationale="One NaN or infinity in a weight makes every token after it NaN.",
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
@@ -121,21 +111,17 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
     values = subject.once(read_values).stats
     counted(tally, values, UNREAD)
-    names = [
-        name
-        for name, stats in values.items()
-        if not stats.finite and not stats.low == stats.high == _UNCLIPPED.get(name[-4:])
-    ]
-    for several, shared in _by_source(names, subject.once(read_values)):
+    wrong = [name for name, one in values.items() if not one.finite]
+    wrong = [name for name in wrong if not values[name].low == values[name].high == _UNCLIPPED.get(name[-4:])]
+    for names, shared in _by_source(wrong, subject.once(read_values)):
         hint = "find the last good checkpoint of the run: the source holds the same" if shared else _FINITE_SOURCE
-        yield Issue("finite values", "NaN or infinity", hint, names=several, file=subject.path)
+        yield Issue("finite values", "NaN or infinity", hint, names=names)
 
 
 @check(
     "CK205",
     "no tensor is all zero or constant",
     stage="values",
-    needs=("sound headers",),
     explained_by=("CK124", "CK202"),
     rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
     "wrongly.",
@@ -167,7 +153,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for (severity, actual), found in verdicts.items():
         for names, shared in _by_source(found, subject.once(read_values)):
             hint = _SHARED if shared else _LOST
-            yield Issue("values that vary", actual, hint, names=names, file=subject.path, severity=severity)
+            yield Issue("values that vary", actual, hint, names=names, severity=severity)
 
 
 def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequence[str]) -> Iterator[str]:
@@ -224,7 +210,6 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
     "CK206",
     "experts and layers differ from one another",
     stage="values",
-    needs=("sound headers",),
     explained_by=("CK202",),
     rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
     "offset by a pipeline stage.",
@@ -255,10 +240,9 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     experts = repeated_experts(found for found in equal if len(layers_of(found)) < len(found))
     for one in (*layers, *experts):
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
-        severity: Severity = "warning" if same.issuperset(one.names) else "error"
-        if severity == "warning":
+        if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
-        yield Issue(expected, text, hint, names=one.names, together=True, file=subject.path, severity=severity)
+        yield Issue(expected, text, hint, names=one.names, together=True, severity=warning_if(is_same))
 
 
 # Of mergekit, which writes it beside the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
@@ -287,3 +271,33 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
     same = {name.replace(f".{layer_of(name)}.", ".#.", 1) for name in names}
     known = len(layers) == len(names) and len(same) == 1 and layers[-1] < len(origins)
     return known and len({origins[layer] for layer in layers}) == 1
+
+
+def _second_head(subject: Subject) -> bool:
+    """Whether an output layer is stored besides the embedding that it is tied to."""
+    tied = tied_head_of(subject) if subject.is_hf else None
+    return tied is not None and tied[0] in subject.hf_files.specs
+
+
+@check(
+    "CK211",
+    "a tied output layer repeats the embedding",
+    stage="values",
+    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
+    "some readers load both as they are.",
+    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
+    "restore the tensor that is stale otherwise.",
+    unless=without(_second_head, "no output layer is stored beside tied embeddings"),
+)
+def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """`lm_head.weight` and the embedding are the same bytes, where config.json ties them and both are stored."""
+    tied = tied_head_of(subject)
+    stats = subject.once(read_values).stats
+    if tied is None or not stats.keys() >= set(tied):
+        raise Skip(UNREAD)
+    head, embedding = tied
+    specs = subject.hf_files.specs
+    tally.compared(stats[head].nbytes)
+    if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
+        expected = f"the bytes of {embedding}: tie_word_embeddings is true"
+        yield Issue(expected, "different bytes", names=[head])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from verify.witnesses.live.run import (
     EngineRun,
@@ -48,16 +47,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         broken, count = not_finite(given)
         tally.compared(0, count)
         if broken:
-            yield Issue(
-                "a finite log-probability for every token",
-                f"{broken} of {count} are not, {name}",
-                f"run `verify {_against(subject)}`, which names what the engine never wrote or dropped",
-                file=subject.path,
-            )
-
-
-def _against(subject: Subject) -> str:
-    return f"--against-{engine_of(subject).name}"
+            yield Issue("a finite log-probability for every token", f"{broken} of {count} are not, {name}")
 
 
 def _held(report: EngineReport) -> list[str]:
@@ -137,14 +127,12 @@ def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
 
 
 def _refused(step: Reload, subject: Subject) -> Issue:
-    hint = f"{engine_of(subject).label} cannot load this checkpoint a second time this way; later steps were not run"
-    return Issue(
-        "the same checkpoint loaded again",
-        f"refused while {step.name}: {step.refused}",
-        hint if step.tried else "update it by tensor, which was tried and is checked above",
-        file=subject.path,
-        severity="error" if step.tried else "warning",
-    )
+    hint = "update it by tensor, which was tried and is checked above"
+    if step.tried:
+        label = engine_of(subject).label
+        hint = f"{label} cannot load this checkpoint a second time this way; later steps were not run"
+    actual = f"refused while {step.name}: {step.refused}"
+    return Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
 
 
 def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
@@ -156,18 +144,16 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
     expected = "the bits of the first load"
     label = engine_of(subject).label
     hint = f"{label} serves something else after this update than after a start: do not train with updates of this kind"
-    by_place: dict[tuple[str, str], list[str]] = defaultdict(list)
     for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")
-        by_place[rank, " in the draft model" if name.startswith(DRAFT) else ""].append(name)
-    for (rank, where), names in by_place.items():
-        actual = f"other bits{where} after {step.name}"
-        scales = [name for name in names if engine_of(subject).has_default(name)]
-        yield Issue(expected, actual, hint, names=[name for name in names if name not in scales], rank=rank)
-        yield Issue(expected, actual, _OF_THE_CACHE, names=scales, rank=rank, severity="warning")
+        actual = f"other bits{' in the draft model' * name.startswith(DRAFT)} after {step.name}"
+        is_scale = engine_of(subject).has_default(name)
+        move, severity = _OF_THE_CACHE if is_scale else hint, warning_if(is_scale)
+        yield Issue(expected, actual, move, names=[name], rank=rank, severity=severity, file=None)
     named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
     by_checker = sorted({*step.unequal} - named - {*other.unequal})
-    yield Issue(expected, f"{label}'s weight checker found other bits after {step.name}", hint, names=by_checker)
+    actual = f"{label}'s weight checker found other bits after {step.name}"
+    yield Issue(expected, actual, hint, names=by_checker, file=None)
 
 
 @check(
@@ -198,25 +184,14 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
         f"{label} from pass to pass: mean {between.mean:.4f}, largest {between.largest:.3f}",
         f"{label} is {found.mean / unit:.2f} times the noise away",
     ]
+    bound = f"{FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
     if not found.mean <= FURTHEST * unit:  # NaN too
-        yield Issue(
-            f"log-probabilities within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})",
-            f"{found.mean / unit:.1f} times: {found}",
-            f"{label} and transformers compute other things from the same weights: compare config.json with the "
-            "release",
-            file=subject.path,
-        )
+        yield Issue(f"log-probabilities within {bound}", f"{found.mean / unit:.1f} times: {found}")
     if not between.mean <= FURTHEST * unit:
-        yield Issue(
-            f"the same answers to the same prompts, but for {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})",
-            f"{between.mean / unit:.1f} times: mean {between.mean:.4f}, largest {between.largest:.3f}",
-            f"{label}'s kernels for this format do not repeat themselves: try another format or group size",
-            file=subject.path,
-        )
+        actual = f"{between.mean / unit:.1f} times: mean {between.mean:.4f}, largest {between.largest:.3f}"
+        hint = f"{label}'s kernels for this format do not repeat themselves: try another format or group size"
+        yield Issue(f"the same answers to the same prompts, but for {bound}", actual, hint)
     if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
-        yield Issue(
-            f"{best_tokens(exact)} different most probable tokens, as in transformers",
-            "the same most probable token at every position",
-            f"run `verify {_against(subject)}`: a part of the model is dead",
-            file=subject.path,
-        )
+        expected = f"{best_tokens(exact)} different most probable tokens, as in transformers"
+        hint = f"run `verify --against-{engine_of(subject).name}`: a part of the model is dead"
+        yield Issue(expected, "the same most probable token at every position", hint)

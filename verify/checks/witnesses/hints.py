@@ -9,7 +9,7 @@ from typing import Any
 from converters.config.values import language_part
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.matrices import spell
-from verify.checks.config.engine_keys import in_words
+from verify.checks.config.spellings import in_words
 from verify.evidence.folding import LAYER
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import LoadReport, Observation

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
-from verify.check import Run, Skip, Tally, Unable, Unless, always, check
-from verify.checks.config.engine_keys import keys_of
+from verify.check import Run, Skip, Tally, Unable, Unless, always, check, without
+from verify.checks.config.config import is_parallel
+from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.hints import (
     KEEP_ROUTER,
     how_shared_expert,
@@ -50,10 +51,9 @@ if TYPE_CHECKING:  # each adapter is held to the protocol
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
-def no_routers(subject: Subject) -> str | None:
-    """For checks of routers."""
+def _may_have_routers(subject: Subject) -> bool:
     config = usable_config(subject)
-    return "the model has no routed experts" if config is not None and not dims_of(config).experts else None
+    return config is None or dims_of(config).experts > 0
 
 
 Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
@@ -101,14 +101,6 @@ def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport
         yield draft, f"{engine.label}'s draft model"
 
 
-def _one_rank(subject: Subject) -> str | None:
-    return (
-        None
-        if max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
-        else "no parallel sizes were asked for"
-    )
-
-
 def _nothing_to_repack(subject: Subject) -> str | None:
     """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
     if find_spec("torch") is None:  # then SGLang's check says what is missing
@@ -122,11 +114,6 @@ def _all_plain(subject: Subject) -> str | None:
     config = usable_config(subject)
     plain = subject.is_megatron or (config is not None and not is_quantized(config))
     return "no weight is quantized, so none is repacked without a GPU" if plain else None
-
-
-def _count(tally: Tally, tensors: int, nbytes: int = 0) -> None:
-    tally.tensors += tensors
-    tally.bytes += nbytes
 
 
 def _findings(
@@ -147,9 +134,8 @@ def _findings(
             as_named = seen.param == seen.tensor and draft is None
             place = "" if as_named else f", at {seen.param} in {draft or engine.label}"
             example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            yield Issue(
-                expected, seen.what + place + example, hint(seen), names=names, rank=seen.rank, severity=severity
-            )
+            actual, move = seen.what + place + example, hint(seen)
+            yield Issue(expected, actual, move, names=names, rank=seen.rank, severity=severity, file=None)
 
 
 @each_engine(
@@ -168,10 +154,10 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
         message = run.crash or "it ended without a report"
         _, lacking = keys_of(subject.once(stated_config_of))
         hint = why_refused(engine, message, lacking)
-        yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint, file=subject.path)
+        yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
         return
     report = run.report
-    _count(tally, report.loaded_names)
+    tally.compared(0, report.loaded_names)
     untested = "" if report.version in engine.tested else f" (tested are {', '.join(engine.tested)})"
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
@@ -206,7 +192,7 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
-        _count(tally, report.parameters)
+        tally.compared(0, report.parameters)
         yield from _findings(engine, report.unwritten, "every element written by load_weights", why, draft)
 
 
@@ -228,7 +214,7 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
         "gets a scale of 1, one in the model's dtype needs none"
     )
     for report, draft in _reports(engine, subject):
-        _count(tally, report.loaded_names)
+        tally.compared(0, report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
         scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
         others = [seen for seen in report.dropped if seen not in scales]
@@ -253,7 +239,7 @@ def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
     for report, draft in _reports(engine, subject):
-        _count(tally, report.tensors, report.bytes)
+        tally.compared(report.bytes, report.tensors)
         yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: hint, draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
@@ -271,7 +257,7 @@ def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     "nothing is logged.",
     fix=f"Leave routers out of quantization: add the entry that the finding names (in most families `{KEEP_ROUTER}`) "
     "to quantization_config.ignore, and quantize again.",
-    unless=no_routers,
+    unless=without(_may_have_routers, "the model has no routed experts"),
     explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
 )
 def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -283,7 +269,7 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
             f"if CK301 names it as packed, add `{entry}` to quantization_config.ignore and quantize again; else {hint}"
         )
     for report, draft in _reports(engine, subject):
-        _count(tally, report.routers_seen)
+        tally.compared(0, report.routers_seen)
         yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
 
 
@@ -303,7 +289,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             if why := _all_plain(subject):  # more ranks than GPUs, so they ran on the CPU
                 raise Skip(why)
             raise Unable(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only")
-        _count(tally, report.repacked_seen)
+        tally.compared(0, report.repacked_seen)
         why_not = partial(why_not_repacked, engine)
         yield from _findings(engine, report.repacked, expected, why_not, draft)
     for report, draft in _reports(engine, subject):
@@ -320,7 +306,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
     "little of them.",
     fix="Give {engine}'s own sizes: {sizes}. Those of Megatron are another command, with --against-megatron alone.",
-    unless=_one_rank,
+    unless=without(is_parallel, "no parallel sizes were asked for"),
 )
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
@@ -331,13 +317,13 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
             f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
             "ranks cut an expert; give these sizes with --against-megatron alone"
         )
-    _count(tally, _report(engine, subject).sizes.ranks)
+    tally.compared(0, _report(engine, subject).sizes.ranks)
     yield from ()
 
 
-def _no_draft(subject: Subject) -> str | None:
+def _has_draft(subject: Subject) -> bool:
     config = usable_config(subject)
-    return None if config is not None and of_draft(config) else "there are no multi-token prediction layers"
+    return config is not None and bool(of_draft(config))
 
 
 @each_engine(
@@ -347,7 +333,7 @@ def _no_draft(subject: Subject) -> str | None:
     "with names of its own: a draft model that is wrong slows every answer down and says nothing.",
     fix="Read the exception: most often `ignore` names these layers as the checkpoint does, and not as {engine}'s "
     "draft class does; some classes take one such layer alone. Or serve without speculative decoding.",
-    unless=_no_draft,
+    unless=without(_has_draft, "there are no multi-token prediction layers"),
 )
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""
@@ -357,11 +343,11 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         if weights_of(config_of(subject)):
             hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
         expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
-        yield Issue(expected, run.draft_crash, hint, names=report.draft, file=subject.path, together=True)
+        yield Issue(expected, run.draft_crash, hint, names=report.draft, together=True)
         return
     if run.draft is None:
         raise Unable(run.draft_error or f"{engine.label} was given no tensor of the multi-token prediction layers")
-    _count(tally, run.draft.loaded_names)
+    tally.compared(0, run.draft.loaded_names)
     tally.facts[f"{engine.label}'s draft model"] = [
         f"{run.draft.model}, {run.draft.loaded_names} tensors into {run.draft.parameters} parameters; embeddings and "
         f"output layer are those of {report.model}",

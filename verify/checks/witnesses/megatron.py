@@ -1,22 +1,28 @@
-"""CK401 to CK403: what real Megatron, loading the checkpoint rank by rank, asked for and then held."""
+"""CK401 to CK404: what real Megatron, loading the checkpoint rank by rank, asked for and then held."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
-from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
-from converters.planner import rules_in
-from verify.check import Skip, Tally, Unable, check
-from verify.checks.witnesses.slices import ranks_named, wrong_slices
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
+from converters.planner import dims_of, rules_in
+from verify.check import Skip, Tally, Unable, check, without
 from verify.evidence.expected import config_of
-from verify.evidence.folding import chunk_ranges, group_by_pattern
-from verify.evidence.moved import Stages
+from verify.evidence.folding import LAYER, chunk_ranges, group_by_pattern
+from verify.evidence.moved import AGAIN, Moved, Stages, explain_moves
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.megatron.job import RankReport, TensorSeen
+from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
 _ROUTER_BIAS = ".router.expert_bias"
@@ -64,17 +70,13 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         ranks = f"ranks {ranges(subject.options.megatron.ranks).strip('{}')} of {run.sizes.world}"
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
     tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
-    yield from _by_tracker(run)
-    by_error: dict[str, list[int]] = defaultdict(list)
-    for rank, error in run.failures.items():
-        by_error[error].append(rank)
-    for error, failed in by_error.items():
-        yield Issue(
-            "every rank loads the checkpoint",
-            error,
-            "this is Megatron's own error; training would stop on it too",
-            rank=ranks_named(failed),
-        )
+    if run.not_found:
+        hint = "a trainer is told the root and loads what the tracker in it names: write it, or verify the other one"
+        yield Issue("the tracker beside it names this checkpoint", run.not_found, hint)
+    for error in dict.fromkeys(run.failures.values()):
+        failed = ranks_named(rank for rank, found in run.failures.items() if found == error)
+        hint = "this is Megatron's own error; training would stop on it too"
+        yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
         tally.tensors += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
@@ -89,22 +91,17 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _never_asked_for(run.reports, set(_names(subject)))
 
 
-def _by_tracker(run: MegatronRun) -> Iterator[Issue]:
-    if run.not_found:
-        hint = "a trainer is told the root and loads what the tracker in it names: write it, or verify the other one"
-        yield Issue("the tracker beside it names this checkpoint", run.not_found, hint)
-
-
 def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     askers: dict[str, list[int]] = defaultdict(list)
     for report in reports:
         # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
+    expected = "on disk, because Megatron asks for it"
+    hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(askers):
-        hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
-        ranks = {rank for name in names for rank in askers[name]}
-        yield Issue("on disk, because Megatron asks for it", "not on disk", hint, names=names, rank=ranks_named(ranks))
+        ranks = ranks_named(rank for name in names for rank in askers[name])
+        yield Issue(expected, "not on disk", hint, names=names, rank=ranks)
 
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
@@ -141,24 +138,17 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
-    yield Issue(
-        "held by some rank",
-        "no rank has a parameter for it",
-        "please report this",
-        names=[name for name in _names(subject) if name not in held],
-    )
+    lost = [name for name in _names(subject) if name not in held]
+    yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
 
 
 def _rounded(biases: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
     """Biases of routers that Megatron holds in fewer bits than float32, in which it updates them."""
     narrow = [(rank, tensor) for rank, tensor in biases if tensor.dtype != "float32"]
-    yield Issue(
-        "held in float32",
-        f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}",
-        "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32",
-        names=sorted({tensor.name for _, tensor in narrow}),
-        rank=ranks_named(rank for rank, _ in narrow) if narrow else None,
-    )
+    actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
+    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
+    names, ranks = {tensor.name for _, tensor in narrow}, {rank for rank, _ in narrow}
+    yield Issue("held in float32", actual, hint, names=sorted(names), rank=ranks_named(ranks) if ranks else None)
 
 
 @check(
@@ -177,19 +167,16 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
-            yield Issue(
-                expected,
-                actual,
-                "ranks of one pipeline stage must hold the same layers",
-                rank=ranks_named([report.rank]),
-            )
+            hint = "ranks of one pipeline stage must hold the same layers"
+            yield Issue(expected, actual, hint, rank=ranks_named([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
     tally.facts["pipeline stages"] = [
         f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
     ]
-    if subject.options.megatron.ranks:
-        return
-    yield from _coverage(stages, staged_dims(subject).layers)
+    held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
+    count = staged_dims(subject).layers
+    if held != list(range(count)) and not subject.options.megatron.ranks:
+        yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
 
 
 def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
@@ -198,7 +185,222 @@ def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
     return f"{layers}, {predicted} for multi-token prediction" if predicted else layers
 
 
-def _coverage(stages: Mapping[int, Sequence[Sequence[int]]], count: int) -> Iterator[Issue]:
-    held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
-    if held != list(range(count)):
-        yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}", "please report this")
+_OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
+
+
+@check(
+    "CK404",
+    "every element on disk is read by some rank",
+    stage="megatron",
+    needs=("megatron",),
+    rationale="Every key can be asked for while a slice of one, an expert or a rank's rows, is read by nobody: those "
+    "weights of the release are not trained.",
+    fix="Please report it with the parallel sizes and the megatron-core version.",
+    unless=without(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
+)
+def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""
+    asked: dict[str, list[Box]] = defaultdict(list)
+    for report in finished(subject).reports:
+        for key, boxes in report.asked.items():
+            asked[key] += boxes
+    for key, shape in _shapes(subject).items():
+        if not asked[key]:
+            continue  # CK401 says so
+        tally.compared(0)
+        if (region := unread(shape, asked[key])) is not None:
+            actual = f"no rank reads {_said(shape, region)}"
+            yield Issue("read by some rank", actual, "these weights would not be trained", names=[key])
+        if (region := doubly_owned(shape, asked[key])) is not None:
+            actual = f"two ranks would save {_said(shape, region)}"
+            yield Issue("one rank that saves it", actual, "Megatron refuses this", names=[key])
+
+
+def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
+    """The shape of each weight on disk, without rows that pad the vocabulary."""
+    stored = TorchDistCheckpoint(subject.location.path, hf=subject.hf_path).metadata.tensors
+    vocabulary = dims_of(config_of(subject)).vocab
+    shapes = {key: tensor.shape for key, tensor in stored.items() if not NOT_WEIGHTS.fullmatch(key)}
+    return {
+        key: (min(shape[0], vocabulary), *shape[1:]) if key in _OF_VOCABULARY else shape
+        for key, shape in shapes.items()
+    }
+
+
+def _said(shape: tuple[int, ...], region: Region) -> str:
+    return f"{region} of {list(shape)}, {region.elements / math.prod(shape):.1%} of it"
+
+
+_Grid = list[NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """The smallest box around some elements of a tensor, and how many they are."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    elements: int
+
+    def __str__(self) -> str:
+        box = ", ".join(f"{start}:{end}" for start, end in zip(self.starts, self.ends, strict=True))
+        inside = math.prod(end - start for start, end in zip(self.starts, self.ends, strict=True))
+        return f"[{box}]" if inside == self.elements else f"{self.elements} elements of [{box}]"
+
+
+def unread(shape: Sequence[int], boxes: Sequence[Box]) -> Region | None:
+    """What no box holds of a tensor of this shape; None where they cover it. What lies outside does not count."""
+    grid, count = _counted(shape, boxes)
+    return _region(grid, count == 0)
+
+
+def doubly_owned(shape: Sequence[int], boxes: Sequence[Box]) -> Region | None:
+    """What several different boxes of main replicas hold; Megatron's rule is that each element has one."""
+    grid, count = _counted(shape, [box for box in boxes if box.main])
+    return _region(grid, count > 1)
+
+
+def _counted(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[_Grid, NDArray[np.int64]]:
+    """The tensor, cut wherever a box begins or ends, and how many distinct boxes hold each cell."""
+    distinct = sorted({(box.offsets, box.sizes) for box in boxes})
+    low = np.array([offsets for offsets, _ in distinct], dtype=np.int64).reshape(len(distinct), len(shape))
+    high = low + np.array([sizes for _, sizes in distinct], dtype=np.int64).reshape(low.shape)
+    limits = np.array(shape, dtype=np.int64)
+    low, high = np.clip(low, 0, limits), np.clip(high, 0, limits)
+    grid = [np.unique([0, size, *low[:, axis], *high[:, axis]]) for axis, size in enumerate(shape)]
+    count = np.zeros([len(edges) - 1 for edges in grid], dtype=np.int64)
+    for start, end in zip(low, high, strict=True):
+        cells = zip(grid, start, end, strict=True)
+        count[tuple(slice(*np.searchsorted(edges, (first, last))) for edges, first, last in cells)] += 1
+    return grid, count
+
+
+def _region(grid: _Grid, cells: NDArray[np.bool_]) -> Region | None:
+    if not cells.any():
+        return None
+    places = np.nonzero(cells) if cells.ndim else ()
+    sizes = [np.diff(edges)[at] for edges, at in zip(grid, places, strict=True)]
+    elements = int(np.prod(sizes, axis=0).sum()) if sizes else 1
+    starts = tuple(int(edges[at.min()]) for edges, at in zip(grid, places, strict=True))
+    ends = tuple(int(edges[at.max() + 1]) for edges, at in zip(grid, places, strict=True))
+    return Region(starts, ends, elements)
+
+
+_OF_EXPERT = re.compile(r"(.+\.experts\.experts)\.(\d+)\.(.+)")
+_LOCAL = "each expert parallel rank numbered its experts from 0: save or convert again with global expert IDs"
+Seen = tuple[int, TensorSeen]
+
+
+def ranks_named(ranks: Iterable[int]) -> str:
+    """`rank 3` or `ranks 0..1`."""
+    distinct = set(ranks)
+    return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
+
+
+def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issue]:
+    """Every parameter that is not its slice of `where`: whole layers and experts first, then single tensors."""
+    by_verdict: dict[str, list[Seen]] = defaultdict(list)
+    for report in run.reports:
+        for tensor in report.tensors:
+            by_verdict[tensor.verdict].append((report.rank, tensor))
+    for verdict in ("unknown", "unwritten"):
+        yield from _plainly(verdict, by_verdict[verdict], where)
+    differing = by_verdict["differs"]
+    whose = _whose(differing)
+    for move in explain_moves(whose, stages):
+        text, hint = _experts(move, whose, run)
+        expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
+        yield _together(expected, text, hint, move.names, differing)
+    yield from _differing([pair for pair in differing if whose.get(pair[1].name, "") is None], where)
+
+
+def _plainly(verdict: str, seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
+    for names in group_by_pattern(_by_name(seen)):
+        if verdict == "unknown":
+            expected, actual = f"a tensor of {where} to compare with", "there is none"
+            hint = "config.json and the weights do not describe the same model"
+        else:
+            expected, actual = "written by the load", "still as it was before the load"
+            hint = "Megatron would train on random values: convert again"
+        yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, seen))
+
+
+def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
+    """Tensors that hold no other tensor's values: those together that share a diagnosis."""
+    by_words: dict[str, list[Seen]] = defaultdict(list)
+    for rank, tensor in seen:
+        by_words[tensor.diagnosis].append((rank, tensor))
+    for diagnosis, pairs in by_words.items():
+        by_name = _by_name(pairs)
+        for names in group_by_pattern(by_name):
+            worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
+            count = (
+                f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
+            )
+            actual = f"{diagnosis} ({count})" if diagnosis else count
+            yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
+
+
+def _together(expected: str, actual: str, hint: str, names: Sequence[str], seen: Sequence[Seen]) -> Issue:
+    return Issue(expected, actual, hint, names=names, rank=_ranks_of(names, seen), together=True)
+
+
+def _by_name(seen: Iterable[Seen]) -> dict[str, TensorSeen]:
+    """The worst of each tensor over all ranks."""
+    found: dict[str, TensorSeen] = {}
+    for _, tensor in seen:
+        if tensor.name not in found or tensor.differing > found[tensor.name].differing:
+            found[tensor.name] = tensor
+    return found
+
+
+def _ranks_of(names: Iterable[str], seen: Iterable[Seen]) -> str:
+    wanted = set(names)
+    return ranks_named(rank for rank, tensor in seen if tensor.name in wanted)
+
+
+def _whose(seen: Sequence[Seen]) -> dict[str, str | None]:
+    """Whose values each wrong tensor holds, on every rank that has a wrong slice of it; None where none or several do.
+
+    Tensors that could be of several layers are those of the layer that the other tensors of theirs are of.
+    """
+    origins: dict[str, set[str]] = {}
+    for _, tensor in seen:
+        origins[tensor.name] = origins.get(tensor.name, set(tensor.origins)) & set(tensor.origins)
+    layers: dict[int, set[int]] = {}
+    for name, found in origins.items():
+        if (match := LAYER.match(name)) and found:
+            here = {int(other[1]) for one in found if (other := LAYER.match(one))}
+            layers[int(match[1])] = layers.get(int(match[1]), here) & here
+    return {name: _one_of(name, found, layers) for name, found in origins.items()}
+
+
+def _one_of(name: str, found: set[str], layers: Mapping[int, set[int]]) -> str | None:
+    if len(found) > 1 and (match := LAYER.match(name)):
+        fits = layers[int(match[1])]
+        found = {one for one in found if (other := LAYER.match(one)) and int(other[1]) in fits}
+    return next(iter(found)) if len(found) == 1 else None
+
+
+def _experts(move: Moved, whose: Mapping[str, str | None], run: MegatronRun) -> tuple[str, str]:
+    """The text and hint of tensors that moved, with the expert parallel rank if these are all of its experts."""
+    pairs = {
+        (int(here[2]), int(there[2]))
+        for name in move.names
+        if (here := _OF_EXPERT.fullmatch(name)) and (there := _OF_EXPERT.fullmatch(whose[name] or ""))
+    }
+    for rank, experts in _held_experts(run).items():
+        first = min(experts)
+        local = {(expert, expert - first) for expert in experts}
+        if first and pairs and (pairs == local or pairs == {(other, expert) for expert, other in local}):
+            which = f"{ranges(experts)} are those of expert parallel rank {rank}"
+            return f"{move.text}: {which}, {ranges(range(len(experts)))} its local IDs", _LOCAL
+    return move.text, move.hint
+
+
+def _held_experts(run: MegatronRun) -> dict[int, set[int]]:
+    """The experts of each expert parallel rank."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for report in run.reports:
+        found[report.ep] |= {int(match[2]) for tensor in report.tensors if (match := _OF_EXPERT.fullmatch(tensor.name))}
+    return {rank: experts for rank, experts in found.items() if experts}

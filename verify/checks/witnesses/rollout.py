@@ -10,7 +10,7 @@ import numpy as np
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.values import language_part
-from verify.check import Tally, Unable, check
+from verify.check import Tally, Unable, check, without
 from verify.checks.witnesses.engine import FURTHEST
 from verify.evidence.expected import config_of
 from verify.evidence.side_files import SideFiles
@@ -54,8 +54,7 @@ def gap(sampled: Sequence[Sequence[float]], other: Sequence[Sequence[float]], ma
     return Gap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
 
 
-def _no_rollout(subject: Subject) -> str | None:
-    return None if subject.options.rollout_data else "no --rollout-data was given"
+_no_rollout = without(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
 @check(
@@ -135,7 +134,7 @@ def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> 
     if not np.isfinite(apart.mean):
         actual = f"transformers computes {apart.mean} for recorded tokens"
         hint = "verify the checkpoint without the rollout first: its values or its config are broken"
-        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint, file=subject.path)
+        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint)
         return
     if not np.isfinite(noise.mean):
         raise Unable(f"transformers computes no numbers in {dtype}, so the noise of that is not known")
