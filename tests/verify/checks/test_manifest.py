@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 from click.testing import CliRunner
 from support import models
-from support.fixture_types import OnlyFinding, PathOf, RunAlone
+from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from torch import Tensor
 
 from ckptkit.app.api import convert, make_manifest, quantize
