@@ -85,7 +85,8 @@ def wrong_of(expected: str, actual: str) -> str:
         return f"{actual} instead of {expected.removeprefix(match[1])}"
     if match := _UNDIVIDED.fullmatch(expected):
         what = actual if actual.startswith(f"{match['what']} = ") else match["what"]
-        return f"{what} does not {match['rest'].replace('divides', 'divide', 1)}"
+        verb = "does not" if " = " in what or match["rest"].startswith("divides") else "do not"
+        return f"{what} {verb} {match['rest'].replace('divides', 'divide', 1)}"
     if match := _MULTIPLE.match(expected):
         return f"{actual}, not {match[0].rstrip()}"
     return actual
