@@ -81,4 +81,10 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
             first, file = several[0], several[0].file
             names = first.names if first.names is None else [name for one in several for name in one.names or ()]
             file = root / file if root and isinstance(file, str) else file
-            yield from replace(first, names=names, file=file, hint=first.hint or fix).findings(code)
+            yield from replace(first, names=names, file=file, hint=first.hint or _as_hint(fix)).findings(code)
+
+
+def _as_hint(fix: str) -> str:
+    """The `fix` of a check as findings write their next moves: without the capital and the stop of a sentence."""
+    begins_with_word = fix[:2].istitle() or fix[1:2] == " "
+    return (fix[:1].lower() + fix[1:] if begins_with_word else fix).removesuffix(".")
