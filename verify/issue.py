@@ -72,16 +72,20 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
     `root`: the checkpoint; None where issues name their files as they are.
     """
     groups: dict[object, list[Issue]] = {}
+    raised: Exception | None = None
     try:
         for number, one in enumerate(issues):
             alike = (one.expected, one.actual, one.hint, one.file, one.rank, one.severity)
             groups.setdefault(number if one.names is None or one.together else alike, []).append(one)
-    finally:
-        for several in groups.values():
-            first, file = several[0], several[0].file
-            names = first.names if first.names is None else [name for one in several for name in one.names or ()]
-            file = root / file if root and isinstance(file, str) else file
-            yield from replace(first, names=names, file=file, hint=first.hint or _as_hint(fix)).findings(code)
+    except Exception as error:  # raised again behind what was found before it
+        raised = error
+    for several in groups.values():
+        first, file = several[0], several[0].file
+        names = first.names if first.names is None else [name for one in several for name in one.names or ()]
+        file = root / file if root and isinstance(file, str) else file
+        yield from replace(first, names=names, file=file, hint=first.hint or _as_hint(fix)).findings(code)
+    if raised is not None:
+        raise raised
 
 
 def _as_hint(fix: str) -> str:
