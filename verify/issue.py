@@ -77,7 +77,7 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
         for number, one in enumerate(issues):
             alike = (one.expected, one.actual, one.hint, one.file, one.rank, one.severity)
             groups.setdefault(number if one.names is None or one.together else alike, []).append(one)
-    except Exception as error:  # raised again behind what was found before it
+    except Exception as error:  # noqa: BLE001 - raised again behind what was found before it
         raised = error
     for several in groups.values():
         first, file = several[0], several[0].file
