@@ -295,6 +295,21 @@ class ModelDims:
         return places(self.pattern, MIXER) if self.pattern else self.mixer_layers
 
 
+# The usual keys of config.json for sizes that are called otherwise here.
+_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "groups": "num_key_value_heads",
+    "ffn": "intermediate_size",
+    "vocab": "vocab_size",
+    "window": "sliding_window",
+    "max_positions": "max_position_embeddings",
+    "experts": "num_experts",
+    "top_k": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "expert_hidden": "moe_latent_size",
+}
 _MAY_BE_ZERO = ("mtp_layers", "experts", "top_k", "expert_ffn", "shared_ffn")
 
 
@@ -302,7 +317,8 @@ def require_positive(sizes: object, *may_be_zero: str) -> None:
     """Raises CkptkitError for a whole number that is negative, or 0 and not among these."""
     for name, size in vars(sizes).items():
         if type(size) is int and size < (name not in may_be_zero):
-            raise CkptkitError(f"config.json: {name} must be positive, not {size}", "compare it with the release")
+            key = _KEYS.get(name, name)
+            raise CkptkitError(f"config.json: {key} must be positive, not {size}", "compare it with the release")
 
 
 def _require_divided(heads: int, groups: int) -> None:

@@ -35,7 +35,7 @@ class Seen:
 
     def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
         before = {name: one.detach() for name, one in model.state_dict(keep_vars=True).items()}
-        poison(one for name, one in before.items() if not self.engine.has_default(name))
+        poison(one for name, one in before.items() if not self.engine.FACTS.has_default(name))
         given: dict[str, torch.Tensor] = {}
 
         def noted() -> Weights:

@@ -22,7 +22,7 @@ _OPTIONS = {one.name for one in fields(VerifyOptions)}
 @pytest.fixture
 def fresh(releases: PathOf, copy_of: CopyOf) -> PathOf:
     """`fresh(name)`: a copy of a release, to be broken."""
-    return lambda name: copy_of(releases(name))
+    return lambda name, **options: copy_of(releases(name, **options))
 
 
 @pytest.fixture

@@ -319,7 +319,7 @@ FOUND: dict[str, tuple[list[Reload], list[tuple[str, str | None, str | None, str
     ),
     "scales of a cache, which resuming loses": (
         [Reload(UPDATED), Reload(RESUMED, changed=[f"0 {KEPT}.attn_mqa.k_scale", f"0 {KEPT}.w_kc"])],
-        [("CK513", f"{KEPT}.w_kc", "0", "error"), ("CK513", f"{KEPT}.attn_mqa.k_scale", "0", "warning")],
+        [("CK513", f"{KEPT}.attn_mqa.k_scale", "0", "warning"), ("CK513", f"{KEPT}.w_kc", "0", "error")],
     ),
     "a refused update": (
         [Reload(RESUMED), Reload("updating from disk again", refused="no loader")],
@@ -361,15 +361,14 @@ def test_a_draft_model_that_changed_is_named_and_the_rest_said_once(verdict: Ver
         Reload(UPDATED, changed=changed, unequal=unequal), Reload(RESUMED, changed=["0 draft.model.cache"])
     )
     outcome = verdict(plain, draft=EngineRun(replace(draft, passes={}, draft_held=1)))
-    assert [(one.code, one.tensor, one.rank) for one in outcome.findings] == [
-        ("CK512", "model.layers.3.w2", "0"),
-        ("CK512", "head", None),
-        ("CK512", "draft.model.eh_proj.weight", "0"),
-        ("CK512", "draft.model.decoder.w2", "1"),
-        ("CK512", "model.hnorm.weight", None),
-        ("CK513", "draft.model.cache", "0"),
-    ]
-    assert "in the draft model after updating by tensor again" in outcome.findings[2].actual
+    assert {(one.code, one.tensor, one.rank): one.actual.count(" in the draft model ") for one in outcome.findings} == {
+        ("CK512", "model.layers.3.w2", "0"): 0,
+        ("CK512", "head", None): 0,
+        ("CK512", "draft.model.eh_proj.weight", "0"): 1,
+        ("CK512", "draft.model.decoder.w2", "1"): 1,
+        ("CK512", "model.hnorm.weight", None): 0,
+        ("CK513", "draft.model.cache", "0"): 1,
+    }
     (held,) = outcome.facts["SGLang engine, with speculative decoding"]
     assert held.endswith("1 of them of the draft model")
 
