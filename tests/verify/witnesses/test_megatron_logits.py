@@ -15,7 +15,6 @@ from click.testing import CliRunner
 from families import CASES
 from families.table import config_of
 from support import models
-from support.check_examples import hold_example
 from support.fixture_types import PathOf
 from support.installed import require_megatron
 
@@ -85,7 +84,6 @@ def test_a_fault_of_parallel_ranks_alone_is_found(
     )
     (finding,) = outcome.findings
     assert (finding.code, finding.severity, finding.rank) == ("CK606", "error", None)
-    hold_example("CK606", finding)
 
 
 def judged(subject: Subject) -> Outcome:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from support.check_examples import hold_example
 from torch import nn
 
 from verify.check import Tally
@@ -134,7 +133,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
     subject = Subject(Path("checkpoint"))
     subject._results[LoadedBy(SGLANG)] = LoadRun(report)
-    hold_example("CK506", next(repacked["sglang"](subject, Tally())))
+    assert next(repacked["sglang"](subject, Tally())).code == "CK506"
 
 
 class CompressedTensorsWNA16MoE:
