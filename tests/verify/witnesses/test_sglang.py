@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support import models
-from support.quantized import fp8_blocks, small_groups_allowed, write
+from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
 from support.sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
 
 from ckptkit.app.api import quantize
@@ -81,20 +81,15 @@ def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[
 
 def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path:
     """The release with its Linear layers in FP8, as Qwen publishes it: without gates and output layer."""
+    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
     write(
         release,
         path,
         lambda name: name.endswith("_proj.weight"),
         fp8_blocks(*block),
-        lambda config: config | {"quantization_config": fp8_config(block)},
+        lambda config: config | {"quantization_config": fp8_config(block, kept)},
     )
     return path
-
-
-def fp8_config(block: tuple[int, int]) -> dict[str, Any]:
-    kept = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(12))]
-    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    return known | {"weight_block_size": list(block), "modules_to_not_convert": kept}
 
 
 def quantized_cases(root: Path, releases: Callable[..., Path]) -> dict[str, Case]:
