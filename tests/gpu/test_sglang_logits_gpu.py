@@ -6,12 +6,9 @@ these logits show that they are the right ones.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -82,23 +79,7 @@ def answers(
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = dict(zip(names, pool.map(ask, names), strict=True))
-    if out := os.environ.get("OUT"):
-        (Path(out) / "logits.json").write_text(json.dumps(summary(found, expected), indent=1))
     return {name: (found[name], *expected[name]) for name in names}
-
-
-def summary(found: Mapping[str, Answer], expected: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, object]:
-    """Mean and largest difference of SGLang and of transformers in bfloat16 from float32, and the logits' spread."""
-    rows: dict[str, object] = {}
-    for name, answer in found.items():
-        exact, rounded = expected[name]
-        if answer.logits is None:
-            rows[name] = answer.said[-600:]
-            continue
-        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer.logits, rounded))
-        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
-        rows[name] = [round(float(value), 5) for value in values]
-    return rows
 
 
 @pytest.mark.parametrize("name", COMPUTED)

@@ -6,8 +6,6 @@ its steps after loading, and these log-probabilities show that they are what its
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -120,10 +118,7 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         expected[label] = logits_of(paths[label] if label in PLAIN else root / "meant" / label)
     (root / "answers").mkdir()
     got = answers(paths, root / "answers", "bfloat16", program=python_of("vllm", {}), gpu=True, asked=ASKED)
-    found = {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
-    if out := os.environ.get("OUT"):
-        (Path(out) / f"vllm_logits_{os.getpid()}.json").write_text(json.dumps(summary(found), indent=1))
-    return found
+    return {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
 
 
 def saved(name: str, root: Path) -> tuple[Path, tuple[Tensor, Tensor]]:
@@ -163,19 +158,6 @@ def logits_of(path: Path) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             found.append(model(tokens()).logits.float())
     return found[0], found[1]
-
-
-def summary(rows: Mapping[str, Row]) -> dict[str, object]:
-    """Mean and largest difference of vLLM and of transformers in bfloat16 from float32, and the spread."""
-    found: dict[str, object] = {}
-    for name, (answer, exact, rounded) in rows.items():
-        if isinstance(answer, str):
-            found[name] = answer[-600:]
-            continue
-        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer, rounded))
-        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
-        found[name] = [round(float(value), 5) for value in values]
-    return found
 
 
 def is_near(row: Row, times: float, part: float = 10) -> None:

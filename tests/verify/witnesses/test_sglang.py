@@ -307,21 +307,13 @@ def test_findings_say_what_to_do(judged: Judged) -> None:
 
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
     assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
-    assert first("packed router qwen3_moe", "CK502").hint.startswith(
-        "the tensor is missing from the checkpoint, or CK503 says under which name"
-    )
-    assert "1536 of 1536 elements were never written" in first("packed router qwen3_moe", "CK505").actual
-    assert [finding.actual for finding in judged("dead routers")[1]] == [
-        "all zero",
-        "every element is 0.5",
-    ]
+    assert "CK503" in first("packed router qwen3_moe", "CK502").hint
+    assert "1536 of 1536" in first("packed router qwen3_moe", "CK505").actual
+    assert [finding.actual for finding in judged("dead routers")[1]] == ["all zero", "every element is 0.5"]
     assert first("one_bit", "CK504").actual.startswith("1 of 8192 elements differ, first at [3, 4]: ")
-    assert "73728 of 147456 elements were never written" in first("half_written", "CK502").actual
-    assert "only 6144 of its 12288 elements were written" in first("half_written", "CK503").actual
-    assert (
-        "the checkpoint never gave it, at model.layers.4.mlp.experts.w13_weight in SGLang"
-        in first("lost", "CK502").actual
-    )
+    assert "73728 of 147456" in first("half_written", "CK502").actual
+    assert "6144 of its 12288" in first("half_written", "CK503").actual
+    assert "at model.layers.4.mlp.experts.w13_weight in SGLang" in first("lost", "CK502").actual
     assert "one tensor an expert" in first("fused", "CK503").hint
     assert "fused name" in first("bf16 shards", "CK503").hint
 

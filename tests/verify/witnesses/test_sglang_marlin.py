@@ -90,20 +90,16 @@ def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
 
 @pytest.mark.sglang
 @pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
-def test_zero_points_of_experts_as_sglang_converts_them(groups: int, outputs: int) -> None:
+def test_zero_points_as_sglang_converts_them(groups: int, outputs: int) -> None:
+    """Of experts, and of a Linear layer as `CompressedTensorsWNA16.process_weights_after_loading` calls it."""
+    sizes = {"size_k": groups, "size_n": outputs, "num_bits": 4}
     stored = torch.randint(-(2**31), 2**31 - 1, (2, groups, outputs // 8), dtype=torch.int32)
-    expected = of_sglang("moe_awq_to_marlin_zero_points", stored, size_k=groups, size_n=outputs, num_bits=4)
+    expected = of_sglang("moe_awq_to_marlin_zero_points", stored, **sizes)
     assert torch.equal(torch.stack([marlin_zero_points(one, awq=True) for one in stored]), expected)
-
-
-@pytest.mark.sglang
-@pytest.mark.parametrize(("groups", "outputs"), [(4, 64), (3, 192), (1, 128)])
-def test_zero_points_of_a_linear_layer_as_sglang_converts_them(groups: int, outputs: int) -> None:
-    """As `CompressedTensorsWNA16.process_weights_after_loading` calls it on stored words [outputs / 8, groups]."""
-    stored = torch.randint(-(2**31), 2**31 - 1, (outputs // 8, groups), dtype=torch.int32)
-    codes = of_sglang("unpack_cols", stored.t(), 4, groups, outputs)
-    expected = of_sglang("marlin_zero_points", codes, size_k=groups, size_n=outputs, num_bits=4)
-    assert torch.equal(marlin_zero_points(stored.t(), awq=False), expected)
+    words = torch.randint(-(2**31), 2**31 - 1, (outputs // 8, groups), dtype=torch.int32)
+    codes = of_sglang("unpack_cols", words.t(), 4, groups, outputs)
+    expected = of_sglang("marlin_zero_points", codes, **sizes)
+    assert torch.equal(marlin_zero_points(words.t(), awq=False), expected)
 
 
 def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
