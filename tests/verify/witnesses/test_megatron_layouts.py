@@ -20,12 +20,11 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
 from verify.check import Tally
 from verify.evidence.subject import Subject
-from verify.options import VerifyOptions
+from verify.options import MegatronOptions, VerifyOptions
 from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
-from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import run_megatron, sizes_of
 
 in_megatron = pytest.mark.usefixtures("served")
