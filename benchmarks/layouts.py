@@ -98,8 +98,7 @@ def look(path: Path, ranks: list[int]) -> None:
     """Runs the checks of Megatron. Raises SystemExit where one does not pass."""
     from verify.check import all_checks, run_checks
     from verify.evidence.subject import Subject
-    from verify.options import VerifyOptions
-    from verify.witnesses.megatron.options import MegatronOptions
+    from verify.options import MegatronOptions, VerifyOptions
 
     options = MegatronOptions(ranks=tuple(ranks))
     asked = frozenset({"megatron"})

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from ckptkit.core.errors import UsageError
 from quant.selection.readers import readers_of
-from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.registry import ENGINES, WITNESSES, with_implied
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """Megatron-LM's own arguments, by its names, for `--against-megatron`.
+
+    `cp` is the context parallel size. `pipeline_layout` is `--pipeline-model-parallel-layout`, a string such as
+    `Et*3|(tt|)*29m|L`. `ranks`: the only ranks to look at; empty means all of them. `trainer_loader`: load as a trainer
+    does, with Megatron-LM's own `load_checkpoint`.
+    """
+
+    cp: int = 1
+    pipeline_layout: str | None = None
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    ranks: tuple[int, ...] = ()
+    trainer_loader: bool = False
+
+    def given(self) -> Iterator[str]:
+        """The options that differ from their defaults, as the command line spells them."""
+        for one in fields(self):
+            if getattr(self, one.name) != one.default:
+                yield f"--{one.name.replace('_', '-')}"
+
+    def refuse(self, vpp: int = 1) -> None:
+        """Raises UsageError where an option, or `vpp` stages a rank, is given although Megatron is not asked."""
+        if given := [*["--vpp"] * (vpp != 1), *self.given()]:
+            message = f"{', '.join(given)} says how Megatron is launched, and has no effect without --against-megatron"
+            raise UsageError(message, "add --against-megatron, or leave it out: files and values do not depend on it")
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ _CHAPTERS = {
 }
 
 # Cause, and what the tool says of it, where neither a mutation of the tests nor a symptom shows what a check finds.
-# A test holds each against a finding (tests/support/check_examples.py). `…` stands for what another release words
-# otherwise.
+# `…` stands for what another release words otherwise.
 EXAMPLES = {
     "CK730": (
         "a Qwen3-VL that was trained on text and exported without its vision tower",

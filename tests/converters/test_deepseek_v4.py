@@ -17,7 +17,6 @@ from families.table import config_of
 from mutations.edits import edit_config, replace
 from safetensors.torch import save_file
 from support import floats, models
-from support.check_examples import hold_example
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit.app.api import inspect
@@ -124,8 +123,6 @@ def test_a_wrong_table_is_found(release: Path, tmp_path: Path, change: Any, expe
     path = shutil.copytree(release, tmp_path / "made")
     models.edit(path, TABLE, change(models.tensors(path)[TABLE]))
     assert (*expected, TABLE) in findings(path, source=release)
-    if expected[0] == "CK215" and float(models.tensors(path)[TABLE].min()) == 0:
-        hold_example("CK215", next(one for one in verify(path).findings if one.code == "CK215"))
     alone = {code for code, *_ in findings(path)}
     assert (expected[0] in alone) == (expected[0] in ("CK104", "CK107", "CK205", "CK215"))
 

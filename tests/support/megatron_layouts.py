@@ -8,8 +8,8 @@ from typing import Any
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
 from verify.evidence.subject import Subject
+from verify.options import MegatronOptions
 from verify.report import Finding
-from verify.witnesses.megatron.options import MegatronOptions
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
 

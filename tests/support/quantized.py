@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,12 @@ def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, endi
         return {"": codes, ending: scales}, meant
 
     return quantize
+
+
+def fp8_config(block: Sequence[int], kept: Sequence[str] = ()) -> dict[str, Any]:
+    """A quantization_config of FP8 in blocks as Qwen's and DeepSeek's releases have it, `kept` what is not in it."""
+    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    return known | ({"modules_to_not_convert": list(kept)} if kept else {})
 
 
 def int4(bits: int = 4, **arguments: Any) -> Quantizer:

@@ -22,18 +22,3 @@ COMPUTED = (
 # Classes whose window is one token longer than the config's, which here says one less for them.
 LONGER_WINDOW = ("exaone_moe", "step3p5")
 DAILY = ("qwen3_moe", "deepseek_v3")
-# What its class does not compute: biases of the MLP, which the witness names, and windows of Mistral and Phi-3.
-WITHOUT = ("llama-biases", "mistral-window", "phi3-tied-window")
-# What needs a GPU: Triton kernels of linear attention, of mixers, of Qwen2-MoE's shared expert and of MiniMax's norms;
-# sinks, indexers and an activation, which its torch paths do not know. ERNIE's bias of two axes is not made for them.
-RAISED = {
-    "qwen3_5": "There should only be one.",
-    "qwen2_moe": "There should only be one.",
-    "minimax_m2": "in rms_sumsq_serial",
-    "gpt_oss": "got an unexpected keyword argument 'sinks'",
-    "minimax_m3_vl": "got an unexpected keyword argument 'idx_q'",
-    "gemma4": "activation = gelu is not supported.",
-    "ernie4_5_moe": "Index tensor must have the same number of dimensions as input tensor",
-    "granitemoehybrid": "AssertionError (at sglang/srt/models/granitemoehybrid.py",
-    "nemotron_h": "AssertionError (at sglang/srt/models/nemotron_h.py",
-}

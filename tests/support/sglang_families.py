@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from families import HF_CASES
 
 from support.installed import release
-from verify.witnesses.loading.job import EngineSizes
+from support.sglang_runs import LOST
+from verify.witnesses.loading.job import EngineSizes, LoadReport
 
 # What SGLang says where it does not build a model on a machine without a GPU, or at all.
 SAID = {
@@ -93,3 +95,15 @@ COMPUTED |= dict.fromkeys(
 )
 COMPUTED |= {"granitemoehybrid": tuple(f"model.layers.{layer}.mamba.A" for layer in (0, 1, 2, 5, 8, 9, 10, 11))}
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]
+
+
+def names_faults(report: LoadReport, tensors: Iterable[str], lost: re.Pattern[str] = LOST) -> None:
+    """Asserts that a report of `lost_and_exchanged` names what is missing, and the experts that were exchanged.
+
+    With LOST_OF_DRAFT it is that of a draft model.
+    """
+    exchanged = EXPERT.search if lost is LOST else EXPERT_OF_DRAFT.fullmatch
+    missing = {one for one in tensors if lost.fullmatch(one)}
+    assert {one.tensor for one in report.unwritten} == missing
+    assert {one.tensor for one in report.dropped} == missing
+    assert {one.tensor for one in report.differing} == {one for one in tensors if exchanged(one)}

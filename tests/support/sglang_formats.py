@@ -13,7 +13,7 @@ from ckptkit.app.api import quantize
 from converters.registry import FAMILIES
 from quant.schemes.w4a16 import int4_scheme
 from support import models
-from support.quantized import fp8_blocks, small_groups_allowed, write
+from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
 from support.sglang_families import CLEAN
 
 EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, which no group of 32 divides
@@ -46,14 +46,12 @@ LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
 
 
 def in_fp8(plain: Path, target: Path) -> Path:
-    block = [16, 16]
-    known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
     write(
         plain,
         target,
         lambda name: LINEAR.fullmatch(name) is not None,
         fp8_blocks(16, 16),
-        lambda config: config | {"quantization_config": known},
+        lambda config: config | {"quantization_config": fp8_config((16, 16))},
     )
     return target
 

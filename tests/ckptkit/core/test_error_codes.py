@@ -31,7 +31,7 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, StoreError
-from verify.witnesses.megatron.options import MegatronOptions
+from verify.options import MegatronOptions
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import torch
 from mutations.edits import edit_json
 from safetensors.torch import load_file, save_file
 from support import models
-from support.check_examples import hold_example
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.quantized import small_groups_allowed
 
@@ -283,8 +282,6 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
     assert alone("CK309", tmp_path / "own", against=frozenset({"vllm"})) == (None, [])
     result, both = alone("CK309", tmp_path / "own", readers=("vllm", "sglang"))
     assert (result.status, len(both)) == ("failed" if wrong else "passed", len(wrong))  # type: ignore[union-attr]
-    if wrong:
-        hold_example("CK309", next(one for one in found if "gate_proj" in str(one.tensor)))
 
 
 def test_zero_points_in_the_layout_of_other_readers(asymmetric: Path, copy_of: CopyOf, alone: RunAlone) -> None:

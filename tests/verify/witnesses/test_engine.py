@@ -13,7 +13,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support import models
-from support.check_examples import hold_example
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -298,7 +297,6 @@ def test_a_sound_engine_passes(verdict: Verdict) -> None:
 def test_answers_that_are_no_numbers_fail(verdict: Verdict) -> None:
     outcome = verdict(answered(judged(math.nan, -1.0), judged(-1.0, -1.0)))
     assert failed(outcome) == {"CK511"}
-    hold_example("CK511", outcome.findings[0])
     assert outcome.checks[-1].reason == "not run because the engine's answers are not numbers (CK511)"
 
 
@@ -336,7 +334,8 @@ FOUND: dict[str, tuple[list[Reload], list[tuple[str, str | None, str | None, str
 def test_what_reloads_left_is_named_with_its_rank(name: str, verdict: Verdict) -> None:
     reloads, expected = FOUND[name]
     found = verdict(reloaded(*reloads)).findings
-    assert [(one.code, one.tensor, one.rank, one.severity) for one in found] == expected
+    assert {(one.code, one.tensor, one.rank, one.severity) for one in found} == {*expected}
+    assert len(found) == len(expected)
 
 
 def test_an_engine_that_died_keeps_what_was_found_and_is_inconclusive(verdict: Verdict) -> None:

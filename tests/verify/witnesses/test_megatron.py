@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from families import case
 from families.case import MOE, SIZES, Case
 from support import models
-from support.check_examples import hold_example
 from support.fixture_types import PathOf
 from support.megatron_layouts import judge
 from support.processes import environment
@@ -106,8 +104,7 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
     models.edit_metadata(tmp_path / "broken" / "release", break_it)
     findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
     by_tensor = {(finding.code, finding.tensor): finding for finding in findings}
-    absent = by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
-    hold_example("CK401", absent)
+    assert by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
     unwritten = by_tensor.pop(("CK402", "decoder.layers.7.mlp.router.expert_bias"))
     assert unwritten.actual == "still as it was before the load"
     assert (
@@ -159,38 +156,26 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
 
 @needs_megatron
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("how", "phase", "error"),
     [
-        (
-            "own",
-            r"while comparing what was loaded, which says nothing about the checkpoint: "
-            r"exit code 1; KeyError: 'a defect of ours' .*",
-        ),
-        (
-            "kill",
-            r"while joining the process groups, which .*killed by SIGKILL, as the kernel does when memory runs out; .*",
-        ),
-        (
-            "import",
-            r"while importing what it needs, which .*: exit code 1; "
-            r"OSError: libcuda.so.1: cannot open shared object file .*",
-        ),
-        (
-            "signature",
-            r"while asking the model which keys it wants, which .*: exit code 1; TypeError: .*'metadata'.*",
-        ),
+        ("own", "comparing what was loaded", "KeyError: 'a defect of ours'"),
+        ("kill", "joining the process groups", "killed by SIGKILL"),
+        ("import", "importing what it needs", "OSError: libcuda.so.1"),
+        ("signature", "asking the model which keys it wants", "TypeError: "),
     ],
 )
 def test_a_witness_that_breaks_is_inconclusive(
-    converted: PathOf, monkeypatch: pytest.MonkeyPatch, how: str, reason: str
+    converted: PathOf, monkeypatch: pytest.MonkeyPatch, how: str, phase: str, error: str
 ) -> None:
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.broken_witness")
     monkeypatch.setenv("BREAK", how)
     monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert len(report.reasons) == 1
-    assert re.fullmatch(f"CK401, CK402, CK403, CK404: rank 0 failed {reason}", report.reasons[0], re.DOTALL)
+    (reason,) = report.reasons
+    said = f"CK401, CK402, CK403, CK404: rank 0 failed while {phase}, which says nothing about the checkpoint: "
+    assert reason.startswith(said)
+    assert error in reason
 
 
 @pytest.mark.parametrize(

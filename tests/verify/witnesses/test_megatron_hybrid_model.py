@@ -28,9 +28,8 @@ from converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_releas
 from converters.planner import dims_of, own_dialect, rules_of
 from verify.check import Unable
 from verify.evidence.subject import Subject
-from verify.options import VerifyOptions
+from verify.options import MegatronOptions, VerifyOptions
 from verify.run import verify
-from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import run_megatron
 
 require_megatron()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,9 @@ import pytest
 from click.testing import CliRunner
 from families import CASES
 from families.table import config_of
-from support import models
-from support.check_examples import hold_example
 from support.fixture_types import PathOf
 from support.installed import require_megatron
+from support.processes import environment
 
 from ckptkit.app.cli import cli
 from converters.megatron.parallel import ParallelSizes
@@ -36,11 +34,11 @@ ASKED = frozenset({"megatron", "logits"})
 ANSWER = Judged([-1.0, -2.0], [[7, 1], [8, 1]], [[-0.7, -1.4]] * 2)
 
 
-def run_witness(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has a module of the tests run the ranks."""
-    tests = str(Path(models.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
-    monkeypatch.setattr(megatron_run, "_WITNESS", name)
+def run_broken(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `support.broken_witness` run the ranks."""
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    monkeypatch.setenv("BREAK", how)
+    monkeypatch.setattr(megatron_run, "_WITNESS", "support.broken_witness")
 
 
 @pytest.mark.usefixtures("served")
@@ -48,7 +46,7 @@ def test_megatron_computes_in_parallel_what_transformers_does(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four ranks: tensor and expert parallelism within each of two pipeline stages, Transformer Engine installed."""
-    run_witness("support.megatron_beside_engine", monkeypatch)
+    run_broken("beside an engine", monkeypatch)
     outcome = judged(
         Subject(converted("qwen3_moe"), releases("qwen3_moe"), options=VerifyOptions(tp=2, pp=2, ep=2, against=ASKED))
     )
@@ -79,13 +77,12 @@ def test_a_fault_of_parallel_ranks_alone_is_found(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank holds its slice, and the sum over ranks is left out of one layer."""
-    run_witness("support.megatron_without_sum", monkeypatch)
+    run_broken("without a sum", monkeypatch)
     outcome = judged(
         Subject(converted("qwen2-untied"), releases("qwen2-untied"), options=VerifyOptions(tp=2, against=ASKED))
     )
     (finding,) = outcome.findings
     assert (finding.code, finding.severity, finding.rank) == ("CK606", "error", None)
-    hold_example("CK606", finding)
 
 
 def judged(subject: Subject) -> Outcome:

@@ -18,11 +18,10 @@ from support.megatron_layouts import CHECKS, judge
 from ckptkit.app.api import convert
 from verify.check import Tally
 from verify.evidence.subject import Subject
-from verify.options import VerifyOptions
+from verify.options import MegatronOptions, VerifyOptions
 from verify.report import Finding
 from verify.skip import Unable
 from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron.options import MegatronOptions
 from verify.witnesses.megatron.run import run_megatron
 
 TRACKER = "latest_checkpointed_iteration.txt"

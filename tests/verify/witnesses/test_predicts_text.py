@@ -12,7 +12,6 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support import structured, trained
-from support.check_examples import hold_example
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -57,23 +56,20 @@ def test_a_model_that_predicts_one_text_well_passes(monkeypatch: pytest.MonkeyPa
     assert outcome.facts["behaviour"] == ["predicts text: English 0.89, Python 0.23, Chinese 2.37 bits a byte"]
 
 
-def test_a_model_that_does_not_predict_text_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (finding,) = judge(recorded(BROKEN), monkeypatch, tmp_path).findings
-    assert (finding.code, finding.severity) == ("CK607", "error")
-    assert finding.actual.startswith("3.97: it does not predict text")
-    hold_example("CK607", finding)
-
-
-def test_a_model_that_predicts_text_poorly_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    outcome = judge(recorded([1.61, 1.96, 5.18]), monkeypatch, tmp_path)
-    (finding,) = outcome.findings
-    assert outcome.facts["behaviour"][0].startswith("predicts text poorly: English 1.61")
-    assert (finding.severity, "poorly" in finding.actual) == ("warning", True)
-
-
-def test_no_number_is_no_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (finding,) = judge(recorded([math.nan] * 3), monkeypatch, tmp_path).findings
-    assert "inf: it does not predict text" in finding.actual
+@pytest.mark.parametrize(
+    ("bits", "severity", "words"),
+    [
+        (BROKEN, "error", "3.97: it does not predict text"),
+        ([math.nan] * 3, "error", "inf: it does not predict text"),
+        ([1.61, 1.96, 5.18], "warning", "poorly"),
+    ],
+)
+def test_a_model_that_does_not_predict_text_is_found(
+    bits: Sequence[float], severity: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (finding,) = judge(recorded(bits), monkeypatch, tmp_path).findings
+    assert (finding.code, finding.severity) == ("CK607", severity)
+    assert words in finding.actual
 
 
 def test_untrained_weights_are_not_judged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,23 +10,14 @@ from collections.abc import Mapping
 
 import pytest
 from support import sglang_cpu_logits
-from support.forking import run_script
 from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected, daily
-from support.sglang_cpu_families import COMPUTED, DAILY, LONGER_WINDOW, RAISED, SIZES, WITHOUT
+from support.sglang_cpu_families import COMPUTED, DAILY, LONGER_WINDOW, SIZES
 from torch import Tensor
 
 # SGLang's logits or its refusal, and transformers' logits in float32 and in bfloat16.
 Answer = tuple[Tensor | str, Tensor, Tensor]
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-# Asks SGLang's routing by softmax scores for experts, and says which of the arguments of its kernel is the bias.
-ROUTING = """
-import torch
-from sglang.srt.layers.moe import topk
-bias = torch.ones(12)
-topk.topk_softmax = lambda *given: print("given", [one is bias for one in given])
-topk.fused_topk(torch.ones(4, 8), torch.ones(4, 12), 3, True, correction_bias=bias)
-"""
 
 
 @pytest.fixture(scope="module")
@@ -53,20 +44,3 @@ def test_sglang_computes_the_logits_of_transformers(name: str, answers: Mapping[
     ours, noise = distance(answer, exact), distance(rounded, exact)
     assert ours <= 2 * noise
     assert ours <= exact.std() / 10
-
-
-@pytest.mark.parametrize("name", daily(WITHOUT, WITHOUT[:1]))
-def test_what_sglangs_class_leaves_out_shows_in_the_logits(name: str, answers: Mapping[str, Answer]) -> None:
-    answer, exact, rounded = answers[name]
-    assert isinstance(answer, Tensor), answer
-    assert distance(answer, exact) > 20 * distance(rounded, exact)
-
-
-@pytest.mark.parametrize("name", daily(RAISED, ("qwen3_5",)))
-def test_what_needs_a_gpu_is_said(name: str, answers: Mapping[str, Answer]) -> None:
-    assert RAISED[name] in str(answers[name][0])
-
-
-def test_sglang_chooses_experts_by_softmax_without_their_bias() -> None:
-    """So ERNIE's experts are others on a GPU, whose kernel has no argument for it."""
-    assert "given [False, False, False, False]" in run_script("sglang", ROUTING)

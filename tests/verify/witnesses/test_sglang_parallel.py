@@ -11,7 +11,6 @@ import pytest
 import torch
 from families import OF_A_KIND
 from support import models
-from support.check_examples import hold_example
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
 from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, run_cases
@@ -256,5 +255,3 @@ def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"
     assert "an engine cannot have" in str(check.reason)
-    if sizes == {"ep": 2}:
-        hold_example("CK507", str(check.reason))

@@ -24,7 +24,6 @@ from verify.witnesses.loading import run as sglang_run
 from verify.witnesses.loading.bits import difference, poison, poisoned
 from verify.witnesses.loading.compare import DROPPED, Loaded
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.names import of_draft
 from verify.witnesses.loading.run import LoadedBy, LoadRun
 from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.run import last_words
@@ -34,15 +33,6 @@ from verify.witnesses.vllm.adapter import left_empty as vllm_left_empty
 
 GLM = models.configs()["glm4_moe"].to_dict()
 L = "model.layers.4."
-
-
-def test_parameters_that_need_no_tensor() -> None:
-    ordered = {"quantization_config": {"config_groups": {"group_0": {"weights": {"actorder": "group"}}}}}
-    assert left_empty(L + "mlp.experts.w13_weight_g_idx", {})
-    assert not left_empty(L + "mlp.experts.w13_weight_g_idx", ordered)
-    assert left_empty(L + "mlp.experts.w2_g_idx_sort_indices", ordered)
-    assert not left_empty(L + "mlp.experts.w2_weight_packed", {})
-    assert left_empty(L + "mlp.experts.w13_blockscale_swizzled", {})
 
 
 @pytest.mark.parametrize("left_empty", [left_empty, vllm_left_empty], ids=["SGLang", "vLLM"])
@@ -60,11 +50,6 @@ def test_scales_of_inputs_are_needed_unless_nvfp4_is_of_weights_alone(
     ]
     assert found == [[True, True, False], [False] * 3, [True, True, False], [False] * 3, [False] * 3]
     assert not left_empty(params[0], {})
-
-
-def test_draft_layers() -> None:
-    assert of_draft(GLM | {"num_nextn_predict_layers": 1}) == ("model.layers.12.",)
-    assert of_draft(GLM | {"num_nextn_predict_layers": 0}) == ()
 
 
 @pytest.mark.parametrize(

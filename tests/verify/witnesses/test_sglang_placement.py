@@ -113,25 +113,6 @@ def test_a_regular_part_is_told_as_one() -> None:
     assert (piece.into, piece.part) == (Region(24, (4, 6), (6, 1)), Region(0, (4, 6), (6, 1)))
 
 
-def test_exchanged_tensors_are_seen_where_they_went() -> None:
-    def exchanged(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            parameters["b" if name == "a" else "a"].copy_(tensor)
-
-    placement = placed({"a": torch.empty(4, 6), "b": torch.empty(4, 6)}, given("a", "b"), exchanged)
-    assert [piece.param for piece in placement.pieces["a"]] == ["b"]
-
-
-def test_half_a_tensor_and_none_of_one() -> None:
-    def half(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            if name == "a":
-                parameters["a"][:, :3].copy_(tensor[:, :3])
-
-    tensors = given("a", "b")
-    assert counts(placed({"a": torch.empty(4, 6)}, tensors, half), tensors) == {"a": 12, "b": 0}
-
-
 def test_what_is_overwritten_no_longer_stands_there() -> None:
     def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
         for name, tensor in weights:

@@ -5,7 +5,6 @@ What its models ask of a checkpoint, loaded strictly, without a GPU.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from support import models
 from support.fixture_types import PathOf
+from support.processes import environment
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert
@@ -45,8 +45,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_engine(*args: Any) -> Any:
         return replace(job(*args), transformer_engine=True)
 
-    tests = str(Path(models.__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [tests, os.environ.get("PYTHONPATH")])))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setattr(megatron_run, "_job", with_engine)
     monkeypatch.setattr(megatron_run, "_WITNESS", "support.engine_runs")
 

@@ -126,45 +126,40 @@ def test_the_same_words_are_a_verdict_where_vllm_loads_weights_or_has_a_gpu() ->
     assert [is_verdict(refusal, phase) for phase in (BUILD_WITHOUT_GPU, VLLM_BUILD, VLLM_LOAD)] == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("modules", "phase"),
-    [
-        ((OURS, LOADER, MODEL), BUILD),
-        ((OURS, LOADER, MODEL, "torch.nn.modules.linear"), BUILD),
-        ((OURS, LOADER, QUANTIZER, "compressed_tensors.quantization"), BUILD),
-        ((OURS, LOADER, OURS, MODEL, "sglang.srt.layers.linear"), LOAD),
-        (
-            (OURS, LOADER, OURS, MODEL, OURS, "sglang.srt.model_loader.weight_utils"),
-            LOAD,
-        ),  # SGLang reads the file through our feed
-        ((OURS, QUANTIZER), REPACK),
-        ((OURS, "megatron.core.dist_checkpointing.serialization"), MEGATRON_LOAD),
-        ((OURS, "torch.nn.modules.module"), MEGATRON_LOAD),
-    ],
-)
-def test_exceptions_of_the_code_under_test_are_verdicts(modules: tuple[str, ...], phase: Phase) -> None:
-    assert is_verdict(error_of(chain(*modules)), phase)
+FEED = (OURS, LOADER, OURS, MODEL, OURS)  # ours, while SGLang asks it for the next tensor
+VERDICTS = [
+    ((OURS, LOADER, MODEL), BUILD),
+    ((OURS, LOADER, MODEL, "torch.nn.modules.linear"), BUILD),
+    ((OURS, LOADER, QUANTIZER, "compressed_tensors.quantization"), BUILD),
+    ((OURS, LOADER, OURS, MODEL, "sglang.srt.layers.linear"), LOAD),
+    ((*FEED, "sglang.srt.model_loader.weight_utils"), LOAD),  # SGLang reads the file through our feed
+    ((OURS, QUANTIZER), REPACK),
+    ((OURS, "megatron.core.dist_checkpointing.serialization"), MEGATRON_LOAD),
+    ((OURS, "torch.nn.modules.module"), MEGATRON_LOAD),
+]
+NONE = [
+    ((OURS,), LOAD),
+    (("__main__", "ckptkit.x"), LOAD),
+    (FEED, LOAD),
+    ((*FEED, "safetensors.torch"), LOAD),
+    ((OURS, LOADER), BUILD),  # before the model's constructor: how we called the loader
+    ((OURS, MODEL), SET_UP),
+    ((OURS, LOADER, "sglang.srt.models.registry"), BUILD),  # no class of that name, or its file cannot be imported
+    ((OURS, LOADER, MODEL, "sglang.srt.server_args"), BUILD),  # a setting that we should have made
+    ((OURS, LOADER, MODEL, "sglang.srt.distributed.parallel_state"), BUILD),
+    ((OURS, LOADER, MODEL, "torch.cuda"), BUILD),
+    ((OURS, QUANTIZER, "tvm_ffi.cpp", "subprocess"), REPACK),
+    ((OURS, "megatron.core.transformer.transformer_config"), Phase("building the model")),
+]
 
 
 @pytest.mark.parametrize(
-    ("modules", "phase"),
-    [
-        ((OURS,), LOAD),
-        (("__main__", "ckptkit.x"), LOAD),
-        ((OURS, LOADER, OURS, MODEL, OURS), LOAD),  # our feed, while SGLang asks it for the next tensor
-        ((OURS, LOADER, OURS, MODEL, OURS, "safetensors.torch"), LOAD),
-        ((OURS, LOADER), BUILD),  # before the model's constructor: how we called the loader
-        ((OURS, MODEL), SET_UP),
-        ((OURS, LOADER, "sglang.srt.models.registry"), BUILD),  # no class of that name, or its file cannot be imported
-        ((OURS, LOADER, MODEL, "sglang.srt.server_args"), BUILD),  # a setting that we should have made
-        ((OURS, LOADER, MODEL, "sglang.srt.distributed.parallel_state"), BUILD),
-        ((OURS, LOADER, MODEL, "torch.cuda"), BUILD),
-        ((OURS, QUANTIZER, "tvm_ffi.cpp", "subprocess"), REPACK),
-        ((OURS, "megatron.core.transformer.transformer_config"), Phase("building the model")),
-    ],
+    ("modules", "phase", "verdict"), [*((*one, True) for one in VERDICTS), *((*one, False) for one in NONE)]
 )
-def test_exceptions_of_ours_or_of_the_set_up_are_none(modules: tuple[str, ...], phase: Phase) -> None:
-    assert not is_verdict(error_of(chain(*modules)), phase)
+def test_exceptions_of_the_code_under_test_alone_are_verdicts(
+    modules: tuple[str, ...], phase: Phase, verdict: bool
+) -> None:
+    assert is_verdict(error_of(chain(*modules)), phase) is verdict
 
 
 @pytest.mark.parametrize(
@@ -246,19 +241,17 @@ def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_insta
     assert "\n" not in exit_report_of(path).message
 
 
-def test_an_exception_is_told_with_the_step_that_it_came_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", ["", "the last tensor it was given: a"])
+def test_an_exception_is_told_with_the_step_that_it_came_in(step: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(BUILD)
         phases.step("of another phase")
         phases.enter(LOAD)
+        if step:
+            phases.step(step)
         chain(OURS, MODEL)()
-    assert exit_report_of(path).message.endswith("in f)")
-    with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
-        phases.enter(LOAD)
-        phases.step("the last tensor it was given: a")
-        chain(OURS, MODEL)()
-    assert exit_report_of(path).message.endswith("in f); the last tensor it was given: a")
+    assert exit_report_of(path).message.endswith(f"in f); {step}" if step else "in f)")
 
 
 def test_the_end_of_a_process_in_words() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
-from verify.evidence.side.difference import Difference, show
+from verify.evidence.side.difference import Difference, of_keys
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from verify.evidence.side.tokenizers import tokenizer_differences
 from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
-from verify.report import Severity
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
 _COMPARED_ELSEWHERE = frozenset(
@@ -109,14 +108,11 @@ def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[Diffe
         if key not in _NOT_OF_GENERATION and _generates(here, key) != _generates(there, key)
     ]
     harmless = [key for key in odd if key in ("pad_token_id", "use_cache", "cache_implementation") or "output_" in key]
-    for keys in ([key for key in odd if key not in harmless], harmless):
-        severity: Severity = "warning" if keys == harmless else "error"
-        if keys:
-            described = [f"{key} is {show(mine.get(key))} but {show(its.get(key))} {place}" for key in keys[:5]]
-            more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-            gone = "" if mine else "the file is missing: "
-            words = f"{gone}{'; '.join(described)}{more}"
-            yield Difference(GENERATION, ", ".join(keys[:5]), words, severity, count=len(keys))
+    pairs = {key: (mine.get(key), its.get(key)) for key in odd}
+    gone = "" if mine else "the file is missing: "
+    wrong = {key: pair for key, pair in pairs.items() if key not in harmless}
+    yield from of_keys(GENERATION, wrong, place, "error", gone)
+    yield from of_keys(GENERATION, {key: pairs[key] for key in harmless}, place, "warning", gone)
 
 
 def _generates(side: SideFiles, key: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,3 +25,14 @@ class Difference:
 def show(value: Any) -> str:
     """A JSON value in the words of a difference."""
     return "missing" if value is None else shortened(value)
+
+
+def of_keys(
+    file: str, pairs: Mapping[str, tuple[Any, Any]], place: str, severity: Severity, before: str = ""
+) -> Iterator[Difference]:
+    """The difference of settings, each with its values here and there; none without any. `before`: the first words."""
+    if pairs:
+        first = list(pairs)[:5]
+        listed = [f"{key} is {show(pairs[key][0])} but {show(pairs[key][1])} {place}" for key in first]
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        yield Difference(file, ", ".join(first), before + "; ".join(listed) + more, severity, count=len(pairs))

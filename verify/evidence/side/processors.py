@@ -16,9 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from verify.evidence.side.difference import Difference, show
+from verify.evidence.side.difference import Difference, of_keys
 from verify.evidence.side_files import PROCESSOR_CONFIG, SideFiles
-from verify.report import Severity
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
@@ -157,14 +156,10 @@ def _describe(
     else:
         pairs = {one.key: (one.here, one.there) for one in built.settings if one.key not in _UNREAD}
         known = {one.key for one in built.settings if one.is_known}
-    odd = [key for key, pair in pairs.items() if pair[0] != pair[1]]
-    error = [key for key in odd if key in known or (key in values and key in others)]
-    for keys in (error, [key for key in odd if key not in error]):
-        severity: Severity = "error" if keys is error else "warning"
-        if keys:
-            listed = [f"{key} is {show(pairs[key][0])} but {show(pairs[key][1])} {place}" for key in keys[:5]]
-            more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-            yield Difference(file, ", ".join(keys[:5]), "; ".join(listed) + more, severity, count=len(keys))
+    odd = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    error = {key for key in odd if key in known or (key in values and key in others)}
+    yield from of_keys(file, {key: pair for key, pair in odd.items() if key in error}, place, "error")
+    yield from of_keys(file, {key: pair for key, pair in odd.items() if key not in error}, place, "warning")
 
 
 @dataclass(frozen=True)

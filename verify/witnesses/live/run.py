@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import read_config
@@ -93,13 +92,11 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
 
 def no_second_load(subject: Subject) -> str | None:
     """Why the engine cannot be updated with this checkpoint, known before it starts; None where it may be."""
-    module, _, function = engine_of(subject).not_reloadable.rpartition(".")
-    other = getattr(import_module(module), function)(subject.hf_files.specs) if module else []
-    if not other:
+    engine = engine_of(subject)
+    if not (other := engine.not_reloadable(subject.hf_files.specs)):
         return None
-    label = engine_of(subject).label
     return (
-        f"not tried, since {label} cannot load INT4 layers other than routed experts a second time: "
+        f"not tried, since {engine.label} cannot load INT4 layers other than routed experts a second time: "
         f"{summarize(other)}; leave only experts in INT4 (`ckptkit quantize --preset rl`)"
     )
 

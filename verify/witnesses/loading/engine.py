@@ -46,8 +46,8 @@ class EngineFacts:
     live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.Adapter`)
     # Parameters that it makes with a value that stands unless a checkpoint gives another: a regular expression.
     defaults: str = r"(?!)"
-    # Gives the tensors of a checkpoint that a running engine cannot load a second time: MODULE.FUNCTION; empty: none.
-    not_reloadable: str = ""
+    # Of the names of a checkpoint's tensors those that a running engine cannot load a second time.
+    not_reloadable: Callable[[Iterable[str]], list[str]] = lambda names: []
     cpu_package: str | None = None  # the distribution that serves without a GPU
     updates_draft: bool = False  # the witness updates a running engine's draft model too
     # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.

@@ -32,7 +32,7 @@ from verify.witnesses.loading.layouts.values import fp8_blocks
 from verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.sglang.names import fuses_shared as fuses_shared
+from verify.witnesses.sglang.facts import fuses_shared as fuses_shared
 
 FACTS = SGLANG
 # Where SGLang reads what was set up before.
@@ -164,7 +164,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
     """Makes the arguments of an SGLang server for this model those of this process, and returns them.
 
     Nothing that only serving needs.
-    `fused_shared`: keep the shared expert as one more routed expert, as `names.fuses_shared` says.
+    `fused_shared`: keep the shared expert as one more routed expert, as `fuses_shared` says.
     """
     from sglang.srt import runtime_context, server_args
 

@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+
+from quant.formats.part_names import PACKED
 from verify.witnesses.loading.engine import EngineFacts
+
+_SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
+
+
+def fuses_shared(names: Iterable[str]) -> bool:
+    """Whether SGLang must keep the shared expert of GLM-4.5 as one more routed expert: where it is packed like those.
+
+    SGLang 0.5.16's `glm4_moe.py` leaves no choice. It cannot build a packed shared expert of its own (it asks for its
+    `weight`), and it drops one in BF16 beside packed routed experts silently unless fusion is disabled.
+    """
+    return any(_SHARED.fullmatch(name) and name.endswith(PACKED) for name in names)
+
+
+def not_reloadable(names: Iterable[str]) -> list[str]:
+    """The INT4 weights that SGLang cannot load a second time: those of other layers than routed experts."""
+    from quant.formats.packing import is_expert  # brings numpy with it
+
+    known = list(names)
+    joined = fuses_shared(known)
+    packed = (name for name in known if name.endswith(PACKED) and not is_expert(name))
+    return [name for name in packed if not (joined and ".shared_experts." in name)]
+
 
 SGLANG = EngineFacts(
     name="sglang",
@@ -21,6 +47,6 @@ SGLANG = EngineFacts(
     # Scales of a key-value cache in FP8, which only few checkpoints have, and a number of Gemma 4's vision tower, which
     # no release has and SGLang makes 1.
     defaults=r".+\.[kv]_scale|vision_tower\.encoder\.layers\.\d+\.layer_scalar",
-    not_reloadable="verify.witnesses.sglang.names.not_reloadable",
+    not_reloadable=not_reloadable,
     updates_draft=True,
 )

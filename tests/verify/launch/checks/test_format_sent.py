@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.check_examples import hold_example
 from support.launch_scripts import quantized_launch
 
 from verify.launch.preflight import preflight
@@ -93,11 +92,6 @@ def test_sglangs_fp8_parameter_refuses_bf16_only_where_columns_are_cut() -> None
             found = parameter()
             found.load_row_parallel_weight(weight, tp_rank=0)
             assert torch.equal(found.data.float(), sent.to(torch.float8_e4m3fn).float())
-
-
-def test_example_of_the_site_is_what_is_found(tmp_path: Path) -> None:
-    (found,) = launched(tmp_path, {"quant_method": "modelopt", "quant_algo": "FP8"})
-    hold_example("CK747", found)
 
 
 INT4 = {

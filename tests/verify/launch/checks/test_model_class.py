@@ -10,7 +10,6 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
-from support.check_examples import hold_example
 from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.app.api import convert
@@ -50,7 +49,6 @@ def test_gptmodel_of_a_hybridmodels_checkpoint_is_found(releases: PathOf, hybrid
     finding = only(launched(releases(NAME), hybrid, "mcore"))
     assert (finding.code, finding.severity, finding.file) == ("CK748", "error", str(hybrid / "release"))
     assert "--dialect mcore" in finding.hint
-    hold_example("CK748", finding)
 
 
 def test_hybridmodel_of_a_gptmodels_checkpoint_is_found(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.check_examples import hold_example
 from support.fixture_types import PathOf
 
 from verify.launch.preflight import preflight
@@ -56,7 +55,6 @@ def test_a_template_that_is_nowhere_is_found(engine: Path) -> None:
     status, (finding,) = judged(engine, "--apply-chat-template")
     assert (status, finding.severity) == ("failed", "error")
     assert finding.expected == "a chat template, since the command line has --apply-chat-template"
-    hold_example("CK724", finding)
 
 
 def test_a_stop_id_beyond_the_vocabulary_is_found(engine: Path) -> None:

@@ -27,7 +27,6 @@ from verify.witnesses.loading.run import LoadRun, engine_sizes
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.vllm import platform
-from verify.witnesses.vllm.adapter import left_empty
 from verify.witnesses.vllm.facts import VLLM
 
 AGAINST = frozenset({"vllm"})
@@ -155,20 +154,6 @@ def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> 
     assert merged([report_of(absent), report_of(absent)]).routers == (absent,)
     results, _, _ = checked(Case(releases("qwen3_moe")), LoadRun(report_of(absent)), VLLM)
     assert results["CK525"].status == "failed"
-
-
-def test_what_vllm_fills_by_itself_is_exempt() -> None:
-    layer = "model.layers.0.self_attn"
-    assert all(
-        VLLM.has_default(f"{layer}.attn.{one}") for one in ("_k_scale", "q_scale", "v_zero_point", "_prob_scale")
-    )
-    assert all(VLLM.has_default(f"{layer}.attn.{one}") for one in ("_v_scale_cpu", "q_range", "k_range"))
-    assert all(VLLM.has_default(f"{layer}.{one}") for one in ("_k_scale", "_v_scale", "_prob_scale", "_k_scale_cpu"))
-    assert not VLLM.has_default(f"{layer}.k_scale")
-    assert VLLM.has_default("model.layers.1.mlp.experts.routed_experts._expert_map")
-    assert not VLLM.has_default(f"{layer}.qkv_proj.weight_scale")
-    index = "model.layers.1.mlp.experts.routed_experts.w13_weight_g_idx"
-    assert left_empty(index, {})
 
 
 def test_the_stand_in_for_the_driver_is_a_library_whose_functions_fail(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support import models
 from support.nightly import collected
-from support.sglang_families import EXPERT, EXPERT_OF_DRAFT, OF_DRAFT
-from support.sglang_runs import LOST, LOST_OF_DRAFT, Case
+from support.sglang_families import OF_DRAFT, names_faults
+from support.sglang_runs import LOST_OF_DRAFT, Case
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID, WANTED
 from support.vllm_runs import run_cases
 
@@ -81,11 +81,7 @@ def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs)
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
     report = runs[f"{name} broken"].report
     assert report is not None, runs[f"{name} broken"]
-    tensors = models.tensors(root / name)
-    missing = {one for one in tensors if LOST.fullmatch(one)}
-    assert {one.tensor for one in report.unwritten} == missing
-    assert {one.tensor for one in report.dropped} == missing
-    assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
+    names_faults(report, models.tensors(root / name))
 
 
 @pytest.mark.parametrize("name", DRAFTS)
@@ -97,10 +93,7 @@ def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Pat
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
     tensors = models.tensors(root / name)
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
-    missing = {one for one in tensors if LOST_OF_DRAFT.fullmatch(one)}
-    assert {one.tensor for one in broken.unwritten} == missing
-    assert {one.tensor for one in broken.dropped} == missing
-    assert {one.tensor for one in broken.differing} == {one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one)}
+    names_faults(broken, tensors, LOST_OF_DRAFT)
 
 
 @pytest.mark.parametrize("name", DRAFT_REFUSED)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import models
 from support.sglang_runs import Case
-from support.vllm_runs import found_by_vllm, run_cases
+from support.vllm_runs import run_cases
 from support.vllm_threads import THREADS, planted, sound
 
 from verify.witnesses.loading.run import LoadRun
@@ -79,10 +79,9 @@ def test_the_sound_checkpoint_is_clean(name: str, root: Path, runs: Runs) -> Non
 
 @pytest.mark.parametrize("name", NAMED)
 def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
-    """By its HF name, and vLLM itself loads the model and says nothing."""
+    """By its HF name; vLLM itself loads the model."""
     run = runs[name]
     assert run.report is not None, run
-    assert not found_by_vllm(run)
     unwritten = [one for report in (run.report, run.draft) if report is not None for one in report.unwritten]
     assert [one.tensor for one in unwritten if not re.fullmatch(NAMED[name], one.tensor)] == []
     assert len({one.tensor for one in unwritten}) == COUNTS[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version as installed
 from pathlib import Path
@@ -22,8 +22,8 @@ from verify.witnesses.live.server import NotTried, Refused, buckets
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.reference.job import TOP, Judged
 from verify.witnesses.sglang.adapter import draft_class
+from verify.witnesses.sglang.facts import fuses_shared
 from verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
-from verify.witnesses.sglang.names import fuses_shared
 
 RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that can be opened again
 _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, a line a tensor
@@ -40,7 +40,6 @@ _SPECULATIVE: dict[str, Any] = {
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 2,
 }
-_Send = Callable[[Sequence[Any], str | None], None]
 
 
 class Server:
@@ -111,9 +110,14 @@ class Server:
 
     def update_by_tensor(self) -> None:
         """The whole checkpoint in buckets, as a trainer sends it. Raises Refused."""
-        with _loading(self._engine, self._send, bool(self.packed)):
+        opened = bool(self.packed) and not _has_sessions(self._engine)
+        with self._session("all"):
+            if opened:
+                self._send([], BEGIN)
             for bucket in buckets(self._checkpoint):
                 self._send([(name, tensor.to(self._device)) for name, tensor in bucket])
+            if opened:
+                self._send([], END)
         self._engine.flush_cache()
 
     def update_from_disk(self) -> None:
@@ -148,9 +152,25 @@ class Server:
         self._look("", POISON)
 
     def _look(self, name: str, loader: str) -> None:
-        """Has every model of the engine given to a loader, with one tensor of this name."""
-        with _looking(self._engine):
+        """Has every model of the engine given to a loader, with one tensor of this name.
+
+        The end of a session repacks whatever its selector names, and a second repacking destroys the weights. So only
+        the draft model is named: where there is one, it must not be quantized.
+        """
+        with self._session("draft"):
             self._send([(name, torch.zeros(1, device=self._device))], loader)
+
+    @contextmanager
+    def _session(self, selector: str) -> Iterator[None]:
+        """Within this weights are sent, to an engine with sessions within one of its own.
+
+        An exception leaves a session open: what the engine holds then is not known, and nothing more is asked of it.
+        """
+        if _has_sessions(self._engine):
+            _granted(self._engine.begin_weight_update(selector=selector))
+        yield
+        if _has_sessions(self._engine):
+            _granted(self._engine.end_weight_update())
 
     def _send(self, weights: Sequence[tuple[str, Tensor]], loader: str | None = None) -> None:
         _granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
@@ -236,41 +256,3 @@ def _granted(answer: Sequence[Any]) -> None:
 def _has_sessions(engine: Any) -> bool:
     """Whether this engine takes weights within sessions only. It then also repacks by itself, also from disk."""
     return hasattr(engine, "begin_weight_update")
-
-
-@contextmanager
-def _loading(engine: Any, send: _Send, packed: bool) -> Iterator[None]:
-    """Within this the whole checkpoint is sent by tensor. `packed`: the engine holds repacked INT4 layers.
-
-    An exception leaves a session open: what the engine holds then is not known, and nothing more is asked of it.
-    """
-    if _has_sessions(engine):
-        with _session(engine, "all"):
-            yield
-        return
-    if packed:
-        send([], BEGIN)
-    yield
-    if packed:
-        send([], END)
-
-
-@contextmanager
-def _looking(engine: Any) -> Iterator[None]:
-    """Within this a custom loader looks at weights, or fills them, and no layer of the model is repacked.
-
-    The end of a session repacks whatever its selector names, and a second repacking destroys the weights. So only the
-    draft model is named: where there is one, it must not be quantized.
-    """
-    if not _has_sessions(engine):
-        yield
-        return
-    with _session(engine, "draft"):
-        yield
-
-
-@contextmanager
-def _session(engine: Any, selector: str) -> Iterator[None]:
-    _granted(engine.begin_weight_update(selector=selector))
-    yield
-    _granted(engine.end_weight_update())
