@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from families import CASES
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.dims import LinearAttention
@@ -69,36 +68,12 @@ def outcome(run: Callable[[], Sequence[int]]) -> tuple[int, ...] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_joins_along_any_axis(dim: int) -> None:
-    def merge(tensors: Sequence[Tensor]) -> Tensor:
-        return cat(tensors, dim)
-
-    assert shape_of(merge, [(3, 5), (3, 2), (3, 0)]) == (3, 7)
-
-
-def test_the_first_axis_is_the_default() -> None:
-    assert shape_of(cat, [(3, 5), (1, 5)]) == (4, 5)
-
-
 @pytest.mark.parametrize(
     ("shapes", "said"), [([(3, 5), (3, 4)], r"\[3, 5\], \[3, 4\]"), ([(3, 5), (3,)], r"\[3, 5\], \[3\]")]
 )
 def test_tensors_that_do_not_fit_are_refused(shapes: list[Shape], said: str) -> None:
     with pytest.raises(CkptkitError, match=rf"tensors {said} cannot be joined along axis 0"):
         shape_of(cat, shapes)
-
-
-def test_no_memory_is_filled() -> None:
-    """The sizes of a trillion elements, arranged in every way that ops arrange them."""
-    heads = 1 << 12
-    assert shape_of(
-        Qkv(heads, heads // 8, 1 << 8).merge, [(1 << 20, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]
-    ) == (10 << 17, 1 << 20)
-    assert shape_of(
-        GatedQkv(heads, heads // 8, 1 << 8).merge, [(1 << 21, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]
-    ) == (18 << 17, 1 << 20)
-    assert shape_of(SwapHalves().merge, [(1 << 20, 1 << 20)]) == (1 << 20, 1 << 20)
 
 
 @pytest.mark.parametrize(

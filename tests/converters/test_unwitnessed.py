@@ -73,19 +73,21 @@ def test_inspect_and_the_report_say_that_no_released_megatron_has_loaded_it(rele
 
 
 def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> None:
-    """A clean copy, one without a norm, one with two layers exchanged, and one in which a bit of a matrix differs."""
+    """A clean copy, without a norm, with two layers exchanged, with another bit in a matrix, and with rounded state."""
     tensors = models.tensors(release)
     (norm,) = (name for name in tensors if re.search(r"layers\.5\.(post_attention_layernorm|ffn_norm)\.", name))
     outputs = [name for name in sorted(tensors) if re.search(r"layers\.\d+\.(self_attn\.o_proj|attn\.wq_b)\.", name)]
     matrices = [name for name in outputs if tensors[name].shape == tensors[outputs[0]].shape][:2]
     flipped = tensors[matrices[0]].clone()
     flipped.view(torch.int16)[2, 1] ^= 1
+    wide = {name: one.bfloat16() for name, one in tensors.items() if one.dtype == torch.float32 and one.any()}
     exchanged = dict(zip(matrices, (tensors[matrices[1]], tensors[matrices[0]]), strict=True))
     for label, changes, expected in (
         ("clean", {}, set()),
         ("lost", {norm: None}, {"CK104"}),
         ("exchanged", exchanged, {"CK202"}),
         ("flipped", {matrices[0]: flipped}, {"CK202"}),
+        *((f"rounded {name}", {name: tensor}, {"CK203"}) for name, tensor in list(wide.items())[:: len(wide) // 5 + 1]),
     ):
         shutil.copytree(release, tmp_path / label)
         for name, tensor in changes.items():

@@ -7,15 +7,15 @@ computes its logits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from families.by_name import BF16, F32, Shapes, fill
+from families.by_name import BF16, F32, Shapes, classes
 from families.case import Case
 
 KINDS = (["linear_attention"] * 3 + ["deepseek_sparse_attention"]) * 3
@@ -92,21 +92,11 @@ VISION: dict[str, Any] = {
 }
 
 
-class Glm5NextConfig(PretrainedConfig):
-    """What transformers calls so from 5.16 on: a dictionary for the language model."""
-
-    model_type = "glm5_next"
-
-
-def config() -> PretrainedConfig:
+def config() -> Any:
     """As the release's config.json, with the sizes of the test model."""
-    content = {
-        "text_config": json.loads(json.dumps(TEXT)),
-        "vision_config": dict(VISION),
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    return Glm5NextConfig(architectures=["Glm5NextForConditionalGeneration"], **content)
+    content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
+    content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    return CONFIG(architectures=["Glm5NextForConditionalGeneration"], **content)
 
 
 def published() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -146,12 +136,8 @@ def kda() -> Shapes:
         "self_attn.f_b_proj.weight": ((108, 18), BF16),
         "self_attn.g_a_proj.weight": ((18, 128), BF16),
         "self_attn.g_b_proj.weight": ((108, 18), BF16),
-        "self_attn.q_proj.weight": ((108, 128), BF16),
-        "self_attn.k_proj.weight": ((108, 128), BF16),
-        "self_attn.v_proj.weight": ((108, 128), BF16),
-        "self_attn.q_conv1d.weight": ((108, 1, 4), F32),
-        "self_attn.k_conv1d.weight": ((108, 1, 4), F32),
-        "self_attn.v_conv1d.weight": ((108, 1, 4), F32),
+        **{f"self_attn.{part}_proj.weight": ((108, 128), BF16) for part in "qkv"},
+        **{f"self_attn.{part}_conv1d.weight": ((108, 1, 4), F32) for part in "qkv"},
         "self_attn.o_norm.weight": ((18,), BF16),
         "self_attn.o_proj.weight": ((128, 108), BF16),
     }
@@ -207,19 +193,7 @@ def joint() -> Shapes:
     return {"eh_proj.weight": ((128, 256), BF16)} | dict.fromkeys(names, ((128,), BF16))
 
 
-class Glm5NextForConditionalGeneration(PreTrainedModel):
-    """Parameters under the published names, and nothing that computes."""
-
-    config_class = Glm5NextConfig
-
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        fill(self, published(), dtype)
-
-    @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
-        return Glm5NextForConditionalGeneration(config, dtype)
+CONFIG, MODEL = classes("glm5_next", "Glm5NextForConditionalGeneration", lambda config: published())
 
 
 def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -247,4 +221,4 @@ def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {f"model.visual.{name}": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-CASES = {"glm5_next": Case(config, added=vision, auto=Glm5NextForConditionalGeneration)}
+CASES = {"glm5_next": Case(config, added=vision, auto=MODEL)}

@@ -5,15 +5,15 @@ They are written down here by hand, in the sizes of the test model. Nothing comp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from families.by_name import BF16, F32, Shapes, fill
+from families.by_name import BF16, F32, Shapes, classes
 from families.case import Case, random
 from families.glm5_next import dense
 
@@ -84,21 +84,11 @@ VISION: dict[str, Any] = {
 }
 
 
-class KimiK3Config(PretrainedConfig):
-    """What the release's own code calls so: a dictionary for the language model."""
-
-    model_type = "kimi_k3"
-
-
-def config() -> PretrainedConfig:
+def config() -> Any:
     """As the release's config.json, with the sizes of the test model."""
-    content = {
-        "text_config": json.loads(json.dumps(TEXT)),
-        "vision_config": dict(VISION),
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    return KimiK3Config(architectures=["KimiK3ForConditionalGeneration"], **content)
+    content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
+    content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    return CONFIG(architectures=["KimiK3ForConditionalGeneration"], **content)
 
 
 def published() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -135,12 +125,8 @@ def kda() -> Shapes:
         "self_attn.f_a_proj.weight": ((4, 128), BF16),
         "self_attn.f_b_proj.weight": ((384, 4), BF16),
         "self_attn.g_proj.weight": ((384, 128), BF16),
-        "self_attn.q_proj.weight": ((384, 128), BF16),
-        "self_attn.k_proj.weight": ((384, 128), BF16),
-        "self_attn.v_proj.weight": ((384, 128), BF16),
-        "self_attn.q_conv1d.weight": ((384, 1, 3), F32),
-        "self_attn.k_conv1d.weight": ((384, 1, 3), F32),
-        "self_attn.v_conv1d.weight": ((384, 1, 3), F32),
+        **{f"self_attn.{part}_proj.weight": ((384, 128), BF16) for part in "qkv"},
+        **{f"self_attn.{part}_conv1d.weight": ((384, 1, 3), F32) for part in "qkv"},
         "self_attn.o_norm.weight": ((4,), F32),
         "self_attn.o_proj.weight": ((128, 384), BF16),
     }
@@ -179,19 +165,11 @@ def experts() -> Shapes:
     return found
 
 
-class KimiK3ForConditionalGeneration(PreTrainedModel):
-    """Parameters under the published names, and nothing that computes."""
-
-    config_class = KimiK3Config
-
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        fill(self, ((f"language_model.{name}", shape, stored) for name, shape, stored in published()), dtype)
-
-    @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
-        return KimiK3ForConditionalGeneration(config, dtype)
+CONFIG, MODEL = classes(
+    "kimi_k3",
+    "KimiK3ForConditionalGeneration",
+    lambda config: ((f"language_model.{name}", shape, stored) for name, shape, stored in published()),
+)
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,4 +197,4 @@ def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-CASES = {"kimi_k3": Case(config, added=vision, value=value, auto=KimiK3ForConditionalGeneration)}
+CASES = {"kimi_k3": Case(config, added=vision, value=value, auto=MODEL)}

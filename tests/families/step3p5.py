@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from families.by_name import BF16, F32, fill
+from families.by_name import BF16, F32, Published, classes
 from families.case import Case, random
 
 LAYERS, DRAFTS = 12, 2
@@ -225,25 +225,13 @@ def routed(states: Tensor, part: Part, bias: Tensor, limit: float) -> Tensor:
     return torch.as_tensor(found).to(states.dtype).view_as(states)
 
 
-class Config(PretrainedConfig):
-    model_type = "step3p5"
+def published(config: Any) -> Published:
+    """Every tensor; the router's bias alone is float32."""
+    shapes = [*text_shapes(), *(vision_shapes() if config.vision else ())]
+    return ((name, shape, F32 if name.endswith("router_bias") else BF16) for name, shape in shapes)
 
 
-class Named(PreTrainedModel):
-    """Parameters under the names of the release."""
-
-    config_class = Config
-
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        shapes = [*text_shapes(), *(vision_shapes() if config.vision else ())]
-        # The router's bias alone is float32.
-        fill(self, ((name, shape, F32 if name.endswith("router_bias") else BF16) for name, shape in shapes), dtype)
-
-    @staticmethod
-    def from_config(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
-        return Named(config, dtype)
+CONFIG, MODEL = classes("step3p5", "Named", published)
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -271,11 +259,11 @@ def multimodal(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _CASE = Case(
-    lambda: Config(vision=False),
+    lambda: CONFIG(vision=False),
     value=value,
-    auto=Named,
+    auto=MODEL,
     edit=lambda config: dict(TEXT),
     reference=logits,
     witness="the equations of transformers 5.24",
 )
-CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: Config(vision=True), edit=multimodal)}
+CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: CONFIG(vision=True), edit=multimodal)}
