@@ -72,20 +72,11 @@ def test_tied_embeddings_are_read_from_the_top_level(top: bool | None, text: boo
 def test_arguments_are_those_of_slimes_and_megatrons_scripts() -> None:
     """slime's qwen3-next-80B-A3B.sh, of which megatron-core's names for linear attention are not part."""
     args = megatron_args(dims_of(config_of(CASES["qwen3_next"])))
-    slime: Config = {
-        "qk_layernorm": True,
-        "group_query_attention": True,
-        "apply_layernorm_1p": True,
-        "attention_output_gate": True,
-        "moe_shared_expert_gate": True,
-        "moe_shared_expert_intermediate_size": 72,
-        "moe_router_score_function": "softmax",
-        "moe_router_pre_softmax": False,
-        "position_embedding_type": "rope",
-        "rotary_percent": 0.25,
-        "mtp_num_layers": 1,
-        "add_bias_linear": False,
-    }
+    on = ("qk_layernorm", "group_query_attention", "apply_layernorm_1p", "attention_output_gate")
+    slime: Config = dict.fromkeys((*on, "moe_shared_expert_gate"), True)
+    slime |= dict.fromkeys(("moe_router_pre_softmax", "add_bias_linear"), False)
+    slime |= {"moe_shared_expert_intermediate_size": 72, "moe_router_score_function": "softmax"}
+    slime |= {"position_embedding_type": "rope", "rotary_percent": 0.25, "mtp_num_layers": 1}
     own: Config = {
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": [1, 1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0],

@@ -1,12 +1,11 @@
 """The indexer of sparse attention: the rows of Megatron and of slime, configs, and Megatron's arguments.
 
-Megatron's rows are right if its own indexer chooses the tokens that transformers' chooses (families/indexer_choice.py).
+That Megatron's own indexer chooses the tokens that transformers' chooses, its logits show in test_families.py.
 """
 
 from __future__ import annotations
 
 import filecmp
-import json
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,6 @@ import torch
 from families import CASES
 from families.case import save
 from families.table import config_of
-from support.forking import run_module
-from support.installed import before
 
 from ckptkit.app.api import convert
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -34,27 +31,6 @@ from verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]
 SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
-
-
-@pytest.fixture(scope="module")
-def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Of 128 queries, those with other tokens in Megatron than in transformers: by release, rows and option."""
-    pytest.importorskip("megatron.core")
-    answer = tmp_path_factory.mktemp("choices") / "answer.json"
-    run_module("megatron", "families.indexer_choice", answer)
-    return dict(json.loads(answer.read_text()))
-
-
-@before("transformers", (5, 19, 0), "its indexer wants an attention mask, which the comparison does not make")
-def test_rows_that_megatrons_indexer_wants(choices: dict[str, int]) -> None:
-    """Exactly one arrangement of the release's rows is right, and every other is wrong nearly everywhere."""
-    if SINCE_0_19:
-        # The last has the same rows turned in the same pairs, said twice: rows laid out in pairs, and Megatron told so.
-        right = {"halves, as released, halves", "pairs, as released, pairs", "halves, paired, pairs"}
-    else:
-        right = {"halves, paired and rotary last, pairs", "pairs, rotary last, pairs"}
-    assert {name for name, wrong in choices.items() if wrong == 0} == right
-    assert min(wrong for name, wrong in choices.items() if name not in right) > 64
 
 
 def test_rotary_last_op_inverts_and_shards() -> None:

@@ -10,39 +10,8 @@ import torch
 from families import CASES
 
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import LinearAttention
-from converters.families.deepseek_v32 import RotaryLast
-from converters.ops.basic import ByKeyHead, Copy, GatedQkv, GateUp, MinusOne, Qkv, StackedRows, SwapHalves
 from converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
 from converters.planner import DIALECTS, mappings_of
-
-# 2 key heads of 3, 4 value heads of 5: queries 6, keys 6, values 20, gates 20, betas 4, alphas 4.
-NET = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4, layers=(0,))
-
-
-@pytest.mark.parametrize(
-    ("op", "shapes", "expected"),
-    [
-        (Copy(), [(3, 5)], (3, 5)),
-        (SwapHalves(), [(3, 10)], (3, 10)),
-        (GateUp(), [(7, 3), (7, 3)], (14, 3)),
-        (GateUp(), [(7,), (7,)], (14,)),
-        (Qkv(heads=6, groups=2, head_dim=5), [(30, 4), (10, 4), (10, 4)], (50, 4)),
-        (Qkv(heads=6, groups=2, head_dim=5), [(30,), (10,), (10,)], (50,)),
-        (GatedQkv(heads=6, groups=2, head_dim=5), [(60, 4), (10, 4), (10, 4)], (80, 4)),
-        (MinusOne(), [(9,)], (9,)),
-        (RotaryLast(head_dim=4, rope=1), [(12, 3)], (12, 3)),
-        (StackedRows((4, 1, 2), (5, 2)), [(4, 3), (1, 3), (2, 3)], (7, 3)),
-        (ByKeyHead(NET), [(52, 11), (8, 11)], (60, 11)),
-    ],
-)
-def test_merged_shape_is_that_counted_by_hand_and_that_of_tensors(
-    op: Any, shapes: list[Shape], expected: Shape
-) -> None:
-    merged = op.merge([torch.empty(shape, device="meta") for shape in shapes])
-    assert shape_of(op.merge, shapes) == merged.shape == expected
-    for index, part in enumerate(op.split(merged)):
-        assert shape_of(lambda tensors, index=index: op.split(tensors[0])[index], [expected]) == part.shape
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -52,6 +21,8 @@ def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(case: str, 
     for mapping in mappings_of(config, dialect):
         op, whole = mapping.op, mapping.op.merge([torch.empty(shape, device="meta") for shape in mapping.hf.values()])
         assert mapping.megatron_shape == whole.shape
+        for index, part in enumerate(op.split(whole)):
+            assert shape_of(lambda one, op=op, index=index: op.split(one[0])[index], [tuple(whole.shape)]) == part.shape
         for size in (1, 2, 4):
             assert outcome(lambda op=op, size=size, whole=whole: op.shard(whole, 0, size).shape) == outcome(
                 lambda op=op, size=size, whole=whole: shape_of(

@@ -93,21 +93,6 @@ def test_every_record_says_where_it_comes_from() -> None:
         assert ("why" in release.findings) == bool(release.findings)
 
 
-# What was published of models whose records are made of another's, by hand: a rotary setting that is not the other's.
-YARN = {
-    "moonshotai/Kimi-K2-Instruct": (1.0, 32.0),
-    "moonshotai/Kimi-K2-Thinking": (1.0, 64.0),
-    "moonshotai/Kimi-K2.5": (32.0, 64.0),
-}
-
-
-@pytest.mark.parametrize("model", YARN)
-def test_yarn_of_each_kimi_is_its_own(model: str) -> None:
-    config = load(model).config
-    rope = config.get("text_config", config)["rope_scaling"]
-    assert (rope["beta_fast"], rope["factor"]) == YARN[model]
-
-
 @pytest.mark.parametrize("model", models())
 def test_a_record_is_a_file_and_not_what_transformers_made_of_it(model: str) -> None:
     """Reading a config, transformers 5 adds keys to its rotary settings and renames the kind of a vision tower."""
