@@ -9,6 +9,11 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+# Sizes of language models with latent attention.
+LATENT: dict[str, Any] = {"vocab_size": 352, "hidden_size": 128, "num_hidden_layers": 12, "intermediate_size": 288}
+LATENT |= {"num_attention_heads": 10, "num_key_value_heads": 10, "qk_nope_head_dim": 24, "v_head_dim": 20}
+LATENT |= {"q_lora_rank": 48, "kv_lora_rank": 40, "moe_intermediate_size": 96}
+LATENT |= {"max_position_embeddings": 256, "first_k_dense_replace": 2}
 BF16, F32 = torch.bfloat16, torch.float32
 # By name, shape and dtype.
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
