@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from releases.fold import folded, saved_by_transformers
+from ckptkit.core.specs import fold
+from releases.fold import saved_by_transformers
 from releases.header_only import write
 from releases.record import load, models, unfolded
 
@@ -79,7 +80,7 @@ def test_folded_names_are_written_out() -> None:
 def test_folding_names_loses_none() -> None:
     for model in ("Qwen/Qwen3.5-27B", "moonshotai/Moonlight-16B-A3B-Instruct", "openai/gpt-oss-20b"):
         names = [tensor.name for tensor in load(model).tensors_in_order]
-        assert sorted(name for pattern in folded(names) for name in unfolded(pattern)) == names
+        assert sorted(name for pattern in fold(names) for name in unfolded(pattern)) == names
 
 
 def test_every_record_says_where_it_comes_from() -> None:
