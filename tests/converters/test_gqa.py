@@ -66,12 +66,6 @@ def test_llama_spellings() -> None:
     assert dims_of(without(config_of(CASES["mistral"]), "rope_theta")).rope_theta == 10000.0
 
 
-def test_llama_biases() -> None:
-    args = megatron_args(dims_of(config_of(CASES["llama-biases"])))
-    assert args["add_bias_linear"]
-    assert args["add_qkv_bias"]
-
-
 @pytest.mark.parametrize(
     ("name", "window", "said"),
     [

@@ -44,18 +44,6 @@ def test_rotary_last_op_inverts_and_shards() -> None:
     assert op.merge([torch.tensor([0, 1, 2, 3])]).tolist() == [3, 0, 1, 2]
 
 
-def slime_swap(tensor: torch.Tensor) -> torch.Tensor:
-    """Heads of 128 with their halves swapped, one by one."""
-    return torch.cat([half for head in tensor.split(128) for half in (head[64:], head[:64])])
-
-
-def test_slimes_rows_for_the_sizes_of_all_released_models() -> None:
-    op = RotaryLast(head_dim=128, rope=64)
-    for rows in (128, 3 * 128):
-        numbers = torch.arange(rows * 2).reshape(rows, 2)
-        assert torch.equal(op.merge([numbers]), slime_swap(numbers))
-
-
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
 def test_slime_dialect(tmp_path: Path, name: str) -> None:
     """slime's names and rows for whatever the indexer is made of, and the same release again."""
