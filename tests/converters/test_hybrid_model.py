@@ -6,7 +6,6 @@ The logits are those of Megatron's own HybridModel (MambaModel before megatron-c
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import torch
 from families import CASES
 from families.case import far, save, tokens
 from families.table import config_of
-from families.worker import Worker
+from families.worker import ask
 from support.installed import require_megatron
 from support.nightly import daily
 
@@ -173,24 +172,15 @@ def test_inspect_says_which_class_it_holds_and_prints_its_arguments(tmp_path: Pa
     assert "pretrain_hybrid.py builds HybridModel" in flags[-1]
 
 
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    require_megatron()
-    worker = Worker(tmp_path_factory.mktemp("worker"))
-    yield worker
-    worker.stop()
-
-
 @pytest.mark.parametrize("name", daily(HELD, (*DAILY, "nemotron_h-latent")))
-def test_hybridmodel_loads_it_strictly_and_computes_the_logits_of_the_reference(
-    tmp_path: Path, worker: Worker, name: str
-) -> None:
+def test_hybridmodel_loads_it_strictly_and_computes_the_logits_of_the_reference(tmp_path: Path, name: str) -> None:
+    require_megatron()
     case, found = CASES[name], tuple(map(int, version("megatron-core").split(".")[:2]))
     if lacking := [what for what, since in needs_release(dims_of(config_of(CASES[name])), 1) if found < since]:
         pytest.skip(f"the HybridModel of megatron-core {found} has no {lacking[0]}")
     model, added = save(name, case, tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "hybrid", dialect="hybrid")
-    answer = worker.ask(tmp_path / "hf", tmp_path / "hybrid", tokens(), None)
+    answer = ask(tmp_path / "hf", tmp_path / "hybrid", tokens(), None)
     assert answer.unexpected == []
     assert [key for key in answer.missing if not NOT_WEIGHTS.fullmatch(key)] == []
     with torch.no_grad():

@@ -17,7 +17,7 @@ import torch
 from families import UNWITNESSED
 from families.case import build, save, tokens
 from families.table import config_of
-from families.worker import Worker
+from families.worker import ask
 from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import PathOf
@@ -242,21 +242,17 @@ def test_megatrons_own_norms_are_not_olmoes_and_megatron_bridges_are(tmp_path: P
     require_megatron()
     model, _ = save("olmoe", UNWITNESSED["olmoe"], tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "megatron", unwitnessed=True)
-    worker = Worker(tmp_path)
     config: dict[str, Any] = json.loads((tmp_path / "hf" / "config.json").read_text())
     with torch.no_grad():
         expected = model(tokens()).logits
-    try:
-        answer = worker.ask(tmp_path / "hf", tmp_path / "megatron", tokens(), 10 * TOLERANCE)
-        # The model that differs from it in the width of these norms alone.
-        like = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-        sizes = {"head_dim": config["hidden_size"] // 8, "moe_intermediate_size": config["intermediate_size"]}
-        for place in ("hf", "megatron/hf"):
-            (tmp_path / place / "config.json").write_text(json.dumps(config | like | sizes))
-        with pytest.raises(RuntimeError, match=r"q_layernorm"):
-            worker.ask(tmp_path / "hf", tmp_path / "megatron", tokens(), None)
-    finally:
-        worker.stop()
+    answer = ask(tmp_path / "hf", tmp_path / "megatron", tokens(), 10 * TOLERANCE)
+    # The model that differs from it in the width of these norms alone.
+    like = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    sizes = {"head_dim": config["hidden_size"] // 8, "moe_intermediate_size": config["intermediate_size"]}
+    for place in ("hf", "megatron/hf"):
+        (tmp_path / place / "config.json").write_text(json.dumps(config | like | sizes))
+    with pytest.raises(RuntimeError, match=r"q_layernorm"):
+        ask(tmp_path / "hf", tmp_path / "megatron", tokens(), None)
     assert float((answer.logits - expected).abs().max() / expected.abs().max()) < TOLERANCE
     assert {label: change for label, change in answer.mutated.items() if not change > 10 * TOLERANCE} == {}
     assert math.isfinite(sum(answer.mutated.values()))
