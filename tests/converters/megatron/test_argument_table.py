@@ -13,7 +13,7 @@ from families import CASES
 from families.table import config_of
 
 from converters.config.dims import Indexer, LinearAttention, Mamba, Mla, base_dims
-from converters.megatron.argument import Argument, of_model
+from converters.megatron.argument import Argument, never, of_model
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
@@ -54,6 +54,17 @@ def test_reports_name_sizes_first() -> None:
     names = [row.name for row in ARGUMENTS]
     assert sorted(names) == sorted(BY_NAME)
     assert names[:3] == ["num_layers", "hidden_size", "ffn_hidden_size"]
+
+
+def test_what_no_two_models_are_compared_by() -> None:
+    """What follows from others, and choices of the run."""
+    never_compared = {row.name for row in ARGUMENTS if row.scope is never}
+    sizes = "max_position_embeddings seq_length vocab_size padded_vocab_size make_vocab_size_divisible_by "
+    switches = "group_query_attention add_position_embedding use_rotary_position_embeddings moe_grouped_gemm "
+    of_run = "attention_dropout hidden_dropout init_method_std tokenizer_type moe_router_dtype moe_permute_fusion "
+    others = "apply_query_key_layer_scaling rotary_seq_len_interpolation_factor "
+    patterns = "hybrid_layer_pattern hybrid_override_pattern"
+    assert never_compared == set(f"{sizes}{switches}{of_run}{others}{patterns}".split())
 
 
 def test_a_switch_starts_as_its_options_say() -> None:
