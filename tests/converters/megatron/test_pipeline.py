@@ -27,6 +27,7 @@ def test_layers_of_each_stage_and_chunk() -> None:
         (Pipeline(7, 2), "the layers do not divide over the stages: num_layers 7, pipeline_model_parallel_size 2"),
         (Pipeline(8, 3, first=1), "7 layers do not divide over the 2 other stages"),
         (Pipeline(6, 2, vpp=2), "stages of 3, 3 layers do not divide into 2 chunks"),
+        (Pipeline(8, 2, vpp=2, first=4, last=4), "chunks need a stage between"),
         (Pipeline(6, vpp=2), "in a pipeline of one"),
         (Pipeline(6, 0, layout="EL"), "make no pipeline"),
         (Pipeline(7, 3, first=1, loss=True), "embedding or loss count as layers"),
