@@ -21,34 +21,31 @@ from ckptkit.formats.hf.side_files import is_quantized
 from converters.config.bounds import check_config
 from converters.config.values import class_of, flag, integer, language_part
 
-# The class of each draft: which EAGLE, and the decoder layer, empty where `transformer_layer_config` says it.
-_CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
+_SGLANG, _VLLM = "SGLang 0.5.16", "vLLM 0.26"
+# The class of each draft: which EAGLE, the decoder layer, empty where `transformer_layer_config` says it, and engines
+# that have the class; others end while they look for it.
+_CLASSES: Mapping[str, tuple[int, str, tuple[str, ...]]] = MappingProxyType(
     {
-        **dict.fromkeys(
-            ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"), (3, "llama")
-        ),
-        **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), (3, "llama")),
-        "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
-        **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), (3, "latent")),
-        **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), (3, "")),
-        **dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), (1, "llama")),
-        "Qwen2ForCausalLMEagle": (1, "qwen2"),
+        "LlamaForCausalLMEagle3": (3, "llama", (_SGLANG, _VLLM)),
+        "Eagle3LlamaForCausalLM": (3, "llama", (_VLLM,)),
+        "Eagle3MiniMaxM2ForCausalLM": (3, "llama", (_VLLM,)),
+        "Eagle3Qwen2_5vlForCausalLM": (3, "llama", (_VLLM,)),
+        "Eagle3Qwen3vlForCausalLM": (3, "llama", (_VLLM,)),
+        "Eagle3Qwen3ForCausalLM": (3, "qwen3", (_VLLM,)),
+        "Eagle3DeepseekV2ForCausalLM": (3, "latent", (_SGLANG, _VLLM)),
+        "Eagle3DeepseekV3ForCausalLM": (3, "latent", (_VLLM,)),
+        "Eagle3Speculator": (3, "", (_VLLM,)),
+        "Eagle3DraftModel": (3, "", (_VLLM,)),
+        "LlamaForCausalLMEagle": (1, "llama", (_SGLANG,)),
+        "EagleLlamaForCausalLM": (1, "llama", (_VLLM,)),
+        "Qwen2ForCausalLMEagle": (1, "qwen2", (_SGLANG,)),
     }
 )
 # What the classes of other draft models are called; wrappers of vision models may have the same words.
 NAMED = r"(?i)(?!.*ForConditionalGeneration$).*(eagle|nextn|mtp|medusa|speculator|draft|dflash|dspark).*"
-_SGLANG = "SGLang 0.5.16"
-# Engines, and the classes among these that each has; the others end while the engine looks for them.
+# Engines, and the classes among these that each has.
 ENGINES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        _SGLANG: frozenset(
-            {
-                *("LlamaForCausalLMEagle3", "LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"),
-                "Eagle3DeepseekV2ForCausalLM",
-            }
-        ),
-        "vLLM 0.26": frozenset(_CLASSES) - {"LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle"},
-    }
+    {one: frozenset(name for name, (*_, has) in _CLASSES.items() if one in has) for one in (_SGLANG, _VLLM)}
 )
 _FIRST = "layers.0."
 # Older spellings, which engines read too.
@@ -253,7 +250,7 @@ def sizes_of(config: Mapping[str, Any]) -> Draft:
     """The sizes of a draft model of any class. Its tensors are known where `draft_of` reads the class."""
     name = class_of(config)
     eagle = re.search("(?i)p?eagle3?", name)
-    version, decoder = _CLASSES.get(name, (0 if eagle is None else 1 if len(eagle[0]) == 5 else 3, ""))
+    version, decoder, _ = _CLASSES.get(name, (0 if eagle is None else 1 if len(eagle[0]) == 5 else 3, "", ()))
     inner = config.get("transformer_layer_config")
     if isinstance(inner, dict):
         config = {**inner, **config}

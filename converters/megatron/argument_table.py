@@ -11,10 +11,9 @@ from functools import partial
 
 from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.values import flag
-from converters.megatron import argument_reading as reading
+from converters.megatron import argument as reading
 from converters.megatron import argument_values as values
-from converters.megatron.argument import Argument, always, never
-from converters.megatron.argument_reading import get
+from converters.megatron.argument import Argument, always, get, never
 from converters.megatron.argument_values import (
     fixed,
     inside_layer,

@@ -14,8 +14,7 @@ from ckptkit.core.errors import DamagedError
 from ckptkit.formats import yaml_text
 from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.storage.regular import read_regular
-from converters.megatron.argument import Args
-from converters.megatron.argument_reading import get
+from converters.megatron.argument import Args, get
 from converters.megatron.argument_table import ARGUMENTS
 
 _AGAIN = "copy it from the run again"

@@ -134,16 +134,18 @@ class Qkv:
     head_dim: int
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        query, key, value = tensors
-        rest = query.shape[1:]
-        parts = [part.reshape(self.groups, -1, self.head_dim, *rest) for part in (query, key, value)]
-        return cat(parts, dim=1).reshape(-1, *rest)
+        query, *others = (one.reshape(self.groups, -1, self.head_dim, *one.shape[1:]) for one in tensors)
+        return cat([self._turned(query, back=False), *others], dim=1).reshape(-1, *tensors[0].shape[1:])
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         rest = tensor.shape[1:]
         grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
-        parts = grouped.split_with_sizes([self.heads // self.groups, 1, 1], dim=1)
-        return tuple(part.reshape(-1, *rest) for part in parts)
+        query, *others = grouped.split_with_sizes([grouped.shape[1] - 2, 1, 1], dim=1)
+        return tuple(part.reshape(-1, *rest) for part in (self._turned(query, back=True), *others))
+
+    def _turned(self, query: Tensor, *, back: bool) -> Tensor:
+        """What a group has of q_proj, in Megatron's order, or `back` in HF's."""
+        return query
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         # More ranks than groups: each holds a part of a group's rows (megatron-core `Attention`).
@@ -176,19 +178,9 @@ class GatedQkv(Qkv):
     `attention.py`, `get_query_key_value_tensors` with `output_gate`).
     """
 
-    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        query, key, value = tensors
-        rest = query.shape[1:]
-        heads = query.reshape(self.groups, -1, 2, self.head_dim, *rest).transpose(1, 2).flatten(1, 2)
-        parts = [heads, *(part.reshape(self.groups, -1, self.head_dim, *rest) for part in (key, value))]
-        return cat(parts, dim=1).reshape(-1, *rest)
-
-    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        rest = tensor.shape[1:]
-        grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
-        query, key, value = grouped.split_with_sizes([2 * self.heads // self.groups, 1, 1], dim=1)
-        query = query.reshape(self.groups, 2, -1, self.head_dim, *rest).transpose(1, 2)
-        return tuple(part.reshape(-1, *rest) for part in (query, key, value))
+    def _turned(self, query: Tensor, *, back: bool) -> Tensor:
+        sizes = (2, -1) if back else (-1, 2)
+        return query.reshape(self.groups, *sizes, *query.shape[2:]).transpose(1, 2).flatten(1, 2)
 
 
 @dataclass(frozen=True)

@@ -50,13 +50,6 @@ def test_a_launch_says_by_number_or_list_where_rotary_embedding_is_missing(freq:
     assert names == ([] if found == tuple(FULL) else ["no_rope_freq"])
 
 
-def test_a_model_with_rotary_embedding_everywhere_is_told_from_a_launch_without() -> None:
-    dims = dims_of(CASES["qwen3_moe"].config().to_dict())
-    args = megatron_args(dims)
-    assert list(mismatches(dims, args)) == []
-    assert [name for name, _, _ in mismatches(dims, {**args, "no_rope_freq": 4})] == ["no_rope_freq"]
-
-
 def test_dense_layers_in_every_spelling() -> None:
     assert dims_of(config_of(CASE)).dense == (0, 1)
     assert dims_of(config_of(CASE, is_moe_layer=None)).dense == (0, 1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import filecmp
 import json
 import math
-from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from families import CASES, OF_A_KIND, UNWITNESSED
 from families.case import far, save, tokens
 from families.table import DOCUMENT, config_of, table
-from families.worker import Answer, Worker
+from families.worker import Answer, ask
 from support.installed import require_megatron
 from support.nightly import daily
 from torch import Tensor
@@ -73,16 +72,9 @@ def test_the_table_in_the_documentation_is_that_of_the_registry() -> None:
 
 
 @pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    require_megatron()
-    worker = Worker(tmp_path_factory.mktemp("worker"))
-    yield worker
-    worker.stop()
-
-
-@pytest.fixture(scope="module")
-def proofs(worker: Worker, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
+def proofs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Any:
     """By name: Megatron's answer, and the logits to compare with (the model's, and those of its first MTP layer)."""
+    require_megatron()
     made_wrong = {
         item.callspec.params["name"]
         for item in request.session.items
@@ -102,7 +94,7 @@ def proofs(worker: Worker, tmp_path_factory: pytest.TempPathFactory, request: py
             expected = case.reference(model, tokens())
             mtp = case.mtp(model, added, tokens()) if case.mtp else None
         convert(root / "hf", root / "megatron")
-        return worker.ask(root / "hf", root / "megatron", tokens(), enough), expected, mtp
+        return ask(root / "hf", root / "megatron", tokens(), enough), expected, mtp
 
     return prove
 

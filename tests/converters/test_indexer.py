@@ -1,12 +1,11 @@
 """The indexer of sparse attention: the rows of Megatron and of slime, configs, and Megatron's arguments.
 
-Megatron's rows are right if its own indexer chooses the tokens that transformers' chooses (families/indexer_choice.py).
+That Megatron's own indexer chooses the tokens that transformers' chooses, its logits show in test_families.py.
 """
 
 from __future__ import annotations
 
 import filecmp
-import json
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,6 @@ import torch
 from families import CASES
 from families.case import save
 from families.table import config_of
-from support.forking import run_module
-from support.installed import before
 
 from ckptkit.app.api import convert
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -36,27 +33,6 @@ Config = dict[str, Any]
 SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)
 
 
-@pytest.fixture(scope="module")
-def choices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Of 128 queries, those with other tokens in Megatron than in transformers: by release, rows and option."""
-    pytest.importorskip("megatron.core")
-    answer = tmp_path_factory.mktemp("choices") / "answer.json"
-    run_module("megatron", "families.indexer_choice", answer)
-    return dict(json.loads(answer.read_text()))
-
-
-@before("transformers", (5, 19, 0), "its indexer wants an attention mask, which the comparison does not make")
-def test_rows_that_megatrons_indexer_wants(choices: dict[str, int]) -> None:
-    """Exactly one arrangement of the release's rows is right, and every other is wrong nearly everywhere."""
-    if SINCE_0_19:
-        # The last has the same rows turned in the same pairs, said twice: rows laid out in pairs, and Megatron told so.
-        right = {"halves, as released, halves", "pairs, as released, pairs", "halves, paired, pairs"}
-    else:
-        right = {"halves, paired and rotary last, pairs", "pairs, rotary last, pairs"}
-    assert {name for name, wrong in choices.items() if wrong == 0} == right
-    assert min(wrong for name, wrong in choices.items() if name not in right) > 64
-
-
 def test_rotary_last_op_inverts_and_shards() -> None:
     # Two heads of four rows, of which the first three turn.
     op = RotaryLast(head_dim=4, rope=3)
@@ -66,18 +42,6 @@ def test_rotary_last_op_inverts_and_shards() -> None:
     assert torch.equal(op.split(moved)[0], released)
     assert torch.equal(op.shard(moved, 1, 2), moved)
     assert op.merge([torch.tensor([0, 1, 2, 3])]).tolist() == [3, 0, 1, 2]
-
-
-def slime_swap(tensor: torch.Tensor) -> torch.Tensor:
-    """Heads of 128 with their halves swapped, one by one."""
-    return torch.cat([half for head in tensor.split(128) for half in (head[64:], head[:64])])
-
-
-def test_slimes_rows_for_the_sizes_of_all_released_models() -> None:
-    op = RotaryLast(head_dim=128, rope=64)
-    for rows in (128, 3 * 128):
-        numbers = torch.arange(rows * 2).reshape(rows, 2)
-        assert torch.equal(op.merge([numbers]), slime_swap(numbers))
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa-shared"])
@@ -90,12 +54,8 @@ def test_slime_dialect(tmp_path: Path, name: str) -> None:
     sizes = dims_of(config_of(CASES[name])).indexer
     assert sizes is not None
     places = [f"decoder.layers.{layer}." for layer in sizes.layers] + ["mtp.layers.0.transformer_layer."]
-    names = {
-        "linear_wq_b.weight": "wq_b.weight",
-        "linear_wk.weight": "wk.weight",
-        "linear_weights_proj.weight": "weights_proj.weight",
-    }
-    names |= {"k_norm.weight": "k_norm.weight", "k_norm.bias": "k_norm.bias"}
+    names = {f"linear_{name}.weight": f"{name}.weight" for name in ("wq_b", "wk", "weights_proj")}
+    names |= {name: name for name in ("k_norm.weight", "k_norm.bias")}
     renamed = {
         f"{at}self_attention.core_attention.indexer.{own}": f"{at}self_attention.{new}"
         for at in places
@@ -192,25 +152,10 @@ def test_megatrons_arguments() -> None:
     assert [name for name in slime if "dsa" in name or "experimental" in name] == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"experimental_attention_variant": "gated_delta_net"}, "experimental_attention_variant"),
-        ({"dsa_indexer_n_heads": 7}, "dsa_indexer_n_heads"),
-        ({"dsa_indexer_head_dim": 128}, "dsa_indexer_head_dim"),
-        ({"dsa_indexer_topk": 2048}, "dsa_indexer_topk"),
-        ({"dsa_indexer_topk_freq": 2}, "dsa_indexer_topk_freq"),
-        ({"dsa_indexer_skip_topk_offset": 2}, "dsa_indexer_skip_topk_offset"),
-        ({"dsa_indexer_rope_interleaved": False}, "dsa_indexer_rope_interleaved"),
-        ({"dsa_indexer_k_norm_epsilon": 1e-5}, "dsa_indexer_k_norm_epsilon"),
-        ({"dsa_indexer_scoring_relu": False}, "dsa_indexer_scoring_relu"),
-    ],
-)
-def test_arguments_of_another_indexer(change: Config, message: str) -> None:
+def test_arguments_of_another_score() -> None:
     dims = dims_of(config_of(CASES["glm_moe_dsa-shared"]))
-    args = megatron_args(dims)
-    assert list(mismatches(dims, args)) == []
-    assert [name for name, _, _ in mismatches(dims, args | change)] == [message]
+    args = megatron_args(dims) | {"dsa_indexer_scoring_relu": False}
+    assert [name for name, _, _ in mismatches(dims, args)] == ["dsa_indexer_scoring_relu"]
 
 
 def test_arguments_from_before_0_19_and_without_an_indexer() -> None:
@@ -220,12 +165,5 @@ def test_arguments_from_before_0_19_and_without_an_indexer() -> None:
     assert (argument, expected) == ("dsa_indexer_rope_interleaved", "False")
     assert "before 0.19" in actual
     # A run with slime's module stores no size of it.
-    assert (
-        list(
-            mismatches(
-                dims,
-                megatron_args(dims, "slime") | {"dsa_indexer_n_heads": None, "experimental_attention_variant": None},
-            )
-        )
-        == []
-    )
+    none = {"dsa_indexer_n_heads": None, "experimental_attention_variant": None}
+    assert list(mismatches(dims, megatron_args(dims, "slime") | none)) == []

@@ -15,8 +15,7 @@ from support import models
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.plan import View
-from converters.experts import fuse, unfuse
+from converters.experts import unfuse
 from converters.megatron.arguments import megatron_args
 from converters.megatron.parallel import ParallelSizes, check_sizes
 from converters.ops.basic import GateUpInOne
@@ -42,30 +41,15 @@ def test_gpt_oss_without_rope_settings_has_those_of_transformers() -> None:
 def test_gemma3_as_released_leaves_defaults_out() -> None:
     dims = dims_of(GEMMA3_4B)
     assert (dims.root, dims.head, dims.tied) == ("language_model.model.", "language_model.lm_head.weight", True)
-    assert (dims.vocab, dims.heads, dims.groups, dims.head_dim, dims.norm_eps, dims.max_positions) == (
-        262208,
-        8,
-        4,
-        256,
-        1e-6,
-        131072,
-    )
+    sizes = (dims.vocab, dims.heads, dims.groups, dims.head_dim, dims.norm_eps, dims.max_positions)
+    assert sizes == (262208, 8, 4, 256, 1e-6, 131072)
     assert (dims.rope_theta, dims.local_rope_theta, dims.attention_scale) == (1000000.0, 10000.0, 0.0625)
     assert dims.embedding_scale == pytest.approx(50.59644256)
     assert [layer for layer in range(34) if layer not in dims.window_layers] == [5, 11, 17, 23, 29]
-    wanted = {
-        "apply_layernorm_1p": True,
-        "swiglu": False,
-        "window_size": (1023, 0),
-        "untie_embeddings_and_output_weights": False,
-        "qk_layernorm": True,
-    }
+    wanted = {"apply_layernorm_1p": True, "swiglu": False, "window_size": (1023, 0), "qk_layernorm": True}
     assert said(GEMMA3_4B, *wanted) == wanted
     # Only the full layers are scaled, and Megatron-LM's argument would scale all.
-    assert said(GEMMA3_4B, "rotary_seq_len_interpolation_factor", "rotary_base") == {
-        "rotary_seq_len_interpolation_factor": None,
-        "rotary_base": 1000000,
-    }
+    assert said(GEMMA3_4B, "rotary_seq_len_interpolation_factor") == {"rotary_seq_len_interpolation_factor": None}
 
 
 def test_biased_experts_are_not_cut() -> None:
@@ -94,37 +78,6 @@ def test_fused_gate_up_op_keeps_rows_and_shards_both_halves() -> None:
     assert torch.equal(GateUpInOne().merge([both]), both)
     assert torch.equal(GateUpInOne().split(both)[0], both)
     assert GateUpInOne().shard(both, 1, 2).flatten().tolist() == [3, 4, 13, 14]
-
-
-def test_gpt_oss_experts() -> None:
-    """Hidden size 3, 2 rows of gate and up each: columns of gate_up_proj are gate 0, up 0, gate 1, up 1."""
-    first = torch.tensor([[10, 20, 11, 21], [12, 22, 13, 23], [14, 24, 15, 25]])
-    fused = {
-        "a.mlp.experts.gate_up_proj": torch.stack([first, first + 100]),
-        "a.mlp.experts.gate_up_proj_bias": torch.tensor([[1, 5, 2, 6], [3, 7, 4, 8]]),
-        "a.mlp.experts.down_proj": torch.tensor([[[1, 2, 3], [4, 5, 6]], [[7, 8, 9], [10, 11, 12]]]),
-        "a.mlp.experts.down_proj_bias": torch.tensor([[1, 2, 3], [4, 5, 6]]),
-    }
-    source = models.InMemory(GPT_OSS_20B, fused)
-    single = View(source, unfuse(source.specs, GPT_OSS_20B, "here"))
-    assert {name: tensor.tolist() for name, tensor in single.read(list(single.specs)).items()} == {
-        "a.mlp.experts.0.gate_proj.weight": [[10, 12, 14], [11, 13, 15]],
-        "a.mlp.experts.0.up_proj.weight": [[20, 22, 24], [21, 23, 25]],
-        "a.mlp.experts.1.gate_proj.weight": [[110, 112, 114], [111, 113, 115]],
-        "a.mlp.experts.1.up_proj.weight": [[120, 122, 124], [121, 123, 125]],
-        "a.mlp.experts.0.gate_proj.bias": [1, 2],
-        "a.mlp.experts.0.up_proj.bias": [5, 6],
-        "a.mlp.experts.1.gate_proj.bias": [3, 4],
-        "a.mlp.experts.1.up_proj.bias": [7, 8],
-        "a.mlp.experts.0.down_proj.weight": [[1, 4], [2, 5], [3, 6]],
-        "a.mlp.experts.1.down_proj.weight": [[7, 10], [8, 11], [9, 12]],
-        "a.mlp.experts.0.down_proj.bias": [1, 2, 3],
-        "a.mlp.experts.1.down_proj.bias": [4, 5, 6],
-    }
-    again = View(single, fuse(single.specs, GPT_OSS_20B, "here"))
-    assert {name: tensor.tolist() for name, tensor in again.read(list(again.specs)).items()} == {
-        name: tensor.tolist() for name, tensor in fused.items()
-    }
 
 
 @pytest.mark.parametrize(

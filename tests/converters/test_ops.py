@@ -49,13 +49,6 @@ def test_qkv_op_inverts_and_shards() -> None:
     assert torch.equal(op.shard(merged, 1, 2), rows(4, 5, 6, 7, 22, 23, 32, 33))
 
 
-def test_qkv_bias_op_inverts() -> None:
-    op = Qkv(heads=2, groups=1, head_dim=1)
-    merged = op.merge([torch.tensor([1, 2]), torch.tensor([3]), torch.tensor([4])])
-    assert merged.tolist() == [1, 2, 3, 4]
-    assert [part.tolist() for part in op.split(merged)] == [[1, 2], [3], [4]]
-
-
 def test_copy_shards_along_its_axis() -> None:
     matrix = torch.arange(12).reshape(4, 3)
     assert torch.equal(Copy().shard(matrix, 1, 2), matrix)

@@ -8,42 +8,10 @@ from typing import Any
 import pytest
 import torch
 from families import CASES
-from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import LinearAttention
-from converters.families.deepseek_v32 import RotaryLast
-from converters.ops.basic import ByKeyHead, Copy, GatedQkv, GateUp, MinusOne, Qkv, StackedRows, SwapHalves
 from converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
 from converters.planner import DIALECTS, mappings_of
-
-# 2 key heads of 3, 4 value heads of 5: queries 6, keys 6, values 20, gates 20, betas 4, alphas 4.
-NET = LinearAttention(key_heads=2, value_heads=4, key_dim=3, value_dim=5, kernel=4, layers=(0,))
-
-
-@pytest.mark.parametrize(
-    ("op", "shapes", "expected"),
-    [
-        (Copy(), [(3, 5)], (3, 5)),
-        (SwapHalves(), [(3, 10)], (3, 10)),
-        (GateUp(), [(7, 3), (7, 3)], (14, 3)),
-        (GateUp(), [(7,), (7,)], (14,)),
-        (Qkv(heads=6, groups=2, head_dim=5), [(30, 4), (10, 4), (10, 4)], (50, 4)),
-        (Qkv(heads=6, groups=2, head_dim=5), [(30,), (10,), (10,)], (50,)),
-        (GatedQkv(heads=6, groups=2, head_dim=5), [(60, 4), (10, 4), (10, 4)], (80, 4)),
-        (MinusOne(), [(9,)], (9,)),
-        (RotaryLast(head_dim=4, rope=1), [(12, 3)], (12, 3)),
-        (StackedRows((4, 1, 2), (5, 2)), [(4, 3), (1, 3), (2, 3)], (7, 3)),
-        (ByKeyHead(NET), [(52, 11), (8, 11)], (60, 11)),
-    ],
-)
-def test_merged_shape_is_that_counted_by_hand_and_that_of_tensors(
-    op: Any, shapes: list[Shape], expected: Shape
-) -> None:
-    merged = op.merge([torch.empty(shape, device="meta") for shape in shapes])
-    assert shape_of(op.merge, shapes) == merged.shape == expected
-    for index, part in enumerate(op.split(merged)):
-        assert shape_of(lambda tensors, index=index: op.split(tensors[0])[index], [expected]) == part.shape
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -53,6 +21,8 @@ def test_every_rule_of_every_family_has_the_shapes_that_tensors_have(case: str, 
     for mapping in mappings_of(config, dialect):
         op, whole = mapping.op, mapping.op.merge([torch.empty(shape, device="meta") for shape in mapping.hf.values()])
         assert mapping.megatron_shape == whole.shape
+        for index, part in enumerate(op.split(whole)):
+            assert shape_of(lambda one, op=op, index=index: op.split(one[0])[index], [tuple(whole.shape)]) == part.shape
         for size in (1, 2, 4):
             assert outcome(lambda op=op, size=size, whole=whole: op.shard(whole, 0, size).shape) == outcome(
                 lambda op=op, size=size, whole=whole: shape_of(
@@ -69,36 +39,12 @@ def outcome(run: Callable[[], Sequence[int]]) -> tuple[int, ...] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("dim", [1, -1])
-def test_joins_along_any_axis(dim: int) -> None:
-    def merge(tensors: Sequence[Tensor]) -> Tensor:
-        return cat(tensors, dim)
-
-    assert shape_of(merge, [(3, 5), (3, 2), (3, 0)]) == (3, 7)
-
-
-def test_the_first_axis_is_the_default() -> None:
-    assert shape_of(cat, [(3, 5), (1, 5)]) == (4, 5)
-
-
 @pytest.mark.parametrize(
     ("shapes", "said"), [([(3, 5), (3, 4)], r"\[3, 5\], \[3, 4\]"), ([(3, 5), (3,)], r"\[3, 5\], \[3\]")]
 )
 def test_tensors_that_do_not_fit_are_refused(shapes: list[Shape], said: str) -> None:
     with pytest.raises(CkptkitError, match=rf"tensors {said} cannot be joined along axis 0"):
         shape_of(cat, shapes)
-
-
-def test_no_memory_is_filled() -> None:
-    """The sizes of a trillion elements, arranged in every way that ops arrange them."""
-    heads = 1 << 12
-    assert shape_of(
-        Qkv(heads, heads // 8, 1 << 8).merge, [(1 << 20, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]
-    ) == (10 << 17, 1 << 20)
-    assert shape_of(
-        GatedQkv(heads, heads // 8, 1 << 8).merge, [(1 << 21, 1 << 20), (1 << 17, 1 << 20), (1 << 17, 1 << 20)]
-    ) == (18 << 17, 1 << 20)
-    assert shape_of(SwapHalves().merge, [(1 << 20, 1 << 20)]) == (1 << 20, 1 << 20)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from support import floats, models
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
-from ckptkit.app.api import inspect
 from converters.planner import dims_of
 from verify.launch.checks.gpus import engine_fit
 from verify.launch.stacks.sizes import Cut
@@ -78,18 +77,6 @@ def test_a_release_without_draft_layers_is_taken_for_such_a_model(tmp_path: Path
     assert any("promises 2 multi-token prediction layers" in note for note in report.facts["notes"])
 
 
-def test_selection_biases_that_were_rounded_are_named(tmp_path: Path) -> None:
-    """transformers saves them in bfloat16."""
-    rounded = saved(
-        tmp_path / "s",
-        lambda found: {name: one.bfloat16() if name.endswith("bias") else one for name, one in found.items()},
-    )
-    (finding,) = verify(rounded).findings
-    expected = ("model.layers.{3..11}.moe.router_bias", 9)
-    assert (finding.code, finding.tensor, finding.count) == ("CK107", *expected)
-    assert "float32" in str(finding.expected)
-
-
 def test_one_base_of_the_list_that_changed_is_named(releases: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(releases("step3p5"))
     config = json.loads((path / "config.json").read_text())
@@ -104,11 +91,6 @@ def test_heads_of_both_kinds_of_layers_must_divide() -> None:
     cut = Cut("rollout", "sglang", 5, "--tp")
     (issue,) = (one for one in engine_fit(dims_of(config), config, cut) if "heads" in one.expected)
     assert (issue.expected, issue.actual) == ("num_attention_heads that divides over 5 ranks", "14")
-
-
-def test_inspect_names_the_model(releases: PathOf) -> None:
-    facts = inspect(Path(releases("step3p7")))
-    assert facts["unwitnessed"].startswith("no released Megatron has loaded step3p7: ")
 
 
 def test_names_of_the_nvfp4_release_are_told_apart(tmp_path: Path) -> None:

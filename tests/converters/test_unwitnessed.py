@@ -17,7 +17,7 @@ import torch
 from families import UNWITNESSED
 from families.case import build, save, tokens
 from families.table import config_of
-from families.worker import Worker
+from families.worker import ask
 from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import PathOf
@@ -73,19 +73,21 @@ def test_inspect_and_the_report_say_that_no_released_megatron_has_loaded_it(rele
 
 
 def test_faults_are_found_beside_the_source(release: Path, tmp_path: Path) -> None:
-    """A clean copy, one without a norm, one with two layers exchanged, and one in which a bit of a matrix differs."""
+    """A clean copy, without a norm, with two layers exchanged, with another bit in a matrix, and with rounded state."""
     tensors = models.tensors(release)
     (norm,) = (name for name in tensors if re.search(r"layers\.5\.(post_attention_layernorm|ffn_norm)\.", name))
     outputs = [name for name in sorted(tensors) if re.search(r"layers\.\d+\.(self_attn\.o_proj|attn\.wq_b)\.", name)]
     matrices = [name for name in outputs if tensors[name].shape == tensors[outputs[0]].shape][:2]
     flipped = tensors[matrices[0]].clone()
     flipped.view(torch.int16)[2, 1] ^= 1
+    wide = {name: one.bfloat16() for name, one in tensors.items() if one.dtype == torch.float32 and one.any()}
     exchanged = dict(zip(matrices, (tensors[matrices[1]], tensors[matrices[0]]), strict=True))
     for label, changes, expected in (
         ("clean", {}, set()),
         ("lost", {norm: None}, {"CK104"}),
         ("exchanged", exchanged, {"CK202"}),
         ("flipped", {matrices[0]: flipped}, {"CK202"}),
+        *((f"rounded {name}", {name: tensor}, {"CK203"}) for name, tensor in list(wide.items())[:: len(wide) // 5 + 1]),
     ):
         shutil.copytree(release, tmp_path / label)
         for name, tensor in changes.items():
@@ -240,21 +242,17 @@ def test_megatrons_own_norms_are_not_olmoes_and_megatron_bridges_are(tmp_path: P
     require_megatron()
     model, _ = save("olmoe", UNWITNESSED["olmoe"], tmp_path / "hf", torch.float32)
     convert(tmp_path / "hf", tmp_path / "megatron", unwitnessed=True)
-    worker = Worker(tmp_path)
     config: dict[str, Any] = json.loads((tmp_path / "hf" / "config.json").read_text())
     with torch.no_grad():
         expected = model(tokens()).logits
-    try:
-        answer = worker.ask(tmp_path / "hf", tmp_path / "megatron", tokens(), 10 * TOLERANCE)
-        # The model that differs from it in the width of these norms alone.
-        like = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-        sizes = {"head_dim": config["hidden_size"] // 8, "moe_intermediate_size": config["intermediate_size"]}
-        for place in ("hf", "megatron/hf"):
-            (tmp_path / place / "config.json").write_text(json.dumps(config | like | sizes))
-        with pytest.raises(RuntimeError, match=r"q_layernorm"):
-            worker.ask(tmp_path / "hf", tmp_path / "megatron", tokens(), None)
-    finally:
-        worker.stop()
+    answer = ask(tmp_path / "hf", tmp_path / "megatron", tokens(), 10 * TOLERANCE)
+    # The model that differs from it in the width of these norms alone.
+    like = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    sizes = {"head_dim": config["hidden_size"] // 8, "moe_intermediate_size": config["intermediate_size"]}
+    for place in ("hf", "megatron/hf"):
+        (tmp_path / place / "config.json").write_text(json.dumps(config | like | sizes))
+    with pytest.raises(RuntimeError, match=r"q_layernorm"):
+        ask(tmp_path / "hf", tmp_path / "megatron", tokens(), None)
     assert float((answer.logits - expected).abs().max() / expected.abs().max()) < TOLERANCE
     assert {label: change for label, change in answer.mutated.items() if not change > 10 * TOLERANCE} == {}
     assert math.isfinite(sum(answer.mutated.values()))

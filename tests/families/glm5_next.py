@@ -7,106 +7,36 @@ computes its logits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
+from releases.record import load
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from families.by_name import BF16, F32, Shapes, fill
+from families.by_name import BF16, F32, LATENT, Shapes, classes
 from families.case import Case
 
 KINDS = (["linear_attention"] * 3 + ["deepseek_sparse_attention"]) * 3
-TEXT: dict[str, Any] = {
-    "attention_bias": False,
-    "dtype": "bfloat16",
-    "first_k_dense_replace": 2,
-    "hc_eps": 1e-06,
-    "hc_mult": 3,
-    "hc_sinkhorn_iters": 20,
-    "head_dim": 0,
-    "hidden_act": "silu",
-    "hidden_size": 128,
-    "index_head_dim": 16,
-    "index_kpool": 4,
-    "index_kpool_always_select_tail": True,
-    "index_kpool_compress": True,
-    "index_n_heads": 4,
-    "index_share_for_mtp_iteration": True,
-    "index_topk": 12,
-    "indexer_rope_interleave": True,
-    "indexer_types": ["full"] * 12,
-    "intermediate_size": 288,
-    "kv_lora_rank": 40,
-    "layer_types": KINDS,
-    "linear_attn_config": {
-        "full_attn_layers": [3, 7, 11],
-        "gate_lower_bound": -5.0,
-        "head_dim": 18,
-        "kda_layers": [0, 1, 2, 4, 5, 6, 8, 9, 10],
-        "num_heads": 6,
-        "short_conv_kernel_size": 4,
-    },
-    "max_position_embeddings": 256,
-    "mhc": True,
-    "mla_use_nope": True,
-    "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 10,
-    "model_type": "glm5_next_text",
-    "moe_intermediate_size": 96,
-    "n_group": 1,
-    "n_routed_experts": 12,
-    "n_shared_experts": 2,
-    "norm_topk_prob": True,
-    "num_attention_heads": 10,
-    "num_experts_per_tok": 3,
-    "num_hidden_layers": 12,
-    "num_key_value_heads": 10,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 0,
-    "rms_norm_eps": 1e-05,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "swiglu_limit": 10.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 20,
-    "vocab_size": 352,
-}
-VISION: dict[str, Any] = {
-    "attention_bias": False,
-    "depth": 2,
-    "hidden_size": 24,
-    "image_size": 28,
-    "intermediate_size": 40,
-    "model_type": "glm5_next_vision",
-    "num_heads": 2,
-    "out_hidden_size": 128,
-    "patch_size": 14,
-    "projection_intermediate_size": 40,
-    "swiglu_limit": 10.0,
-}
+# The release's, with other sizes.
+RELEASE = load("zai-org/GLM-5.3-Flash-BF16").config
+TEXT: dict[str, Any] = RELEASE["text_config"] | LATENT
+TEXT |= {"hc_mult": 3, "index_head_dim": 16, "index_n_heads": 4, "index_topk": 12, "layer_types": KINDS}
+TEXT |= {"n_routed_experts": 12, "n_shared_experts": 2, "num_experts_per_tok": 3, "pad_token_id": 0}
+TEXT |= {"indexer_types": ["full"] * 12, "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 10}
+TEXT["linear_attn_config"] |= {"head_dim": 18, "num_heads": 6}
+TEXT["linear_attn_config"] |= {"full_attn_layers": [3, 7, 11], "kda_layers": [0, 1, 2, 4, 5, 6, 8, 9, 10]}
+VISION: dict[str, Any] = RELEASE["vision_config"] | {"depth": 2, "hidden_size": 24, "image_size": 28, "num_heads": 2}
+VISION |= {"intermediate_size": 40, "out_hidden_size": 128, "projection_intermediate_size": 40}
 
 
-class Glm5NextConfig(PretrainedConfig):
-    """What transformers calls so from 5.16 on: a dictionary for the language model."""
-
-    model_type = "glm5_next"
-
-
-def config() -> PretrainedConfig:
+def config() -> Any:
     """As the release's config.json, with the sizes of the test model."""
-    content = {
-        "text_config": json.loads(json.dumps(TEXT)),
-        "vision_config": dict(VISION),
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    return Glm5NextConfig(architectures=["Glm5NextForConditionalGeneration"], **content)
+    content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
+    content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    return CONFIG(architectures=["Glm5NextForConditionalGeneration"], **content)
 
 
 def published() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -146,12 +76,8 @@ def kda() -> Shapes:
         "self_attn.f_b_proj.weight": ((108, 18), BF16),
         "self_attn.g_a_proj.weight": ((18, 128), BF16),
         "self_attn.g_b_proj.weight": ((108, 18), BF16),
-        "self_attn.q_proj.weight": ((108, 128), BF16),
-        "self_attn.k_proj.weight": ((108, 128), BF16),
-        "self_attn.v_proj.weight": ((108, 128), BF16),
-        "self_attn.q_conv1d.weight": ((108, 1, 4), F32),
-        "self_attn.k_conv1d.weight": ((108, 1, 4), F32),
-        "self_attn.v_conv1d.weight": ((108, 1, 4), F32),
+        **{f"self_attn.{part}_proj.weight": ((108, 128), BF16) for part in "qkv"},
+        **{f"self_attn.{part}_conv1d.weight": ((108, 1, 4), F32) for part in "qkv"},
         "self_attn.o_norm.weight": ((18,), BF16),
         "self_attn.o_proj.weight": ((128, 108), BF16),
     }
@@ -207,19 +133,7 @@ def joint() -> Shapes:
     return {"eh_proj.weight": ((128, 256), BF16)} | dict.fromkeys(names, ((128,), BF16))
 
 
-class Glm5NextForConditionalGeneration(PreTrainedModel):
-    """Parameters under the published names, and nothing that computes."""
-
-    config_class = Glm5NextConfig
-
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        fill(self, published(), dtype)
-
-    @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
-        return Glm5NextForConditionalGeneration(config, dtype)
+CONFIG, MODEL = classes("glm5_next", "Glm5NextForConditionalGeneration", lambda config: published())
 
 
 def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
@@ -247,4 +161,4 @@ def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {f"model.visual.{name}": torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-CASES = {"glm5_next": Case(config, added=vision, auto=Glm5NextForConditionalGeneration)}
+CASES = {"glm5_next": Case(config, added=vision, auto=MODEL)}

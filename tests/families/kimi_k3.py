@@ -5,100 +5,39 @@ They are written down here by hand, in the sizes of the test model. Nothing comp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
+from releases.record import load
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from families.by_name import BF16, F32, Shapes, fill
+from families.by_name import BF16, F32, LATENT, Shapes, classes
 from families.case import Case, random
 from families.glm5_next import dense
 
 # Layers counted from 1. The last two have latent attention both, as in the release.
 KDA, FULL = [1, 2, 3, 5, 6, 7, 9, 10], [4, 8, 11, 12]
+# The release's, with other sizes.
+RELEASE = load("moonshotai/Kimi-K3").config
 TEXT: dict[str, Any] = {
-    "activation_situ_beta": 4.0,
-    "activation_situ_linear_beta": 25.0,
-    "architectures": ["KimiLinearForCausalLM"],
-    "attn_res_block_size": 5,
-    "dtype": "bfloat16",
-    "first_k_dense_replace": 2,
-    "hidden_act": "situ",
-    "hidden_size": 128,
-    "intermediate_size": 288,
-    "kv_lora_rank": 40,
-    "latent_moe_use_norm": True,
-    "linear_attn_config": {
-        "full_attn_layers": FULL,
-        "gate_lower_bound": -5.0,
-        "head_dim": 4,
-        "kda_layers": KDA,
-        "num_heads": 96,
-        "short_conv_kernel_size": 3,
-        "use_full_rank_gate": True,
-    },
-    "max_position_embeddings": 256,
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "model_type": "kimi_linear",
-    "moe_intermediate_size": 96,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_attention_heads": 10,
-    "num_expert_group": 1,
-    "num_experts": 12,
-    "num_experts_per_token": 3,
-    "num_hidden_layers": 12,
-    "num_key_value_heads": 10,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 2,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "rms_norm_eps": 1e-05,
-    "routed_expert_hidden_size": 64,
-    "routed_scaling_factor": 1.0,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "use_grouped_topk": True,
-    "v_head_dim": 20,
-    "vocab_size": 352,
-}
-VISION: dict[str, Any] = {
-    "init_pos_emb_height": 4,
-    "init_pos_emb_width": 4,
-    "mm_hidden_size": 32,
-    "model_type": "kimi_k3_vision",
-    "patch_size": 14,
-    "qkv_hidden_size": 32,
-    "text_hidden_size": 128,
-    "vt_hidden_size": 32,
-    "vt_intermediate_size": 48,
-    "vt_num_attention_heads": 2,
-    "vt_num_hidden_layers": 2,
-}
+    key: one for key, one in RELEASE["text_config"].items() if key != "quantization_config"
+} | LATENT
+TEXT |= {"attn_res_block_size": 5, "num_experts": 12, "num_experts_per_token": 3, "qk_rope_head_dim": 16}
+TEXT |= {"routed_expert_hidden_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TEXT["linear_attn_config"] |= {"full_attn_layers": FULL, "kda_layers": KDA, "head_dim": 4, "short_conv_kernel_size": 3}
+VISION: dict[str, Any] = RELEASE["vision_config"] | {"init_pos_emb_height": 4, "init_pos_emb_width": 4}
+VISION |= {"mm_hidden_size": 32, "qkv_hidden_size": 32, "text_hidden_size": 128, "vt_hidden_size": 32}
+VISION |= {"vt_intermediate_size": 48, "vt_num_attention_heads": 2, "vt_num_hidden_layers": 2}
 
 
-class KimiK3Config(PretrainedConfig):
-    """What the release's own code calls so: a dictionary for the language model."""
-
-    model_type = "kimi_k3"
-
-
-def config() -> PretrainedConfig:
+def config() -> Any:
     """As the release's config.json, with the sizes of the test model."""
-    content = {
-        "text_config": json.loads(json.dumps(TEXT)),
-        "vision_config": dict(VISION),
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
-    return KimiK3Config(architectures=["KimiK3ForConditionalGeneration"], **content)
+    content = {"text_config": deepcopy(TEXT), "vision_config": dict(VISION)}
+    content |= {"tie_word_embeddings": False, "dtype": "bfloat16"}
+    return CONFIG(architectures=["KimiK3ForConditionalGeneration"], **content)
 
 
 def published() -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -135,12 +74,8 @@ def kda() -> Shapes:
         "self_attn.f_a_proj.weight": ((4, 128), BF16),
         "self_attn.f_b_proj.weight": ((384, 4), BF16),
         "self_attn.g_proj.weight": ((384, 128), BF16),
-        "self_attn.q_proj.weight": ((384, 128), BF16),
-        "self_attn.k_proj.weight": ((384, 128), BF16),
-        "self_attn.v_proj.weight": ((384, 128), BF16),
-        "self_attn.q_conv1d.weight": ((384, 1, 3), F32),
-        "self_attn.k_conv1d.weight": ((384, 1, 3), F32),
-        "self_attn.v_conv1d.weight": ((384, 1, 3), F32),
+        **{f"self_attn.{part}_proj.weight": ((384, 128), BF16) for part in "qkv"},
+        **{f"self_attn.{part}_conv1d.weight": ((384, 1, 3), F32) for part in "qkv"},
         "self_attn.o_norm.weight": ((4,), F32),
         "self_attn.o_proj.weight": ((128, 384), BF16),
     }
@@ -179,19 +114,11 @@ def experts() -> Shapes:
     return found
 
 
-class KimiK3ForConditionalGeneration(PreTrainedModel):
-    """Parameters under the published names, and nothing that computes."""
-
-    config_class = KimiK3Config
-
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        fill(self, ((f"language_model.{name}", shape, stored) for name, shape, stored in published()), dtype)
-
-    @staticmethod
-    def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
-        return KimiK3ForConditionalGeneration(config, dtype)
+CONFIG, MODEL = classes(
+    "kimi_k3",
+    "KimiK3ForConditionalGeneration",
+    lambda config: ((f"language_model.{name}", shape, stored) for name, shape, stored in published()),
+)
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -219,4 +146,4 @@ def vision(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
 
-CASES = {"kimi_k3": Case(config, added=vision, value=value, auto=KimiK3ForConditionalGeneration)}
+CASES = {"kimi_k3": Case(config, added=vision, value=value, auto=MODEL)}

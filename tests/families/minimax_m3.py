@@ -5,40 +5,27 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from releases.record import load
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, MiniMaxM3VLConfig
 
 from families.case import SIZES, Case, biases_in_float32, random
 
 FREQUENCY = [0, 0, 0, *[1] * 9]
+TEXT: dict[str, Any] = load("MiniMaxAI/MiniMax-M3").config["text_config"]
 # What transformers reads and does not write, and what it writes instead.
 RELEASED: dict[str, Any] = {
-    "hidden_act": "swigluoai",
-    "moe_layer_freq": FREQUENCY,
-    "scoring_func": "sigmoid",
-    "use_routing_bias": True,
-    "use_gemma_norm": True,
-    "use_qk_norm": True,
-    "qk_norm_type": "per_head",
-    "attention_output_gate": False,
-    "n_shared_experts": 1,
-    "num_mtp_modules": 7,
-    "num_nextn_predict_layers": 1,
-    "rope_theta": 5000000,
-    "partial_rotary_factor": 0.5,
-    "sparse_attention_config": {
-        "use_sparse_attention": True,
-        "sparse_index_dim": 32,
-        "sparse_num_index_heads": 2,
-        "sparse_topk_blocks": 2,
-        "sparse_block_size": 8,
-        "sparse_disable_index_value": FREQUENCY,
-        "sparse_score_type": "max",
-        "sparse_init_block": 0,
-        "sparse_local_block": 1,
-        "sparse_attention_freq": FREQUENCY,
-    },
+    key: TEXT[key]
+    for key in (
+        *("hidden_act", "scoring_func", "use_routing_bias", "use_gemma_norm", "use_qk_norm", "qk_norm_type"),
+        *("attention_output_gate", "n_shared_experts", "num_mtp_modules", "num_nextn_predict_layers"),
+        *("rope_theta", "partial_rotary_factor", "sparse_attention_config"),
+    )
 }
+RELEASED["moe_layer_freq"] = FREQUENCY
+RELEASED["sparse_attention_config"] |= {"sparse_index_dim": 32, "sparse_num_index_heads": 2, "sparse_topk_blocks": 2}
+RELEASED["sparse_attention_config"] |= {"sparse_block_size": 8, "sparse_disable_index_value": FREQUENCY}
+RELEASED["sparse_attention_config"] |= {"sparse_attention_freq": FREQUENCY}
 _OURS = ("index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks")
 _OURS += ("layer_types", "mlp_layer_types", "rope_parameters", "model_type")
 

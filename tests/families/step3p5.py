@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from releases.record import load
 from torch import Tensor
 from torch.nn import functional
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from families.by_name import BF16, F32, fill
+from families.by_name import BF16, F32, Published, classes
 from families.case import Case, random
 
 LAYERS, DRAFTS = 12, 2
@@ -23,53 +24,19 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [FULL, SLIDING, SLIDING, SLIDING] * 3 + [SLIDING, FULL]
 # Heads of full layers and of those with a window.
 HEADS = {FULL: 10, SLIDING: 14}
-TEXT: dict[str, Any] = {
-    "architectures": ["Step3p5ForCausalLM"],
-    "model_type": "step3p5",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 352,
-    "hidden_size": 128,
-    "intermediate_size": 288,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS[FULL],
-    "num_attention_groups": 2,
-    "head_dim": 32,
-    "rms_norm_eps": 1e-5,
-    "max_seq_len": 256,
-    "max_position_embeddings": 256,
-    "sliding_window": 7,
-    "layer_types": KINDS,
-    "attention_other_setting": {
-        "attention_type": SLIDING,
-        "num_attention_heads": HEADS[SLIDING],
-        "num_attention_groups": 2,
-        "head_dim": 32,
-    },
+# The release's, with other sizes.
+TEXT: dict[str, Any] = dict(load("stepfun-ai/Step-3.5-Flash").config)
+TEXT |= {"vocab_size": 352, "hidden_size": 128, "intermediate_size": 288, "num_hidden_layers": LAYERS, "head_dim": 32}
+TEXT |= {"num_attention_heads": HEADS[FULL], "num_attention_groups": 2, "sliding_window": 7, "layer_types": KINDS}
+TEXT |= {"max_position_embeddings": 256, "num_nextn_predict_layers": DRAFTS, "share_expert_dim": 80}
+TEXT |= {"moe_num_experts": 12, "moe_top_k": 3, "moe_intermediate_size": 96}
+TEXT["attention_other_setting"] |= {"num_attention_heads": HEADS[SLIDING], "num_attention_groups": 2, "head_dim": 32}
+TEXT |= {
     "rope_theta": [5000000.0 if kind == FULL else 10000.0 for kind in KINDS],
-    "rope_scaling": None,
     "partial_rotary_factors": [0.5 if kind == FULL else 1.0 for kind in KINDS],
-    "yarn_only_types": [FULL],
-    "use_qk_norm": True,
-    "zero_centered": True,
-    "use_head_wise_attn_gate": True,
     "moe_layers_enum": ",".join(map(str, range(3, LAYERS))),
-    "moe_num_experts": 12,
-    "moe_top_k": 3,
-    "moe_intermediate_size": 96,
-    "share_expert_dim": 80,
-    "share_expert_dims": 80,
-    "moe_router_activation": "sigmoid",
-    "moe_router_scaling_factor": 3.0,
-    "norm_expert_weight": True,
-    "use_moe": True,
-    "use_moe_router_bias": True,
-    "need_fp32_gate": True,
     "swiglu_limits": [0.0] * 10 + [7.0, 7.0] + [0.0] * DRAFTS,
     "swiglu_limits_shared": [0.0] * 10 + [16.0, 16.0] + [0.0] * DRAFTS,
-    "num_nextn_predict_layers": DRAFTS,
-    "bos_token_id": 0,
-    "eos_token_id": [1, 2],
-    "tie_word_embeddings": False,
 }
 VISION: dict[str, Any] = {
     "model_type": "perception_encoder",
@@ -225,25 +192,13 @@ def routed(states: Tensor, part: Part, bias: Tensor, limit: float) -> Tensor:
     return torch.as_tensor(found).to(states.dtype).view_as(states)
 
 
-class Config(PretrainedConfig):
-    model_type = "step3p5"
+def published(config: Any) -> Published:
+    """Every tensor; the router's bias alone is float32."""
+    shapes = [*text_shapes(), *(vision_shapes() if config.vision else ())]
+    return ((name, shape, F32 if name.endswith("router_bias") else BF16) for name, shape in shapes)
 
 
-class Named(PreTrainedModel):
-    """Parameters under the names of the release."""
-
-    config_class = Config
-
-    def __init__(self, config: Config, dtype: torch.dtype) -> None:
-        super().__init__(config)
-        shapes = [*text_shapes(), *(vision_shapes() if config.vision else ())]
-        # The router's bias alone is float32.
-        fill(self, ((name, shape, F32 if name.endswith("router_bias") else BF16) for name, shape in shapes), dtype)
-
-    @staticmethod
-    def from_config(config: Config, dtype: torch.dtype) -> PreTrainedModel:
-        """The model of a config."""
-        return Named(config, dtype)
+CONFIG, MODEL = classes("step3p5", "Named", published)
 
 
 def value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -271,11 +226,11 @@ def multimodal(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _CASE = Case(
-    lambda: Config(vision=False),
+    lambda: CONFIG(vision=False),
     value=value,
-    auto=Named,
+    auto=MODEL,
     edit=lambda config: dict(TEXT),
     reference=logits,
     witness="the equations of transformers 5.24",
 )
-CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: Config(vision=True), edit=multimodal)}
+CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: CONFIG(vision=True), edit=multimodal)}

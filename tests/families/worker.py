@@ -1,20 +1,16 @@
-"""A process with real Megatron that answers for one test model after the other: its imports take longer than the work.
-
-`Worker.ask` runs one HF directory through it; what follows `main` runs in the process.
-"""
+"""What real Megatron, in a process of its own, computes of one test model."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from support.processes import environment
+from support.forking import run_module
 from torch import Tensor
 
 from families.case import far
@@ -37,72 +33,33 @@ class Answer:
     mutated: dict[str, float]
 
 
-class Worker:
-    """The process, started at the first question."""
+def ask(hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answer:
+    """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback.
 
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._process: subprocess.Popen[str] | None = None
-        self._count = 0
+    A mapping that is wrong in one layer and changes logits by more than `enough` is not made wrong in all. With None no
+    mapping is made wrong.
+    """
+    with TemporaryDirectory() as folder:
+        question, answer = Path(folder) / "question.pt", Path(folder) / "answer.pt"
+        torch.save({"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "enough": enough}, question)
+        run_module("megatron", "families.worker", question, answer)
+        return Answer(**torch.load(answer, weights_only=False))
 
-    def _start(self) -> subprocess.Popen[str]:
-        found = environment(OMP_NUM_THREADS="1")
-        command = [sys.executable, "-W", "ignore", "-m", "families.worker", str(self._scratch / "store")]
-        return subprocess.Popen(command, env=found, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, hf: Path, megatron: Path, tokens: Tensor, enough: float | None) -> Answer:
-        """Loads the Megatron checkpoint made of the HF directory. Raises RuntimeError with Megatron's traceback.
-
-        A mapping that is wrong in one layer and changes logits by more than `enough` is not made wrong in all. With
-        None no mapping is made wrong.
-        """
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        self._count += 1
-        question, answer = self._scratch / f"question-{self._count}.pt", self._scratch / f"answer-{self._count}.pt"
-        torch.save(
-            {"hf": str(hf), "megatron": str(megatron), "tokens": tokens, "enough": enough, "answer": str(answer)},
-            question,
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{question}\n")
-        self._process.stdin.flush()
-        while (line := self._process.stdout.readline()) and not line.startswith("ckptkit-answer"):
-            pass  # whatever the packages print
-        if not line:
-            raise RuntimeError("the Megatron process ended; its error is above")
-        content = torch.load(answer, weights_only=False)
-        if "error" in content:
-            raise RuntimeError(content["error"])
-        return Answer(**content)
-
-    def stop(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.communicate(timeout=60)
+# What follows runs in that process.
 
 
 def main() -> None:
-    """Reads names of question files from stdin and says on stdout when each is answered."""
-    import traceback
-
+    """The files of question and answer."""
     from support.megatron_layers import compute_layers
 
     from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import connect
 
-    os.unlink(sys.argv[1]) if os.path.exists(sys.argv[1]) else None
-    connect(ParallelSizes(), 0, sys.argv[1])
+    question, answer = map(Path, sys.argv[1:])
+    connect(ParallelSizes(), 0, str(question.with_name("store")))
     compute_layers()
-    for line in sys.stdin:
-        question = torch.load(line.strip(), weights_only=False)
-        try:
-            content = _answer(question)
-        except BaseException:  # noqa: BLE001 - megatron-core's CheckpointException is not an Exception; it is told, not lost
-            content = {"error": traceback.format_exc()}
-        torch.save(content, question["answer"])
-        print("ckptkit-answer", flush=True)
+    torch.save(_answer(torch.load(question, weights_only=False)), answer)
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:

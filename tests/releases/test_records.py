@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from releases.fold import folded, saved_by_transformers
+from ckptkit.core.specs import fold
+from releases.fold import saved_by_transformers
 from releases.header_only import write
 from releases.record import load, models, unfolded
 
@@ -79,7 +80,7 @@ def test_folded_names_are_written_out() -> None:
 def test_folding_names_loses_none() -> None:
     for model in ("Qwen/Qwen3.5-27B", "moonshotai/Moonlight-16B-A3B-Instruct", "openai/gpt-oss-20b"):
         names = [tensor.name for tensor in load(model).tensors_in_order]
-        assert sorted(name for pattern in folded(names) for name in unfolded(pattern)) == names
+        assert sorted(name for pattern in fold(names) for name in unfolded(pattern)) == names
 
 
 def test_every_record_says_where_it_comes_from() -> None:
@@ -91,21 +92,6 @@ def test_every_record_says_where_it_comes_from() -> None:
         assert (release.known == "index") == ("index" in release.sources)
         assert (release.parameters is not None) == ("parameters" in release.sources)
         assert ("why" in release.findings) == bool(release.findings)
-
-
-# What was published of models whose records are made of another's, by hand: a rotary setting that is not the other's.
-YARN = {
-    "moonshotai/Kimi-K2-Instruct": (1.0, 32.0),
-    "moonshotai/Kimi-K2-Thinking": (1.0, 64.0),
-    "moonshotai/Kimi-K2.5": (32.0, 64.0),
-}
-
-
-@pytest.mark.parametrize("model", YARN)
-def test_yarn_of_each_kimi_is_its_own(model: str) -> None:
-    config = load(model).config
-    rope = config.get("text_config", config)["rope_scaling"]
-    assert (rope["beta_fast"], rope["factor"]) == YARN[model]
 
 
 @pytest.mark.parametrize("model", models())

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any
+
+import pytest
+from families import CASES
+from families.table import config_of
 
 from converters.config.dims import Indexer, LinearAttention, Mamba, Mla, base_dims
-from converters.megatron.argument import Argument
+from converters.megatron.argument import Argument, never, of_model
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
+from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
+from converters.planner import dims_of
+from verify.checks.config.arguments import differing, mismatches
 
 CONFIG = {
     "hidden_size": 64,
@@ -47,6 +56,17 @@ def test_reports_name_sizes_first() -> None:
     assert names[:3] == ["num_layers", "hidden_size", "ffn_hidden_size"]
 
 
+def test_what_no_two_models_are_compared_by() -> None:
+    """What follows from others, and choices of the run."""
+    never_compared = {row.name for row in ARGUMENTS if row.scope is never}
+    sizes = "max_position_embeddings seq_length vocab_size padded_vocab_size make_vocab_size_divisible_by "
+    switches = "group_query_attention add_position_embedding use_rotary_position_embeddings moe_grouped_gemm "
+    of_run = "attention_dropout hidden_dropout init_method_std tokenizer_type moe_router_dtype moe_permute_fusion "
+    others = "apply_query_key_layer_scaling rotary_seq_len_interpolation_factor "
+    patterns = "hybrid_layer_pattern hybrid_override_pattern"
+    assert never_compared == set(f"{sizes}{switches}{of_run}{others}{patterns}".split())
+
+
 def test_a_switch_starts_as_its_options_say() -> None:
     assert not Argument("made_up", bool).starts
     off = Argument("made_up", bool, switches={"--no-made-up": False})
@@ -59,3 +79,42 @@ def test_arguments_without_a_row_are_printed_by_their_kind() -> None:
         "--sizes 1,2",
         "--layers '([1]*2)'",
     ]
+
+
+def changed(name: str, value: Any) -> Any:
+    """Another value of an argument that a run may have."""
+    if name in ("position_embedding_type", "rope_type"):
+        return "yarn" if value != "yarn" else "rope"
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return 2 * value + 1
+    if isinstance(value, list | tuple):
+        return type(value)([value[0] + 1, *value[1:]])
+    return 7 if value is None else "other"
+
+
+def unread(name: str, args: Mapping[str, Any]) -> bool:
+    """Whether another argument leaves Megatron no choice of this."""
+    if name == "position_embedding_type":
+        return bool(args.get("use_rotary_position_embeddings"))
+    if name in ("num_layers", "mtp_num_layers"):
+        return "hybrid_layer_pattern" in args
+    if name == "rope_type":
+        return bool(args["rotary_scaling_factor"] == 1)
+    if name == "add_qkv_bias":
+        return bool(args["add_bias_linear"])
+    return name == "dsa_indexer_skip_topk_offset" and args["dsa_indexer_topk_freq"] == 1
+
+
+@pytest.mark.parametrize("model", CASES)
+def test_each_argument_of_another_model_is_named(model: str) -> None:
+    dims = dims_of(config_of(CASES[model]))
+    args = megatron_args(dims)
+    compared = [row for row in ARGUMENTS if row.name in args and of_model(row.scope, dims)]
+    assert len(compared) > 15
+    assert list(mismatches(dims, args)) == list(differing(args, args)) == []
+    for row in compared:
+        other = args | {row.name: changed(row.name, args[row.name])}
+        found = [name for name, _, _ in mismatches(dims, other)]
+        assert found[:1] == ([] if unread(row.name, args) else [row.name]), (row.name, other[row.name], found)

@@ -55,31 +55,19 @@ def test_copies_that_disagree(
 
 
 def argument(name: str, value: Any) -> Callable[[State], None]:
-    def change(state: State) -> None:
-        setattr(state["args"], name, value)
-
-    return change
+    return lambda state: setattr(state["args"], name, value)
 
 
 def entry(name: str, value: Any) -> Callable[[State], None]:
-    def change(state: State) -> None:
-        state[name] = value
-
-    return change
+    return lambda state: state.update({name: value})
 
 
 def tensor(name: str, value: Any) -> Callable[[State], None]:
-    def change(state: State) -> None:
-        state["model"][name] = value
-
-    return change
+    return lambda state: state["model"].update({name: value})
 
 
 def without(name: str) -> Callable[[State], None]:
-    def change(state: State) -> None:
-        del state["model"][name]
-
-    return change
+    return lambda state: state["model"].pop(name)  # type: ignore[no-any-return]
 
 
 PROJ, LAST = "decoder.layers.4.self_attention.linear_proj.weight", "mp_rank_01_001_001"

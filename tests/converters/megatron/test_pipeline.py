@@ -14,24 +14,11 @@ from converters.megatron.pipeline import Pipeline
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "stages"),
-    [
-        (Pipeline(3), (((0, 1, 2),),)),
-        (Pipeline(6, 2), (((0, 1, 2),), ((3, 4, 5),))),
-        (Pipeline(8, 2, vpp=2), (((0, 1), (4, 5)), ((2, 3), (6, 7)))),
-        (Pipeline(7, 3, first=1), (((0,),), ((1, 2, 3),), ((4, 5, 6),))),
-        (Pipeline(7, 3, last=1), (((0, 1, 2),), ((3, 4, 5),), ((6,),))),
-        (Pipeline(8, 3, vpp=2, first=2, last=2), (((0,), (4,)), ((1, 2), (5, 6)), ((3,), (7,)))),
-        (Pipeline(6, 2, vpp=2, embedding=True, loss=True), (((0,), (3, 4)), ((1, 2), (5,)))),
-        (Pipeline(5, 2, layout="Et|tttt,L"), (((0,),), ((1, 2, 3, 4),))),
-        # stage 0 has the 1st and 3rd part, stage 1 the 2nd and the 4th
-        (Pipeline(5, 2, layout="Et*2|(t|)*2tmL", mtp=1), (((0, 1), (3,)), ((2,), (4,)))),
-        (Pipeline(2, 2, layout=[["embedding"], ["decoder", "decoder", "loss"]]), (((),), ((0, 1),))),
-    ],
-)
-def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> None:
-    assert pipeline.stages == stages
+def test_layers_of_each_stage_and_chunk() -> None:
+    """Stage 0 has the first and the third part, stage 1 the second and the fourth."""
+    assert Pipeline(5, 2, layout="Et*2|(t|)*2tmL", mtp=1).stages == (((0, 1), (3,)), ((2,), (4,)))
+    listed = Pipeline(2, 2, layout=[["embedding"], ["decoder", "decoder", "loss"]])
+    assert listed.stages == (((),), ((0, 1),))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +26,6 @@ def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> N
     [
         (Pipeline(7, 2), "the layers do not divide over the stages: num_layers 7, pipeline_model_parallel_size 2"),
         (Pipeline(8, 3, first=1), "7 layers do not divide over the 2 other stages"),
-        (Pipeline(8, 3, first=9), "-1 layers"),
         (Pipeline(6, 2, vpp=2), "stages of 3, 3 layers do not divide into 2 chunks"),
         (Pipeline(8, 2, vpp=2, first=4, last=4), "chunks need a stage between"),
         (Pipeline(6, vpp=2), "in a pipeline of one"),
@@ -48,7 +34,6 @@ def test_layers_of_each_stage_and_chunk(pipeline: Pipeline, stages: Stages) -> N
         (Pipeline(4, 2, layout="Ett|ttL", first=2), "together with other pipeline arguments"),
         (Pipeline(4, 2, layout="Ett|tt"), "does not begin with its only E and end with its only L"),
         (Pipeline(5, 2, layout="Ett|ttL"), "layout has 4 layers and 0 for multi-token prediction, the model 5 and 0"),
-        (Pipeline(4, 2, layout="Ett|ttmL"), "layout has 4 layers and 1 for multi-token prediction, the model 4 and 0"),
         (Pipeline(4, 2, layout="Ett|t|tL"), "the layout has 3 stages"),
         (Pipeline(4, 2, layout="Etm|tttL", mtp=1), "not together behind all others"),
         (Pipeline(4, 2, layout="Etx|tttL"), "is not a layout"),
