@@ -54,12 +54,6 @@ def test_everything_else_passes_untouched_under_its_own_name() -> None:
     assert all(tensor.data_ptr() == tensors[name].data_ptr() for name, tensor in passed)
 
 
-def test_only_the_last_part_of_a_name_changes() -> None:
-    name = "model.weight_tower.layers.0.mlp.experts.0.up_proj.weight"
-    bucket = OnlineQuantizer(config(), names_of([name])).quantize([(name, torch.ones(8, 32).bfloat16())])
-    assert [part for part, _ in bucket] == [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
-
-
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 def test_the_bytes_are_those_of_ckptkit_quantize(grid: Any, releases: Callable[[str], Path], tmp_path: Path) -> None:
     quantize(releases("glm4_moe"), tmp_path / "int4", QuantScheme(GROUP, grid, GLM))
@@ -189,15 +183,6 @@ def test_without_a_reference_the_classes_decide(releases: Callable[[str], Path],
         match=r"model\.layers\.0\.mlp\.experts\.0\.w1\.weight \[8, 32\] is not a tensor of the engine's checkpoint",
     ):
         OnlineQuantizer(config).quantize([("model.layers.0.mlp.experts.0.w1.weight", torch.zeros(8, 32))])
-
-
-def test_an_index_without_shards_is_reference_enough(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(
-        json.dumps({"weight_map": dict.fromkeys(names_of(release()), "model-00001-of-00001.safetensors")})
-    )
-    same(
-        flat(OnlineQuantizer(config(), tmp_path).stream(release().items())), flat(quantizer().stream(release().items()))
-    )
 
 
 @pytest.fixture
