@@ -159,14 +159,6 @@ def test_four_bits_that_are_exact_are_packed_to_themselves(plain: Callable[[str]
         quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp4", exact=True))
 
 
-def test_powers_of_two_are_labelled_and_have_no_mantissa(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", "deepgemm"))
-    assert config_of(tmp_path / "out")["scale_fmt"] == "ue8m0"
-    scales = [tensor for name, tensor in models.tensors(tmp_path / "out").items() if name.endswith("_scale_inv")]
-    assert scales
-    assert not any(bool((scale.view(torch.int32) & 0x7FFFFF).any()) for scale in scales)
-
-
 def test_draft_layers_are_fp8_but_for_what_joins_them_to_the_model(
     plain: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -255,10 +247,15 @@ def test_nothing_to_quantize_is_an_error(plain: Callable[[str], Path], tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_like_quantizes_what_the_release_has_in_fp8(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    quantize(plain("dense"), tmp_path / "like", FloatScheme("fp8-block", ignore=(r"re:.*\.self_attn\..*",)))
-    quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block"), like=tmp_path / "like")
-    assert in_fp8(tmp_path / "out") == in_fp8(tmp_path / "like")
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4"])
+def test_like_quantizes_what_another_release_has_in_the_scheme(
+    name: str, plain: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantize(plain("dense"), tmp_path / "like", FloatScheme(name, ignore=(r"re:.*\.self_attn\..*",)))
+    quantize(plain("dense"), tmp_path / "out", FloatScheme(name), like=tmp_path / "like")
+    like, out = (models.tensors(tmp_path / name) for name in ("like", "out"))
+    assert like.keys() == out.keys()
+    assert not [name for name in out if "self_attn" in name and "scale" in name]
     assert config_of(tmp_path / "out") == config_of(tmp_path / "like")
 
 
@@ -453,14 +450,6 @@ def test_quantized_sources_are_dequantized_first(source: str, plain: Callable[[s
     quantize(tmp_path / "source", tmp_path / "out", MODELOPT)
     report = verify(tmp_path / "out", source=tmp_path / "source")
     assert report.status == "passed", report.findings
-
-
-def test_like_quantizes_what_another_has_in_nvfp4(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    quantize(plain("dense"), tmp_path / "like", FloatScheme("nvfp4", ignore=(r"re:.*\.self_attn\..*",)))
-    quantize(plain("dense"), tmp_path / "out", MODELOPT, like=tmp_path / "like")
-    like, out = (models.tensors(tmp_path / name) for name in ("like", "out"))
-    assert like.keys() == out.keys()
-    assert not [name for name in out if "self_attn" in name and name.endswith("_scale_2")]
 
 
 @pytest.mark.usefixtures("kernel_tiles")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -442,32 +440,3 @@ def test_lint_of_a_config_with_a_kernel_fetches_nothing(tmp_path: Path, attempts
     (tmp_path / "evil.py").write_text("raise SystemExit('run')\n")
     assert lint(published.write(tmp_path, config, published.QWEN_LIST)).packed
     assert seen == []
-
-
-def test_one_module_alone_hands_configs_to_transformers() -> None:
-    """The reference of `--logits` builds a model too, in an offline process.
-
-    Three load tokenizers and processors alone, in offline processes; one asks which quantizers there are.
-    """
-    root = Path(__file__).parents[3]
-    found = set()
-    for file in (
-        file for package in ("ckptkit", "converters", "quant", "verify") for file in (root / package).rglob("*.py")
-    ):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [one.name for one in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            if any(name.partition(".")[0] == "transformers" for name in names):
-                found.add(str(file.relative_to(root)))
-    witnesses = ("reference/process.py", "reference/prediction.py", "rollouts/process.py")
-    others = {f"verify/witnesses/{file}" for file in witnesses}
-    others |= {f"verify/evidence/side/{file}.py" for file in ("texts", "processors")}
-    others |= {"verify/checks/quantization/quantization_config.py"}
-    defaults = "verify/checks/config/config.py"
-    assert found == {"quant/selection/meta_model.py", defaults, *others}
-    assert importlib.import_module("quant.selection.meta_model")
