@@ -115,6 +115,12 @@ def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts
     assert [status[code] for code in ("CK301", "CK302", "CK709", "CK715")] == ["passed"] * 4, report.findings
 
 
+def test_the_command_line_records_the_preset(releases: PathOf, tmp_path: Path) -> None:
+    run("quantize", releases("qwen3_moe"), tmp_path / "int4", "--preset", "rl", "--group-size", "32")
+    command = json.loads((tmp_path / "int4" / "ckptkit.json").read_text())["command"]
+    assert command[3:5] == ["--preset", "rl"]
+
+
 def test_a_dense_model_is_refused(releases: PathOf, tmp_path: Path) -> None:
     with pytest.raises(CkptkitError, match="packs routed experts alone") as refused:
         quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")

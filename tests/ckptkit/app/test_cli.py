@@ -160,6 +160,12 @@ def test_inspect_shows_rotary_settings_as_they_are_stated(
     assert said in ckptkit("inspect", path).stdout.splitlines()
 
 
+def test_inspect_says_of_many_files_which_and_how_many_tensors_they_have(releases: PathOf, ckptkit: Run) -> None:
+    files = sorted(path.name for path in releases("glm4_moe").glob("*.safetensors"))
+    (line,) = [one for one in ckptkit("inspect", releases("glm4_moe")).stdout.splitlines() if one.startswith("files:")]
+    assert re.fullmatch(rf"files: {files[0]} to {files[-1]}, \d+ to \d+ tensors each", line)
+
+
 def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     bare, asked = ckptkit(), ckptkit("--help")
     assert (bare.returncode, bare.stdout, bare.stderr) == (2, "", asked.stdout)
@@ -180,6 +186,16 @@ def test_the_example_of_a_verb_is_a_line_that_it_takes(name: str, example: str, 
         command.make_context(name, words[2:])
     assert words[:2] == ["ckptkit", name]
     assert ckptkit(name, "--help").stdout.endswith(f"Example:\n  {example}\n")
+
+
+def test_the_help_of_verify_has_each_option_once_in_sections(ckptkit: Run) -> None:
+    shown = ckptkit("verify", "--help").stdout
+    assert {"Compare with", "Ask real programs", "Other"} < set(re.findall(r"^([A-Z][^\n]*):$", shown, re.M))
+    command = cli.get_command(click.Context(cli), "verify")
+    options = [one for one in command.params if isinstance(one, click.Option)] if command else []
+    listed = re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.M)
+    assert sorted(listed) == sorted([*(one.opts[-1 if len(one.opts[0]) == 2 else 0] for one in options), "--help"])
+    assert listed.index("--source") < listed.index("--against-megatron") < listed.index("--strict")
 
 
 @pytest.mark.parametrize("named", [[], ["vllm"], ["sglang", "slime"]], ids=str)

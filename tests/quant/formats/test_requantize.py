@@ -114,6 +114,13 @@ def test_scales_keep_their_dtype_unless_another_is_asked_for() -> None:
     assert after.scale.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_empty(shape: tuple[int, int]) -> None:
+    for scheme in [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax", (), symmetric=False)]:
+        (before,) = quantize_pack([torch.empty(shape)], scheme, ["a"])
+        assert equal(requantize(torch.empty(shape), before, scheme, "a"), before)
+
+
 def test_refuses_scales_of_another_shape() -> None:
     before = Packed(torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 1), None)
     with pytest.raises(CkptkitError, match=r"a: the reference has scales \[1, 1\], not \[1, 2\]"):
