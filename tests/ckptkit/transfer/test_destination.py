@@ -559,10 +559,7 @@ def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path
 
 
 def test_what_another_program_wrote_into_the_partial_stays_when_a_run_fails(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CkptkitError, match="no") as failed,
-        new_directory(tmp_path / "out", ASKED) as (partial, _),
-    ):
+    with pytest.raises(CkptkitError, match="no") as failed, new_directory(tmp_path / "out", ASKED) as (partial, _):
         write(partial / "config.json")
         write(partial / "thesis.tex")
         raise FinalError.of(CkptkitError("no"))
@@ -581,10 +578,7 @@ def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_
 
 @pytest.mark.parametrize(
     "files",
-    [
-        ("config.json", "model.safetensors", ".ckptkit/model.safetensors.json"),
-        (".ckptkit/model.safetensors.json",),
-    ],
+    [("config.json", "model.safetensors", ".ckptkit/model.safetensors.json"), (".ckptkit/model.safetensors.json",)],
     ids=str,
 )
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
@@ -750,10 +744,7 @@ def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
             write(out / "iter_0000100/__0_0.distcp")
 
     monkeypatch.setattr(os, "rename", renamed)
-    with (
-        pytest.raises(CkptkitError) as refused,
-        new_directory(out, ASKED, overwrite=True) as (partial, _),
-    ):
+    with pytest.raises(CkptkitError) as refused, new_directory(out, ASKED, overwrite=True) as (partial, _):
         write(partial / "new")
     assert content(out) == {"iter_0000100/__0_0.distcp": b"x"}
     assert content(partial) == {"new": b"x"}
