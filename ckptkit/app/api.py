@@ -12,12 +12,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.formats.detect import locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
 from ckptkit.storage.fingerprint import unchanged
-from ckptkit.transfer.manifest import (
-    check_new_manifest,
-    described_files,
-    digests_of,
-    write_manifest,
-)
+from ckptkit.transfer.manifest import check_new_manifest, described_files, digests_of, write_manifest
 from converters.open import open_checkpoint
 from converters.passthrough import FOLDER
 
@@ -54,11 +49,7 @@ def quantize(
 
 
 def make_manifest(
-    path: str | Path,
-    output: str | Path | None = None,
-    *,
-    hf: str | Path | None = None,
-    workers: int | None = None,
+    path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None
 ) -> Path:
     """Writes the manifest of the checkpoint at `path`, HF or Megatron: to `output`, or `ckptkit.json` at its root.
 

@@ -30,12 +30,7 @@ from converters.megatron.arguments import megatron_args
 from converters.megatron.hybrid_model import refuse_hybrid_only
 from converters.megatron.rank_cuts import rank_cuts
 from converters.open import open_megatron
-from converters.passthrough import (
-    FOLDER,
-    lost_towers,
-    passthrough_of,
-    require_towers,
-)
+from converters.passthrough import FOLDER, lost_towers, passthrough_of, require_towers
 from converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_megatron
 from converters.registry import check_unwitnessed
 from converters.stored import remarks, require_mtp

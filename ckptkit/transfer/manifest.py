@@ -193,10 +193,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     tensors, files = content.get("tensors"), content.get("files")
     if not isinstance(tensors, dict) or not tensors or not isinstance(files, dict):
-        raise CkptkitError(
-            f"{path} has no digests",
-            "make one of the sound checkpoint with `ckptkit manifest`",
-        )
+        raise CkptkitError(f"{path} has no digests", "make one of the sound checkpoint with `ckptkit manifest`")
     if wrong := next((name for name, one in files.items() if not is_blake3(one)), None):
         raise CkptkitError(f"{path}: the digest of {wrong} is not a BLAKE3", "take the manifest from where it was kept")
     found = {name: TensorDigest.parse(entry) for name, entry in tensors.items()}

@@ -49,7 +49,8 @@ def compressed_format(content: Mapping[str, Any]) -> Floats | PackedInt4:
     if (usual := usual_int4(content)) is not None:
         return usual
     floats = compressed_floats(content)
-    if floats is not None and all(_is_float(group.weights) for group in _weighted(content)):
+    groups = groups_of({"quantization_config": content}) if floats is not None else ()
+    if floats is not None and all(_is_float(group.weights) for group in groups if group.weights):
         return floats
     return judged_format(content)
 
@@ -84,10 +85,6 @@ def _is_float(weights: Any) -> bool:
     return isinstance(weights, Mapping) and weights.get("type") == "float"
 
 
-def _weighted(content: Mapping[str, Any]) -> list[Group]:
-    return [group for group in groups_of({"quantization_config": content}) if group.weights]
-
-
 def _layout(group: Group, form: Any, inputs: Any) -> Layout:
     """The layout of one group's weights. Source: compressed-tensors `QuantizationArgs` and its compressors."""
     weights = group.weights
@@ -105,12 +102,8 @@ def _layout(group: Group, form: Any, inputs: Any) -> Layout:
     if form == _NVFP4:
         _hold(weights, {"num_bits": (4,), "strategy": ("tensor_group", None), "group_size": (16, None)})
         # "local" is dynamic within one scale of the tensor, which is stored.
-        return compressed_nvfp4(static=_has_stored_scale(inputs))
+        return compressed_nvfp4(static=isinstance(inputs, Mapping) and inputs.get("dynamic", False) in (False, "local"))
     raise _unsupported(f"format {form}" if form != FORMAT else "type 'float'")
-
-
-def _has_stored_scale(inputs: Any) -> bool:
-    return isinstance(inputs, Mapping) and inputs.get("dynamic", False) in (False, "local")
 
 
 def _block(weights: Mapping[str, Any]) -> tuple[int | None, int | None]:

@@ -219,9 +219,7 @@ def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
     yield from plain(lay_out(text, width or columns(), every=True))
 
 
-def _alike(
-    patterns: Mapping[str, Mapping[str, Sequence[str]]],
-) -> Iterator[tuple[str, Mapping[str, Sequence[str]]]]:
+def _alike(patterns: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[tuple[str, Mapping[str, Sequence[str]]]]:
     """Yields the entries, with those as one that differ in numbers alone and so do the tensors that they cover."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for pattern, covers in patterns.items():
@@ -268,10 +266,7 @@ def _readers(report: LintReport) -> str:
 
 
 def _verdict(report: LintReport) -> tuple[str, str]:
-    counts = (
-        ("error", sum(finding.severity == "error" for finding in report.findings)),
-        ("warning", report.warnings),
-    )
+    counts = (("error", sum(finding.severity == "error" for finding in report.findings)), ("warning", report.warnings))
     counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
     verdict = "FAILED" if report.failed else "READERS DISAGREE" if report.disagreed else "PASSED"
     status = "FIXED" if report.fixed else verdict

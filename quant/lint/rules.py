@@ -13,7 +13,7 @@ from converters.registry import FAMILIES
 from quant.formats.groups import group_of, groups_of, is_cache_calibrated
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.part_names import PACKED
-from quant.lint.subject import ORDER, IgnoreList, LintFinding, Severity, finding
+from quant.lint.subject import ORDER, IgnoreList, LintFinding, LowPrecisionList, Severity, finding
 from quant.patterns import matcher
 from quant.selection.matrices import forbidden
 from quant.selection.portable import NOTHING_PACKED, OTHER_FORMAT, Divergence, kind_of, reason_of, without_numbers
@@ -30,7 +30,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *_partly(subject),
         *_mixed(subject),
         *_forbidden(subject),
-        *(_overreach(subject) if subject.base == "compressed-tensors" else ()),
+        *(() if isinstance(subject, LowPrecisionList) else _overreach(subject)),
         *_unused(subject),
         *indexer_key(subject),
         *groups(subject),

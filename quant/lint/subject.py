@@ -13,14 +13,7 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import Refusal, Target, groups_of, refusals
 from quant.formats.modelopt import differing_configs
-from quant.lists.table import (
-    KEYS,
-    NAMED,
-    NAMES,
-    ListReader,
-    Method,
-    readers_of_method,
-)
+from quant.lists.table import KEYS, NAMED, NAMES, ListReader, Method, readers_of_method
 from quant.selection.matrices import Matrix, fused_layer, parts_of
 from quant.selection.portable import Divergence, divergences, packed_by, severities, shown
 from quant.selection.readers import LIST_READERS, RULES, TRAINERS
@@ -140,11 +133,6 @@ class IgnoreList:
         """All readers whose reading of the list is looked at."""
         return tuple(reader for reader in RULES if self.is_int4 or reader != "slime")
 
-    @property
-    def base(self) -> str:
-        """The reading that others are held against."""
-        return "compressed-tensors"
-
     @cached_property
     def is_int4(self) -> bool:
         """Whether INT4 is among the formats."""
@@ -198,11 +186,6 @@ class LowPrecisionList(IgnoreList):
     def every_reader(self) -> tuple[str, ...]:
         """All readers whose reading of the list is looked at."""
         return tuple(self.rows)
-
-    @property
-    def base(self) -> str:
-        """The reading that others are held against."""
-        return NAMES
 
     @cached_property
     def readings(self) -> dict[str, Reading]:

@@ -200,10 +200,7 @@ _LINEAR_ATTENTION = re.compile(r"linear_attn\.(?:in_proj_qkv|in_proj_z|out_proj)
 _EXPERTS_ONLY = re.compile(_EXPERTS)
 # verl's lists of parts of names.
 _VERL_LEAVES = ("embed_tokens", "lm_head", "layernorm", "norm", "ln_", "embeddings", "mlp.gate.weight")
-_VERL_TAKES = (
-    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    *("fc1", "fc2", "mlp"),
-)
+_VERL_TAKES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc1", "fc2", "mlp")
 
 
 def slime_fp8(parameter: str, config: Mapping[str, Any]) -> bool:

@@ -70,13 +70,7 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
         ),
         "fp8-channel": _Kind("FP8 in rows", (1, None), ("slime", "slime-cuda", _CT), (16, 16)),
         "mxfp8": _Kind("MXFP8", (1, 32), ("modelopt",), (1, 32), "modelopt"),
-        "mxfp4": _Kind(
-            "MXFP4",
-            (1, 32),
-            (_CT,),
-            (16, 32),
-            layouts=(mxfp4(packed=True),),
-        ),
+        "mxfp4": _Kind("MXFP4", (1, 32), (_CT,), (16, 32), layouts=(mxfp4(packed=True),)),
         "nvfp4": _Kind(
             "NVFP4",
             (1, 16),
@@ -332,17 +326,13 @@ def _reader_notes(
         return [*unread, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
     # vLLM has a spelling of MXFP8 of its own, in which the scales have another name.
     asked = [name for name in _ENGINES if name in readers and not (scheme.name == "mxfp8" and name == "vllm")]
-    engines = [_ENGINES[name] for name in asked if not _loads_blocks(config, name)]
+    engines = [_ENGINES[name] for name in asked if not family_of(config).engine(name).fp8_blocks]
     if scheme.name in ("fp8-block", "mxfp8") and scheme.formula != _CT and engines:
         notes += (
             f"{' and '.join(engines)}: this model's class takes weight_scale_inv for scales of another layout, and "
             f"loads none of {scheme.title}; use --scheme fp8-channel or fp8-block with --rounding compressed-tensors",
         )
     return notes
-
-
-def _loads_blocks(config: Mapping[str, Any], engine: str) -> bool:
-    return family_of(config).engine(engine).fp8_blocks
 
 
 def quantize_sample(weight: Tensor, scheme: FloatScheme) -> None:

@@ -128,12 +128,7 @@ def counting(asked: Iterable[str] | None, engine: str = "sglang") -> tuple[str, 
 
 
 def severity_of(
-    reader: str,
-    asked: Iterable[str] | None,
-    engine: str = "sglang",
-    *,
-    published: bool = False,
-    updated: bool = False,
+    reader: str, asked: Iterable[str] | None, engine: str = "sglang", *, published: bool = False, updated: bool = False
 ) -> Literal["error", "warning"]:
     """The severity where `reader` (of `RULES`) reads an `ignore` list that contradicts the packed weights.
 

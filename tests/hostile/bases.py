@@ -74,10 +74,7 @@ COMMANDS: dict[str, dict[str, str]] = {
         "after_save": "hook after_save in {sound}/hf",
     },
     "legacy": {"inspect": "inspect in", "convert": "convert in out/hf --hf {sound}/hf"},
-    "manifest": {
-        "verify": "verify in --manifest in/ckptkit.json",
-        "convert": "convert in out/megatron",
-    },
+    "manifest": {"verify": "verify in --manifest in/ckptkit.json", "convert": "convert in out/megatron"},
     "ignore": {"quantize": "quantize {sound}/hf out/int4 --group-size 32 --ignore {pattern}"},
     "script": {"preflight": "preflight in/run.sh"},
     "yaml": {"preflight": "preflight in/job.yaml"},

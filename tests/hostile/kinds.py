@@ -58,10 +58,6 @@ CARRIED: dict[str, File] = {
 }
 
 
-def _pipe(file: Path) -> None:
-    os.mkfifo(file)
-
-
 def _socket(file: Path) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         folder = os.open(file.parent, os.O_RDONLY)
@@ -69,40 +65,20 @@ def _socket(file: Path) -> None:
         os.close(folder)
 
 
-def _directory(file: Path) -> None:
-    file.mkdir()
-
-
-def _device(file: Path) -> None:
-    file.symlink_to("/dev/zero")
-
-
-def _loop(file: Path) -> None:
-    file.symlink_to(file.name)
-
-
-def _dangling(file: Path) -> None:
-    file.symlink_to("nowhere")
-
-
 def _endless(file: Path) -> None:
     with file.open("wb") as sparse:
         sparse.truncate(_TERABYTE)
 
 
-def _empty(file: Path) -> None:
-    file.touch()
-
-
-KINDS: dict[str, Callable[[Path], None]] = {
-    "pipe": _pipe,
+KINDS: dict[str, Callable[[Path], object]] = {
+    "pipe": os.mkfifo,
     "socket": _socket,
-    "directory": _directory,
-    "device": _device,
-    "link to itself": _loop,
-    "link to nothing": _dangling,
+    "directory": Path.mkdir,
+    "device": lambda file: file.symlink_to("/dev/zero"),
+    "link to itself": lambda file: file.symlink_to(file.name),
+    "link to nothing": lambda file: file.symlink_to("nowhere"),
     "terabyte of zeros": _endless,
-    "empty file": _empty,
+    "empty file": Path.touch,
 }
 # What there may be without harm: an iteration without common.pt has its state elsewhere; an empty file of words.
 _HARMLESS = {("empty file", "tokenizer"), ("empty file", "generation config"), ("empty file", "common")}
@@ -110,7 +86,7 @@ _HARMLESS |= {(kind, what) for kind in ("empty file", "directory") for what in C
 _HARMLESS |= {(kind, what) for kind in ("link to nothing", "link to itself", "terabyte of zeros") for what in CARRIED}
 
 
-def _replaced(name: str, make: Callable[[Path], None], root: Path) -> None:
+def _replaced(name: str, make: Callable[[Path], object], root: Path) -> None:
     file = root / name
     file.parent.mkdir(exist_ok=True)
     file.unlink(missing_ok=True)

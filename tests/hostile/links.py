@@ -119,12 +119,7 @@ def cases() -> Iterator[Case]:
     yield Case("link to a link that leads out", "hf", _chain, "json is a link to .*outside")
     yield Case("link out of a linked folder", "hf", _in_linked_folder, "x.jinja is a link to /etc/passwd")
     for target in (
-        *(
-            "../../../token",
-            "../../../models--org--b/blobs/abc",
-            "../../blobs/../../token",
-            "/etc/passwd",
-        ),
+        *("../../../token", "../../../models--org--b/blobs/abc", "../../blobs/../../token", "/etc/passwd"),
         *("../../blobs", "../../../models--org--b/snapshots"),
     ):
         made = partial(_as_snapshot, target)

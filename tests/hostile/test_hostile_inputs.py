@@ -21,12 +21,13 @@ from hypothesis import strategies as st
 from support.processes import environment
 
 from ckptkit.app.cli import LazyGroup, cli
-from hostile import cases, links
+from hostile import json_cases, kinds, links, texts, weights
 from hostile.bases import COMMANDS, WITHOUT_CONTROL, commands, linked, make_bases
 from hostile.case import RAN, Case
 from hostile.mutations import Mutation, mutations
 
-CASES = {one.name: one for one in cases.ALL}
+_MADE = (kinds.cases(kinds.FILES), json_cases.cases(), weights.cases(), texts.cases(), links.cases())
+CASES = {one.name: one for several in (*_MADE, kinds.cases(kinds.CARRIED)) for one in several}
 FIXED = ("config.json", "config.json.orig")
 _EACH = 1  # verbs of a case: a fork costs more than what most verbs do
 ALL_VERBS = "CKPTKIT_ALL_VERBS" in os.environ

@@ -134,23 +134,6 @@ def test_shards_are_cut_as_in_the_source(releases: Callable[[str], Path], int4: 
         } == set(names)
 
 
-def test_own_entries_are_added_to_the_default_list(releases: Callable[[str], Path]) -> None:
-    source = HfCheckpoint(releases("glm4_moe"))
-    view, _ = quantized(source, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*", "lm_head")), Request("here"))
-    assert view.config["quantization_config"]["ignore"] == [
-        "model.embed_tokens",
-        r"re:.*\.mlp\.gate(\.weight)?$",
-        "lm_head",
-        r"re:.*\.self_attn\..*",
-    ]
-    assert (
-        view.specs["model.layers.0.self_attn.q_proj.weight"] == source.specs["model.layers.0.self_attn.q_proj.weight"]
-    )
-    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_packed"].shape == (96, 16)
-    assert view.specs["model.layers.2.mlp.experts.3.up_proj.weight_scale"].shape == (96, 4)
-    assert "quantization_config" not in source.config
-
-
 def test_a_missing_linear_is_refused(releases: Callable[[str], Path]) -> None:
     source = HfCheckpoint(releases("glm4_moe"))
     del source.specs["model.layers.3.mlp.experts.7.down_proj.weight"]  # type: ignore[attr-defined]

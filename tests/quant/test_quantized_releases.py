@@ -19,10 +19,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 
-from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.app.api import convert, inspect
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.planner import to_megatron
-from quant.formats.scheme import QuantScheme
 from verify.run import verify
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
@@ -210,19 +209,6 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch:
     )
     same(found.state_dict(), expected.state_dict())
     assert torch.equal(found(tokens()).logits, expected(tokens()).logits)
-
-
-def test_the_int4_that_ckptkit_writes(tmp_path: Path) -> None:
-    """transformers unpacks the model with compressed-tensors; the one from Megatron gives the same logits."""
-    save("qwen2-untied", CASES["qwen2-untied"], tmp_path / "plain", torch.bfloat16)
-    quantize(tmp_path / "plain", tmp_path / "release", QuantScheme(32, "qmax7"))
-    convert(tmp_path / "release", tmp_path / "megatron")
-    convert(tmp_path / "megatron", tmp_path / "back")
-    packed, found = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back")
-    )
-    assert any(name.endswith("weight_packed") for name in packed.state_dict())
-    assert torch.equal(found(tokens()).logits, packed(tokens()).logits)
 
 
 @pytest.mark.usefixtures("served")

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 @click.argument("src", type=common.PATH_OR_URL)
 @click.argument("dst", type=common.PATH_OR_URL)
 @option(
-    "--hf",
-    type=common.PATH_OR_URL,
-    help="HF directory that gives config, tokenizer and shard layout on the way back.",
+    "--hf", type=common.PATH_OR_URL, help="HF directory that gives config, tokenizer and shard layout on the way back."
 )
 @option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
 @option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"]))

@@ -132,11 +132,7 @@ def _end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None
 
 @click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")
 @click.argument("path", type=common.PATH)
-@option(
-    "--output",
-    type=common.PATH,
-    help="Where to write it. [default: ckptkit.json at the root of PATH]",
-)
+@option("--output", type=common.PATH, help="Where to write it. [default: ckptkit.json at the root of PATH]")
 @common.local_hf
 @common.workers
 def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
@@ -176,7 +172,7 @@ def explain(words: tuple[str, ...]) -> None:
 def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None:
     """Say what is installed, which witnesses can run here, on which devices, and what to install for the others.
 
-    PART is one of convert, megatron, sglang, vllm, engine, ray, remote and sign: what you want to use. Exit code 0
+    PART is one of convert, megatron, sglang, vllm, engine, ray and remote: what you want to use. Exit code 0
     unless one that is named, or ckptkit's own installation, is not usable; then 2.
     """
     from ckptkit.app.doctor import PARTS, examine, lines

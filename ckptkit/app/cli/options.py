@@ -163,13 +163,7 @@ def pythons_of(given: Mapping[str, str | None]) -> dict[str, str]:
 
 parallel = together(
     *(
-        option(
-            f"--{name}",
-            default=1,
-            show_default=True,
-            type=PARALLEL,
-            help=f"{what} parallel size to verify with.",
-        )
+        option(f"--{name}", default=1, show_default=True, type=PARALLEL, help=f"{what} parallel size to verify with.")
         for name, what in (("tp", "Tensor"), ("pp", "Pipeline"), ("ep", "Expert"))
     )
 )

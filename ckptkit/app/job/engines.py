@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -74,23 +74,6 @@ class State:
 
     version: str | None
     ranks: Mapping[Seat, Mapping[str, str]]
-
-
-class Engine(Protocol):
-    """One engine that takes weight updates."""
-
-    @property
-    def name(self) -> str:
-        """Its address, or what messages call it."""
-
-    def setup(self) -> Setup:
-        """How it was started."""
-
-    def state(self, setup: Setup) -> State:
-        """Its weight version and its ranks' checksums.
-
-        Raises CkptkitError where it does not answer, refuses, or answers for some of its ranks only.
-        """
 
 
 def seat_label(seat: Seat) -> str:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from ckptkit.app.job.engines import Digest
+from converters.hf_names import FUSED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,11 +33,7 @@ _SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+
 SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
 _PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 # Engines' names of fused layers (`packed_modules_mapping` of their models), and what is in them from top to bottom.
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
+_FUSED = {name: FUSED[name] for name in ("qkv_proj", "gate_up_proj", "fused_qkv_a_proj_with_mqa")}
 # vLLM's names of what SGLang calls otherwise.
 _SPELLED = {".fused_qkv_a_proj.": ".fused_qkv_a_proj_with_mqa.", ".experts.routed_experts.": ".experts."}
 _FUSED_IN = {part: (name, place) for name, parts in _FUSED.items() for place, part in enumerate(parts)}

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ckptkit.app.job.engines import Digest, Engine, Server, Setup, State, waiting
+from ckptkit.app.job.engines import Digest, Server, Setup, State, waiting
 from ckptkit.app.job.judged import Judged, Known, changed_since, judge
 from ckptkit.app.job.predicted import Sent
 from ckptkit.app.job.sglang import SglangEngine, computes_as, sglang_digest
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Program = Literal["sglang", "vllm"]
+Engine = SglangEngine | VllmEngine
 _Answer = TypeVar("_Answer")
 _SHOWN = 20  # lines of a message
 _HINT = (
@@ -123,12 +124,11 @@ class WeightSyncCheck:
         if not given:
             raise CkptkitError("there is no engine to check", "name the address of each engine")
         self._engines = [self._engine(one, f"engine {number}") for number, one in enumerate(given, 1)]
-        if len(addresses := [one for one in given if isinstance(one, str)]) == len(given):
-            self._setups = {}
-        elif self._program == "sglang":
-            raise CkptkitError(f"{len(given) - len(addresses)} engines of SGLang are no address", "give addresses")
-        else:
-            self._setups = {}
+        self._setups = {}
+        others = sum(not isinstance(one, str) for one in given)
+        if others and self._program == "sglang":
+            raise CkptkitError(f"{others} engines of SGLang are no address", "give addresses")
+        if others:
             self._learn_setups()
 
     def _engine(self, given: str | Rpc, name: str) -> Engine:

@@ -104,7 +104,8 @@ class Layout:
     def shape(self, codes: TensorSpec) -> tuple[int, ...] | None:
         """Returns the shape [..., rows, columns] of the weight; None where the codes are of no weight."""
         if self.axes == "groups":
-            return (*codes.shape[:2], codes.shape[2] * 2 * PACKED_GROUP) if _is_grouped(codes) else None
+            grouped = len(codes.shape) == 4 and codes.shape[-1] == PACKED_GROUP
+            return (*codes.shape[:2], codes.shape[2] * 2 * PACKED_GROUP) if grouped else None
         if len(codes.shape) < 2:
             return None
         return codes.shape if self.number == E4M3 else (*codes.shape[:-1], codes.shape[-1] * 2)
@@ -139,10 +140,6 @@ class Layout:
     def max_exponent(self) -> int:
         """The largest byte of a power of two that leaves every weight finite in bfloat16."""
         return 127 + 127 - math.frexp(self.largest)[1] + 1
-
-
-def _is_grouped(codes: TensorSpec) -> bool:
-    return len(codes.shape) == 4 and codes.shape[-1] == PACKED_GROUP
 
 
 _MX = 32  # weights that share a power of two

@@ -36,19 +36,8 @@ def ends(caplog: pytest.LogCaptureFixture) -> Ends:
     return run
 
 
-@pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """INT4 weights whose `ignore` list is not read alike by all."""
-    path = tmp_path_factory.mktemp("ending") / "int4"
-    cli.main(["quantize", str(releases("qwen3_moe")), str(path), "--group-size", "32"], standalone_mode=False)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$"]
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
 def test_verbs_that_compare_end_with_done_since_their_text_has_the_rest(
-    ends: Ends, releases: PathOf, int4: Path, tmp_path: Path
+    ends: Ends, releases: PathOf, tmp_path: Path
 ) -> None:
     hf, log = releases("qwen3_moe"), tmp_path / "job.log"
     log.write_text("iteration 1\nValueError: There is no module or parameter named x in y\n")
@@ -88,13 +77,6 @@ def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(
 def test_a_report_in_a_file_is_named(ends: Ends, releases: PathOf, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert ends("verify", releases("qwen3_moe"), "--report", page) == [(f"report in {page}", None)]
-
-
-def test_lint_ends_with_the_fix_where_there_is_one_then_with_verify(ends: Ends, copy_of: CopyOf, int4: Path) -> None:
-    path = copy_of(int4)
-    assert ends("lint", path) == [("done", f"ckptkit lint {path} --fix")]
-    assert ends("lint", path, "--fix") == [("done", f"ckptkit verify {path}")]
-    assert ends("lint", path) == [("done", None)]
 
 
 def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(

@@ -58,32 +58,24 @@ def test_other_weights_are_named(tmp_path: Path, files: list[str], hint: str, co
 
 
 @pytest.mark.parametrize(
-    ("file", "hint"),
+    ("files", "hint"),
     [
+        (("consolidated.safetensors",), "consolidated.safetensors is Mistral's own format"),
+        (("consolidated.safetensors", "config.json"), "consolidated.safetensors is Mistral's own format"),
         (
-            "consolidated.safetensors",
-            "consolidated.safetensors is Mistral's own format: "
-            "take the model-*.safetensors of the release and their index",
-        ),
-        (
-            "model-00001-of-00002.safetensors",
+            ("model-00001-of-00002.safetensors", "config.json"),
             "model-00001-of-00002.safetensors is there without model.safetensors.index.json: restore the index",
         ),
+        (("config.json",), "download its weights, as safetensors"),
     ],
+    ids=str,
 )
-def test_safetensors_that_nothing_names(tmp_path: Path, file: str, hint: str) -> None:
-    save_file({"x": torch.zeros(2)}, tmp_path / file)
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CkptkitError, match="has neither") as error:
+def test_safetensors_that_nothing_names(tmp_path: Path, files: tuple[str, ...], hint: str) -> None:
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(CkptkitError, match="has neither" if "config.json" in files else "holds no checkpoint") as error:
         inspect(tmp_path)
     assert str(error.value.hint).startswith(hint)
-
-
-def test_inspect_of_a_config_without_weights_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CkptkitError, match="has neither") as error:
-        inspect(tmp_path)
-    assert error.value.hint == "download its weights, as safetensors"
 
 
 def test_the_folder_of_the_authors_format(releases: Callable[[str], Path], copy_of: Callable[[Path], Path]) -> None:
@@ -145,13 +137,6 @@ def test_a_file_instead_of_a_directory(tmp_path: Path, name: str, hint: str) -> 
     with pytest.raises(CkptkitError, match="is a file, not a checkpoint directory") as error:
         inspect(tmp_path / name)
     assert str(error.value.hint).startswith(hint)
-
-
-def test_consolidated_safetensors_without_config_are_named(tmp_path: Path) -> None:
-    save_file({"x": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    with pytest.raises(CkptkitError, match="holds no checkpoint") as error:
-        inspect(tmp_path)
-    assert str(error.value.hint).startswith("consolidated.safetensors is Mistral's own format")
 
 
 @pytest.mark.parametrize(

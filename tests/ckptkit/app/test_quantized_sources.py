@@ -67,29 +67,20 @@ def test_the_command_line_says_what_it_dequantizes(fp8: Path, tmp_path: Path) ->
 
 
 def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
-    """By way of Megatron; the plain weights between are those that quantizing the way back by itself starts from."""
-    convert(fp8, tmp_path / "megatron")
-    convert(tmp_path / "megatron", tmp_path / "back")
-    quantize(tmp_path / "back", tmp_path / "expected", QuantScheme(32, "qmax7"))
-    convert(tmp_path / "megatron", tmp_path / "int4", hf=fp8, quantize=QuantScheme(32, "qmax7"))
-    expected, found = models.tensors(tmp_path / "expected"), models.tensors(tmp_path / "int4")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert read_scheme(json.loads((tmp_path / "int4/config.json").read_text())).group_size == 32
-
-
-def test_from_fp8_to_int4_directly(fp8: Path, tmp_path: Path) -> None:
-    """As if the plain weights had been quantized, and the written report says what they were."""
+    """Directly and by way of Megatron, as if the plain weights had been quantized."""
+    scheme = QuantScheme(32, "qmax7")
     convert(fp8, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "expected", QuantScheme(32, "qmax7"))
-    assert quantize(fp8, tmp_path / "int4", QuantScheme(32, "qmax7")).dequantized == WORDS
-    expected, found = models.tensors(tmp_path / "expected"), models.tensors(tmp_path / "int4")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert read_scheme(json.loads((tmp_path / "int4/config.json").read_text())) == read_scheme(
-        json.loads((tmp_path / "expected/config.json").read_text())
-    )
+    quantize(tmp_path / "plain", tmp_path / "expected", scheme)
+    convert(tmp_path / "megatron", tmp_path / "by Megatron", hf=fp8, quantize=scheme)
+    assert quantize(fp8, tmp_path / "int4", scheme).dequantized == WORDS
+    expected = models.tensors(tmp_path / "expected")
+    stated = read_scheme(json.loads((tmp_path / "expected/config.json").read_text()))
+    for way in ("int4", "by Megatron"):
+        found = models.tensors(tmp_path / way)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert read_scheme(json.loads((tmp_path / way / "config.json").read_text())) == stated
 
 
 @pytest.mark.parametrize("content", [{"quant_method": "awq", "bits": 4}, {"quant_method": "hqq", "nbits": 4}])

@@ -81,13 +81,6 @@ def test_open_reads_a_url_after_its_headers_are_gone(releases: PathOf, bucket: B
     assert torch.equal(remote.as_megatron()[merged].read(), local.as_megatron()[merged].read())
 
 
-def test_a_path_of_this_machine_is_left_as_it_is(two: Path) -> None:
-    with opened(two) as here:
-        assert here == Directory(two)
-        check_unchanged(here)
-    assert two.exists()
-
-
 @pytest.mark.parametrize("part", [1000, 1024, 70_000])
 def test_a_tensor_is_read_in_parts(two: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     bucket.put_directory(two, "two")

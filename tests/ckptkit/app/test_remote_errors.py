@@ -321,43 +321,17 @@ def test_a_source_that_changes_meanwhile(
     assert bucket.listed() == before
 
 
-def refused(message: str, hint: str, **how: Any) -> Any:
-    """A conversion that is refused before anything is reached."""
-    return pytest.param(how, message, hint, id=hint)
+SHARED = "copy to such a file system, or leave out --ray"
 
 
 @pytest.mark.parametrize(
     ("how", "message", "hint"),
     [
-        refused(
-            "s3://b/out: --resume is not supported for URL destinations",
-            "begin again with --overwrite",
-            dst="s3://b/out",
-            resume=True,
-        ),
-        refused(
-            "--ray works on .*, and s3://b/out is a URL",
-            "copy to such a file system, or leave out --ray",
-            dst="s3://b/out",
-            ray="auto",
-        ),
-        refused(
-            "--ray works on .*, and s3://b/src is a URL",
-            "copy to such a file system, or leave out --ray",
-            src="s3://b/src",
-            ray="auto",
-        ),
-        refused(
-            "--ray works on .*, and s3://b/hf is a URL",
-            "copy to such a file system, or leave out --ray",
-            hf="s3://b/hf",
-            ray="auto",
-        ),
-        refused(
-            "memory://out: only HF directories are written to URLs",
-            "write it to a disk, and copy it there",
-            dst="memory://out",
-        ),
+        ({"dst": "s3://b/out", "resume": True}, "s3://b/out: --resume is not .* URL", "begin again with --overwrite"),
+        ({"dst": "s3://b/out", "ray": "auto"}, "--ray works on .*, and s3://b/out is a URL", SHARED),
+        ({"src": "s3://b/src", "ray": "auto"}, "--ray works on .*, and s3://b/src is a URL", SHARED),
+        ({"hf": "s3://b/hf", "ray": "auto"}, "--ray works on .*, and s3://b/hf is a URL", SHARED),
+        ({"dst": "memory://out"}, "memory://out: only HF directories", "write it to a disk, and copy it there"),
     ],
 )
 def test_convert_options_that_urls_do_not_support_are_refused(

@@ -193,12 +193,6 @@ def test_torch_and_ckptkit_read_it(tmp_path: Path, shape: tuple[int, ...], dtype
     assert torch.equal(Blob(tmp_path / "x", 1000, saved.size).tensor(dtype, shape), tensor)
 
 
-def test_torch_maps_it_into_memory(tmp_path: Path) -> None:
-    tensor = numbers((64, 64), torch.bfloat16)
-    written(tmp_path / "x.pt", tensor)
-    assert torch.equal(torch.load(tmp_path / "x.pt", mmap=True, weights_only=True), tensor)
-
-
 def test_a_zip_whose_checksums_hold_and_whose_data_is_aligned(tmp_path: Path) -> None:
     tensor = numbers((3, 5), torch.float32)
     saved = written(tmp_path / "x", tensor)

@@ -227,22 +227,6 @@ def test_parts_that_do_not_fit(form: str, change: Change, message: str) -> None:
     assert error.value.hint
 
 
-@pytest.mark.parametrize(
-    ("quantization", "make", "name", "shape", "value"),
-    [
-        (BLOCK, fp8, "x.weight", (3, 4), 1.0),
-        (compressed({}), int4, "x.weight", (16, 64), -8.0),
-        ({"quant_method": "mxfp4"}, mxfp4, "x", (2, 128, 3), 0.0),
-    ],
-)
-def test_unchanged_parts_are_dequantized(
-    quantization: Any, make: Callable[[], Tensors], name: str, shape: tuple[int, ...], value: float
-) -> None:
-    (found,) = read_all(quantization, make()).items()
-    assert found[0] == name
-    assert torch.equal(found[1], torch.full(shape, value, dtype=torch.bfloat16))
-
-
 def test_the_file_is_named(tmp_path: Path) -> None:
     tensors = fp8()
     tensors["x.weight_scale_inv"][0, 0] = torch.nan

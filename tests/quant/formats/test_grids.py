@@ -101,14 +101,6 @@ def test_qmax7_follows_the_formula(dtype: torch.dtype, group_size: int | None) -
         assert codes.abs().max() == 7
 
 
-def test_qmax7_by_hand() -> None:
-    row = torch.zeros(1, 32, dtype=torch.bfloat16)
-    row[0, :5] = torch.tensor([7.0, -7.0, 1.5, 2.5, -0.5])
-    codes, scale, _ = quantize(row, QuantScheme(32, "qmax7"))
-    assert scale.tolist() == [[1.0]]
-    assert codes[0, :6].tolist() == [7, -7, 2, 2, 0, 0]
-
-
 def test_what_has_no_range() -> None:
     """A group of zeros has scale epsilon (minmax) or 1e-5 (qmax7), zero point 0 and codes 0.
 
@@ -126,12 +118,6 @@ def test_what_has_no_range() -> None:
     for scheme in [QuantScheme(32, "minmax"), QuantScheme(32, "qmax7")]:
         codes, scale, _ = quantize(tiny, scheme)
         assert (dequantize(codes, scale).abs() <= 2e-40).all()
-
-
-def test_qmax7_does_not_change_what_is_on_its_grid_already() -> None:
-    codes, scale, _ = quantize(hard_weights(torch.bfloat16)[:40], QuantScheme(32, "qmax7"))
-    again, _, _ = quantize(dequantize(codes, scale), QuantScheme(32, "qmax7"))
-    assert torch.equal(codes, again)
 
 
 def slow_search(group: torch.Tensor, scheme: QuantScheme) -> tuple[float, float]:
@@ -166,21 +152,6 @@ def test_the_search_finds_what_trying_every_range_finds(dtype: torch.dtype, symm
         for one in ((codes, scale, zero_point), plain)
     ]
     assert errors[0] < errors[1]
-
-
-@pytest.mark.parametrize("group_size", [32, 128])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_float32_scales_store_what_slime_trains_with(dtype: torch.dtype, group_size: int) -> None:
-    """slime's quantization-aware training: float32 throughout, one rounding at the end."""
-    weight = hard_weights(dtype)
-    codes, scales = slow_qmax7(weight, group_size)
-    product = [
-        [_float32(code * scales[row][column // group_size]) for column, code in enumerate(line)]
-        for row, line in enumerate(codes)
-    ]
-    stored = dequantize(*quantize(weight, QuantScheme(group_size, "qmax7", scale_dtype=torch.float32)))
-    expected = torch.tensor(product, dtype=torch.float32).to(dtype)
-    assert torch.equal(stored.to(dtype), expected)
 
 
 def test_packing_is_that_of_compressed_tensors() -> None:

@@ -46,13 +46,6 @@ def test_an_invalid_scheme_cannot_exist(arguments: tuple[Any, ...], message: str
         QuantScheme(*arguments)
 
 
-def test_the_config_says_what_was_done() -> None:
-    content = quantization_config(QuantScheme(64, "qmax7", ("lm_head",)))
-    assert content["version"]
-    assert list(content["config_groups"]) == ["group_0"]  # the only group that slime reads
-    assert content["config_groups"]["group_0"]["weights"]["observer_kwargs"] == {"grid": "qmax7"}
-
-
 SCHEMES = [
     QuantScheme(32, "qmax7", ("a", "re:b.*")),
     QuantScheme(128, "minmax"),

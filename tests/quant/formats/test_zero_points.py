@@ -134,9 +134,3 @@ def test_an_unknown_layout_of_zero_points_is_refused(releases: Callable[..., Pat
     )
     with pytest.raises(CkptkitError, match="experts_zero_points 'awq' is not supported"):
         plain(tmp_path / "out")
-
-
-def test_a_dense_model_needs_nothing_special(releases: Callable[..., Path], tmp_path: Path) -> None:
-    quantize(releases("qwen2-tied"), tmp_path / "out", ASYMMETRIC)
-    tensors = models.tensors(tmp_path / "out")
-    assert tensors["model.layers.0.mlp.up_proj.weight_zero_point"].shape == (36, 4)

@@ -25,40 +25,11 @@ from quant.selection.readers import SGLANG, VLLM
 from quant.selection.tree import class_tree
 from verify.evidence.agreement import agreement
 
-# DeepSeek-R1 less its middle: layers 0 to 2 are dense, layer 61 is the draft.
-R1 = {
-    **published.KIMI,
-    "model_type": "deepseek_v3",
-    "num_hidden_layers": 61,
-    "first_k_dense_replace": 3,
-    "num_nextn_predict_layers": 1,
-    "n_routed_experts": 4,
-}
-R1_DRAFT = {
-    *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
-    *(f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")),
-    *(f"mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")),
-    "mlp.gate",
-    "eh_proj",
-}
-
 
 def drafts(path: Path) -> set[str]:
     """Modules of draft layers among the matrices that lint looks at."""
     subject, _ = open_subject(path)
     return {matrix.module for matrix in subject.matrices if subject.tree.draft_of(matrix.module)}
-
-
-def test_draft_layer_of_deepseek_r1_has_experts_and_no_dense_mlp(tmp_path: Path) -> None:
-    path = published.write(tmp_path, R1, ["lm_head", r"re:.*\.mlp\.shared_experts\..*", "re:.*self_attn.*"])
-    assert drafts(path) == {f"model.layers.61.{name}" for name in R1_DRAFT}
-    named = [tensor for finding in lint(path).findings for tensor in finding.tensors]
-    assert any(tensor.startswith("model.layers.61.mlp.experts.0.") for tensor in named)
-    assert not [
-        tensor
-        for tensor in named
-        if tensor.startswith("model.layers.61.mlp.") and tensor.split(".")[4] in ("gate_proj", "up_proj", "down_proj")
-    ]
 
 
 def with_unfused(tensor: str) -> Iterator[str]:

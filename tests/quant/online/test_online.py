@@ -54,12 +54,6 @@ def test_everything_else_passes_untouched_under_its_own_name() -> None:
     assert all(tensor.data_ptr() == tensors[name].data_ptr() for name, tensor in passed)
 
 
-def test_only_the_last_part_of_a_name_changes() -> None:
-    name = "model.weight_tower.layers.0.mlp.experts.0.up_proj.weight"
-    bucket = OnlineQuantizer(config(), names_of([name])).quantize([(name, torch.ones(8, 32).bfloat16())])
-    assert [part for part, _ in bucket] == [f"{name}_packed", f"{name}_scale", f"{name}_shape"]
-
-
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
 def test_the_bytes_are_those_of_ckptkit_quantize(grid: Any, releases: Callable[[str], Path], tmp_path: Path) -> None:
     quantize(releases("glm4_moe"), tmp_path / "int4", QuantScheme(GROUP, grid, GLM))
@@ -191,15 +185,6 @@ def test_without_a_reference_the_classes_decide(releases: Callable[[str], Path],
         OnlineQuantizer(config).quantize([("model.layers.0.mlp.experts.0.w1.weight", torch.zeros(8, 32))])
 
 
-def test_an_index_without_shards_is_reference_enough(tmp_path: Path) -> None:
-    (tmp_path / INDEX).write_text(
-        json.dumps({"weight_map": dict.fromkeys(names_of(release()), "model-00001-of-00001.safetensors")})
-    )
-    same(
-        flat(OnlineQuantizer(config(), tmp_path).stream(release().items())), flat(quantizer().stream(release().items()))
-    )
-
-
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
     """A directory with config and index, as the trainers' --hf-checkpoint."""
@@ -308,82 +293,77 @@ def test_a_reference_is_needed_and_must_be_in_fp8() -> None:
         OnlineQuantizer(CONFIG, [NAME, f"{NAME}_scale_inv"], grid="qmax7")
 
 
-def refused(config: Mapping[str, Any], reference: Iterable[str] | None, message: str, hint: str = "") -> None:
+UNPACKED = names_of(release(), lambda name: ".experts." in name and "layers.1.mlp.experts.2.up_proj" not in name)
+FIRST_LAYER = names_of(release(), lambda name: "layers.0.mlp.experts" in name)
+OUTPUTS = names_of(release(), lambda name: ".experts." in name or ".o_proj." in name)
+SHARED = [*names_of(release()), *names_of(["model.layers.1.mlp.shared_experts.up_proj.weight"], lambda name: True)]
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+BY_LAYER = {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}}
+
+
+def in_two_groups() -> dict[str, Any]:
+    """D7: slime reads the first one only."""
+    both = config()
+    groups = both["quantization_config"]["config_groups"]
+    groups["group_1"] = groups["group_0"] | {"targets": ["re:.*down_proj"]}
+    return both
+
+
+@pytest.mark.parametrize(
+    ("config", "reference", "message", "hint"),
+    [
+        (
+            config([entry for entry in KIMI if "self_attn" not in entry]),
+            OUTPUTS,
+            r"INT4 Linear layers a second time.*: model\.layers\.\{0\.\.1\}\.self_attn\.o_proj\.weight",
+            "--ignore 're:.*self_attn.*o_proj.*'",
+        ),
+        (
+            config(KIMI[:2]),
+            SHARED,
+            r"second time.*: model\.layers\.1\.mlp\.shared_experts\.up_proj\.weight",
+            "--ignore 're:.*shared_experts.*'",
+        ),
+        (config(symmetric=False), names_of(release()), "zero points of routed experts in another layout", "symmetric"),
+        (in_two_groups(), names_of(release()), "number of config_groups is 2", ""),
+        (  # D5: SGLang looks at expert 0 and would drop what it does not expect
+            config(),
+            UNPACKED,
+            r"model\.layers\.1\.mlp\.experts is packed in part.*: .*\.experts\.2\.up_proj\.weight would be dropped",
+            "",
+        ),
+        (
+            config([*KIMI, r"re:.*layers\.1\.mlp\.experts.*"]),
+            names_of(release()),
+            r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is packed .* covers it with",
+            "",
+        ),
+        (config(), FIRST_LAYER, r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is not packed .* not cover it", ""),
+        (config(), list(release()), "has no weight_packed", "not the BF16 one"),
+        ({"num_hidden_layers": 2}, names_of(release()), "no quantization_config", ""),
+        (config() | {"quantization_config": NVFP4}, names_of(release()), "NVFP4 weights a second time", "fp8-block"),
+        (
+            config() | {"quantization_config": NVFP4 | {"quant_algo": "MIXED_PRECISION", "quantized_layers": BY_LAYER}},
+            names_of(release()),
+            "NVFP4 weights a second time",
+            "fp8-block",
+        ),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_what_sglang_cannot_load_online_is_refused(
+    config: Mapping[str, Any], reference: Iterable[str], message: str, hint: str
+) -> None:
     with pytest.raises(CkptkitError, match=message) as caught:
         OnlineQuantizer(config, reference)
     assert re.search(hint, caught.value.hint or "")
 
 
-def test_int4_linear_layers_are_refused_with_the_entries_to_add() -> None:
-    names = names_of(release(), lambda name: ".experts." in name or ".o_proj." in name)
-    ignore = [entry for entry in KIMI if "self_attn" not in entry]
-    refused(
-        config(ignore),
-        names,
-        r"INT4 Linear layers a second time.*: model\.layers\.\{0\.\.1\}\.self_attn\.o_proj\.weight",
-        "--ignore 're:.*self_attn.*o_proj.*'",
-    )
-
-
-def test_packed_shared_experts_are_refused() -> None:
-    names = [*names_of(release()), *names_of(["model.layers.1.mlp.shared_experts.up_proj.weight"], lambda name: True)]
-    refused(
-        config(KIMI[:2]),
-        names,
-        r"second time.*: model\.layers\.1\.mlp\.shared_experts\.up_proj\.weight",
-        "--ignore 're:.*shared_experts.*'",
-    )
-
-
-def test_asymmetric_scales_are_refused() -> None:
-    refused(
-        config(symmetric=False), names_of(release()), "zero points of routed experts in another layout", "symmetric"
-    )
-
-
-def test_several_groups_are_refused() -> None:
-    """D7: slime reads the first one only."""
-    both = config()
-    groups = both["quantization_config"]["config_groups"]
-    groups["group_1"] = groups["group_0"] | {"targets": ["re:.*down_proj"]}
-    refused(both, names_of(release()), "number of config_groups is 2")
-
-
-def test_a_layer_packed_in_part_is_refused() -> None:
-    """D5: SGLang looks at expert 0 and would drop what it does not expect."""
-    names = names_of(release(), lambda name: ".experts." in name and "layers.1.mlp.experts.2.up_proj" not in name)
-    refused(
-        config(),
-        names,
-        r"model\.layers\.1\.mlp\.experts is packed in part.*: "
-        r"model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight would be dropped",
-    )
-
-
-def test_packed_experts_that_ignore_covers_are_refused() -> None:
-    refused(
-        config([*KIMI, r"re:.*layers\.1\.mlp\.experts.*"]),
-        names_of(release()),
-        r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is packed .* covers it with",
-    )
-
-
-def test_plain_experts_that_ignore_does_not_cover_are_refused() -> None:
-    names = names_of(release(), lambda name: "layers.0.mlp.experts" in name)
-    refused(config(), names, r"layers\.1\.mlp\.experts\.0\.gate_proj\.weight is not packed .* does not cover it")
+def test_a_draft_layer_that_ignore_does_not_cover_may_be_plain() -> None:
     in_a_draft_layer = config() | {"num_hidden_layers": 1}
-    OnlineQuantizer(in_a_draft_layer, names)
-    OnlineQuantizer(
-        {"text_config": in_a_draft_layer, "quantization_config": in_a_draft_layer["quantization_config"]}, names
-    )
-
-
-def test_a_reference_with_nothing_packed_is_refused() -> None:
-    refused(config(), list(release()), "has no weight_packed", "not the BF16 one")
-
-
-def test_a_config_without_quantization_is_refused() -> None:
-    refused({"num_hidden_layers": 2}, names_of(release()), "no quantization_config")
+    OnlineQuantizer(in_a_draft_layer, FIRST_LAYER)
+    quantization = in_a_draft_layer["quantization_config"]
+    OnlineQuantizer({"text_config": in_a_draft_layer, "quantization_config": quantization}, FIRST_LAYER)
 
 
 def unsent(name: str, shape: tuple[int, ...], message: str, online: OnlineQuantizer | None = None) -> None:
@@ -467,21 +447,3 @@ def test_a_finished_update_takes_no_more() -> None:
     assert session.finish() == []
     with pytest.raises(CkptkitError, match="this update is finished"):
         session.add(release().items())
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-        {
-            "quant_method": "modelopt",
-            "quant_algo": "MIXED_PRECISION",
-            "quantized_layers": {"model.layers.0.mlp.experts": {"quant_algo": "W4A16_NVFP4"}},
-        },
-    ],
-    ids=["all", "by layer"],
-)
-def test_nvfp4_is_refused_since_sglang_repacks_it(content: dict[str, Any]) -> None:
-    refused(
-        config() | {"quantization_config": content}, names_of(release()), "NVFP4 weights a second time", "fp8-block"
-    )

@@ -17,7 +17,7 @@ from families.table import config_of
 from support import models
 from support.installed import release
 from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+from transformers import AutoModelForCausalLM
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
@@ -345,20 +345,6 @@ def test_resolve_gives_the_reason_for_each_tensor(specs: Mapping[str, dict[str, 
     assert {name: verdicts[name].reason for name in reasons} == reasons
 
 
-def test_default_ignore_of_each_family_lists_what_stays_unpacked() -> None:
-    assert default_ignore(model_config("qwen2-tied")) == ("model.embed_tokens", "lm_head")
-    router = r"re:.*\.mlp\.gate(\.weight)?$"
-    assert default_ignore(model_config("glm4_moe")) == ("model.embed_tokens", router, "lm_head")
-    # Qwen2-MoE weighs its shared expert with a Linear of one output, which SGLang never packs.
-    shared = default_ignore(Qwen2MoeConfig(num_hidden_layers=2, num_experts=4).to_dict())
-    assert shared == (
-        "model.embed_tokens",
-        r"re:.*\.mlp\.gate(\.weight)?$",
-        r"re:.*\.mlp\.shared_expert_gate(\.weight)?$",
-        "lm_head",
-    )
-
-
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen2-untied"])
 def test_transformers_quantizes_the_same_modules(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
     """compressed-tensors walks the real model as transformers starts it. (It sees no modules in fused experts.)"""
@@ -389,12 +375,6 @@ REFUSED = [
         r"re:.*mlp.gate(\.weight)?$",
     ),
     (
-        "qwen3_moe",
-        ("re:.*gate$",),
-        r"slime would pack model\.layers\.\{0\.\.11\}\.mlp\.gate\.weight",
-        r"re:.*gate(\.weight)?$",
-    ),
-    (
         "glm4_moe",
         (),
         r"slime would pack model\.layers\.\{2\.\.11\}\.mlp\.gate\.weight because no entry",
@@ -405,12 +385,6 @@ REFUSED = [
         ("model.layers.1",),
         r"SGLang 0\.5\.16 and slime would leave unpacked .*model\.layers\.\{1,10\.\.11\}\.mlp",
         r"re:model\.layers\.1(\..*)?$",
-    ),
-    (
-        "qwen2-untied",
-        ("re:.*o_proj$",),
-        r"slime would pack model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
-        r"re:.*o_proj(\.weight)?$",
     ),
     (
         "qwen2-untied",
@@ -432,12 +406,6 @@ REFUSED = [
         r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$",
     ),
     (
-        "qwen2-untied",
-        tuple(f"model.layers.{layer}.mlp.{name}_proj" for layer in range(12) for name in ("gate", "up")),
-        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.\{0\.\.11\}\.mlp\.gate_proj",
-        None,
-    ),
-    (
         "qwen3_moe",
         (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*\.experts\.(5|6)\..*"),
         r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
@@ -455,12 +423,6 @@ REFUSED = [
         "qwen3_moe",
         (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*(experts\.5|nothing)\..*"),
         r"would pack .*\.experts\.5\.down_proj",
-        None,
-    ),
-    (
-        "qwen2-untied",
-        ("Linear",),
-        r"vLLM 0\.26 and vLLM 0\.33 and SGLang 0\.5\.16 and SGLang 0\.5\.23 and slime would pack",
         None,
     ),
 ]

@@ -28,32 +28,21 @@ TABLE: list[tuple[str, str, bool, bool, bool, bool]] = [
     ("lm_head", "lm_head", True, True, True, True),
     ("lm_head", "language_model.lm_head", False, True, True, False),
     ("re:.*mlp.gate$", f"{L0}.mlp.gate", True, True, True, False),
-    ("re:.*gate$", f"{L0}.mlp.gate", True, True, True, False),
     (r"re:.*mlp\.gate\..*", f"{L0}.mlp.gate", False, False, False, True),
-    (r"re:.*mlp\.gate\.*", f"{L0}.mlp.gate", True, True, True, True),
     (r"re:.*mlp\.gate\.*", f"{L0}.mlp.gate_proj", True, True, True, True),
-    ("re:.*mlp.gate.*", f"{L0}.mlp.gate", True, True, True, True),
     ("re:.*mlp.gate.*", f"{L0}.mlp.gate_proj", True, True, True, True),
-    ("re:.*mlp.gate.*", f"{L0}.mlp.up_proj", False, False, False, False),
-    (f"{L0}.mlp.gate", f"{L0}.mlp.gate", True, True, True, True),
     (f"{L0}.mlp.gate", f"{L0}.mlp.gate_proj", False, True, False, True),
-    ("model.layers.1", "model.layers.1.mlp.up_proj", False, True, False, True),
     ("model.layers.1", "model.layers.17.mlp.up_proj", False, True, False, True),
-    (f"{L0}.mlp.experts.1", f"{L0}.mlp.experts.1.up_proj", False, True, False, True),
     (f"{L0}.mlp.experts.1", f"{L0}.mlp.experts.12.up_proj", False, True, False, True),
     ("mlp.gate", f"{L0}.mlp.gate", False, True, True, False),
-    ("gate", f"{L0}.mlp.gate", False, True, True, False),
     ("proj", f"{L0}.mlp.up_proj", False, True, False, False),
     ("self_attn.kv_b_proj", f"{L0}.self_attn.kv_b_proj", False, True, True, False),
     ("re:lm_head", "language_model.lm_head", False, False, False, False),
-    ("re:.*shared_experts.*", f"{L0}.mlp.shared_expert.up_proj", False, False, False, False),
     ("re:.*shared_experts.*", f"{L0}.mlp.shared_expert_gate", False, False, False, False),
     ("re:.*q_proj$", f"{L0}.self_attn.q_proj", True, True, True, False),
     ("re:.*q_proj$", f"{L0}.self_attn.qkv_proj", False, False, False, False),
-    (f"{L0}.self_attn.q_proj", f"{L0}.self_attn.q_proj", True, True, True, True),
     (f"{L0}.self_attn.q_proj", f"{L0}.self_attn.qkv_proj", False, False, False, False),
     ("Linear", f"{L0}.self_attn.q_proj", True, False, False, False),
-    ("Module", f"{L0}.self_attn.q_proj", True, False, False, False),
     ("linear", f"{L0}.linear_attn.out_proj", False, True, False, False),
     ("LM_HEAD", "lm_head", False, True, False, False),
     (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate", True, True, True, True),
@@ -105,13 +94,6 @@ def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization
     assert [INSTALLED(name, entry) for name in NAMES] == [
         sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES
     ]
-
-
-@pytest.mark.parametrize("reader", list(RULES))
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_many_names_at_once_as_one_by_one(reader: str, entry: str) -> None:
-    names = sorted([*NAMES, *(f"{name}.weight" for name in NAMES)])
-    assert covering(reader, [entry], names)(entry) == {name for name in names if RULES[reader](name, entry)}
 
 
 def test_readers_by_the_name_of_the_option() -> None:

@@ -87,23 +87,17 @@ def test_addresses_are_those_of_ray_actors(engine: tuple[FakeEngine, str], monke
     assert engine[0].asked.count("weights_checker") == 1
 
 
-def test_other_ranks_check_nothing(engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("when", "checks"), [({}, 0), ({"when": lambda updater: True}, 1)])
+def test_other_ranks_check_where_that_is_asked_for(
+    when: Any, checks: int, engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     watched = updater_class("_send_hf_params")
-    watch_updates(watched, "_send_hf_params", urls=lambda updater: updater.urls, digest=digest)
+    watch_updates(watched, "_send_hf_params", urls=lambda updater: updater.urls, digest=digest, **when)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     watched([engine[0]], [engine[1]]).update_weights()
-    assert engine[0].asked == []
-
-
-def test_every_sender_can_check(engine: tuple[FakeEngine, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    watched = updater_class("_send_hf_params")
-    urls: Any = {"urls": lambda updater: updater.urls, "when": lambda updater: True}
-    watch_updates(watched, "_send_hf_params", digest=digest, **urls)
-    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    watched([engine[0]], [engine[1]]).update_weights()
-    assert engine[0].asked.count("weights_checker") == 1
+    assert engine[0].asked.count("weights_checker") == checks
+    assert bool(engine[0].asked) is bool(checks)
 
 
 def test_class_without_the_method_is_refused() -> None:
