@@ -18,7 +18,6 @@ from support.models import tensors
 from support.quantized import E2M1, int4
 from torch import Tensor
 
-from ckptkit.formats.hf.side_files import describe_quantization
 from quant.formats.modelopt import differing_configs
 from quant.lint.lint import lint
 from verify.report import Finding
@@ -314,22 +313,3 @@ def test_int8_of_llm_compressor_is_named_and_not_judged(releases: PathOf, tmp_pa
     report = verify(path)
     assert (report.status, [one for one in report.findings if one.severity == "error"]) == ("inconclusive", [])
     assert any("INT8 (compressed-tensors int-quantized)" in reason for reason in report.reasons)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({}, "config.json has no quantization_config"),
-        ({"quantization_config": None}, "config.json has no quantization_config"),
-        ({"quantization_config": {}}, "quantization_config is {}"),
-        ({"quantization_config": [1]}, "quantization_config is [1]"),
-        ({"compression_config": {"quant_method": "x"}}, "compression_config declares quant_method 'x'"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "text_config.quantization_config declares"),
-        ({"llm_config": {"quantization_config": {"quant_method": "fp8"}}}, "has llm_config.quantization_config, where"),
-        ({"a": {"text_config": {"quantization_config": {"b": 1}}}}, "has a.text_config.quantization_config, where"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo 'FP8'"),
-        ({"quantization_config": {"bits": 4}}, "declares no quant_method"),
-    ],
-)
-def test_what_a_config_declares_is_said_as_it_is(config: dict[str, Any], said: str) -> None:
-    assert said in describe_quantization(config)

@@ -230,19 +230,6 @@ def found(report: Report, code: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.code == code]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [f"{FLAG}=1", f"{GROUP}=32"],
-        ["--runtime-env-json", json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}})],
-        [f'--runtime-env-json={{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'],
-    ],
-)
-def test_variables_are_read_wherever_a_launch_has_them(words: list[str]) -> None:
-    options = arguments_of(["--rollout-num-gpus-per-engine", "8", *words])
-    assert (options.qat, options.qat_group, options.engine) == (True, 32, 8)
-
-
 def test_launch_arguments_override_the_environment() -> None:
     options = arguments_of([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
     assert (options.qat, options.qat_group) == (False, 64)

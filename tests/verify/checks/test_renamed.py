@@ -18,9 +18,7 @@ from support.fixture_types import OnlyFinding, PathOf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
-from quant.formats.scheme import QuantScheme
 from verify.checks.headers.renamed import renamed
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report
@@ -98,14 +96,6 @@ def test_what_is_lost_beside_it_is_found_too(saved: Renamed) -> None:
     ]
 
 
-def test_adapter_behind_the_prefix_of_peft_is_still_an_adapter(saved: Renamed) -> None:
-    path = saved(lambda name: f"base_model.model.{name.replace('q_proj.weight', 'q_proj.lora_A.weight')}")
-    found = [one for one in verify(path).findings if one.code == "CK110"]
-    assert [(one.tensor, one.count) for one in found] == [
-        ("base_model.model.model.layers.{0..11}.self_attn.q_proj.lora_A.weight", 12)
-    ]
-
-
 def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) -> None:
     """Before the shards are downloaded."""
     path, index = tmp_path / "listed", "model.safetensors.index.json"
@@ -115,17 +105,6 @@ def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) 
     (path / index).write_text(json.dumps(content))
     found = [one for one in verify(path).findings if one.code == "CK104"]
     assert [(one.actual, one.count) for one in found] == [("`module.` is part of their names", 147)]
-
-
-def test_prefix_of_an_int4_checkpoint_is_one_finding(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
-    path = tmp_path / "int4"
-    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7"))
-    content = {f"module.{name}": tensor for name, tensor in models.tensors(path).items()}
-    for file in path.glob("*.safetensors*"):
-        file.unlink()
-    save_file(content, path / "model.safetensors", metadata={"format": "pt"})
-    finding = only(verify(path))
-    assert (finding.code, finding.actual) == ("CK104", "`module.` is part of their names")
 
 
 def test_parts_of_a_packed_weight_stand_for_it() -> None:

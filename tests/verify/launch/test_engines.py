@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
-from support.launch_words import arguments_of
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -35,19 +34,6 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("int4") / "qwen2-untied"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
-
-
-@pytest.mark.parametrize(
-    ("words", "server", "pp"),
-    [
-        (["--sglang-mem-fraction-static", "0.7", "--sglang-pp-size", "2"], "sglang", 2),
-        (["--vllm-gpu-memory-utilization", "0.7", "--vllm-pipeline-parallel-size=2"], "vllm", 2),
-        (["--rollout-batch-size", "8"], None, None),
-    ],
-)
-def test_the_engine_is_told_by_its_options(words: list[str], server: str | None, pp: int | None) -> None:
-    options = arguments_of(words)
-    assert (options.server, options.engine_pp) == (server, pp)
 
 
 def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4: Path) -> None:

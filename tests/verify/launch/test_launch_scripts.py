@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 from support.check_examples import hold_example
 from support.fixture_types import PathOf
 from support.launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_headers, write_launch
@@ -23,7 +21,6 @@ from verify.launch.preflight import preflight
 from verify.launch.shell.read import read_script
 from verify.launch.stacks.which import read_job
 from verify.report import Finding, Report
-from verify.reports.render import render
 
 LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722", "CK745", "CK746")
 
@@ -258,25 +255,6 @@ def test_what_cannot_be_told_makes_the_report_inconclusive_and_nothing_else(
     if "BASE_DIR" in after:
         hold_example("CK717", reason.removeprefix("CK717: "))
     assert any(said in line for line in (*report.facts["not read"], reason)), report.facts["not read"]
-
-
-@pytest.mark.parametrize("spelling", ["$BASE_DIR", "${BASE_DIR}"])
-def test_variable_that_is_not_set_is_one_reason_with_its_next_step(
-    spelling: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("BASE_DIR", raising=False)
-    script = tmp_path / "run.sh"
-    paths = " ".join(f"{option} {spelling}/x" for option in ("--hf-checkpoint", "--ref-load", "--load"))
-    script.write_text(f"python3 train.py {paths} --actor-num-nodes 1 --actor-num-gpus-per-node 8\n")
-    report = preflight(script=script)
-    (reason,) = report.reasons
-    assert "export BASE_DIR=VALUE" in reason
-    assert len(report.facts["not read"]) == 1
-    stream = io.StringIO()
-    render(report, Console(file=stream, width=1000))
-    printed = stream.getvalue()
-    assert printed.count("set neither in") == 2  # in the first line and in the verdict
-    assert printed.count("export BASE_DIR=VALUE") == 1
 
 
 HOSTILE = [

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 
-from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
 
@@ -146,16 +143,6 @@ def test_sizes_that_do_not_divide_the_gpus_are_found_with_both_places(hf: Path, 
     )
 
 
-def test_experts_and_engine_that_do_not_divide_the_gpus_are_found(hf: Path) -> None:
-    more = [f"{ACTOR}.megatron.expert_model_parallel_size=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=16"]
-    report = preflight(arguments=words(hf, *more, "trainer.resume_mode=disable"))
-    assert [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"] == [
-        "GPUs of the actor that divide by ep x etp x pp = 3 x 1 x 1 = 3",
-        "GPUs of the rollout engine that divide by tp x dp x pp = 16 x 1 x 1 = 16",
-        "num_attention_heads that divides over 16 ranks",
-    ]
-
-
 def test_a_reference_with_other_sizes_than_the_actor_is_a_warning(hf: Path, only: OnlyFinding) -> None:
     key = "megatron.tensor_model_parallel_size"
     more = [f"{ACTOR}.use_kl_loss=true", f"{REF}.{key}=2", "trainer.resume_mode=disable"]
@@ -287,10 +274,3 @@ def test_options_that_contradict_the_settings_are_refused(hf: Path, torch_dist: 
 def test_a_size_that_is_none_is_refused(value: str, hf: Path) -> None:
     with pytest.raises(CkptkitError, match="trainer.nnodes"):
         preflight(arguments=words(hf, f"trainer.nnodes={value}"))
-
-
-def test_overrides_on_the_command_line(hf: Path) -> None:
-    given = words(hf, "trainer.resume_mode=disable", f"{ACTOR}.megatron.pipeline_model_parallel_size=3")
-    done = CliRunner().invoke(cli, ["preflight", "--json", "--", *given])
-    assert done.exit_code == 1
-    assert [finding["code"] for finding in json.loads(done.stdout)["findings"]] == ["CK722"]
