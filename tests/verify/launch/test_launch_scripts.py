@@ -266,13 +266,22 @@ HOSTILE = [
     "bash -c 'touch ROOT/ran'",
     "cat <(touch ROOT/ran)",
     "while true; do touch ROOT/ran; done",
+    "source /dev/zero",
+    "source /proc/kmsg",
     "while :; do X+=(1); done",
     "for ((;;)); do X=$X$X; done",
+    "f() { f; }; f",
     "f() { f & f; }; f",
+    "X=xxxxxxxxxxxxxxxx; while true; do X=$X$X; done",
+    "for i in 1; do source ROOT/run.sh; done",
     "eval 'eval \"eval x\"'",
     "trap 'touch ROOT/ran' EXIT",
+    "A=$((9**9**9)); B=$((1<<999999999))",
+    "printf '%999999999d' 1",
+    "x=" + "$(" * 200 + ")" * 200,
     "((" * 500,
     "if true; then " * 300,
+    "X={1..999999999}",
 ]
 
 
