@@ -136,13 +136,6 @@ def test_a_part_with_zero_points(int4: Path, copy_of: CopyOf, alone: RunAlone) -
 # CK307
 
 
-def test_a_tensor_parallel_size_that_does_not_divide(int4: Path, alone: RunAlone) -> None:
-    """Experts of 96 features: 48 on each of two ranks, and a Marlin tile is 64 wide."""
-    _, (finding,) = alone("CK307", int4, tp=2)
-    assert "experts of 96 features on 2 ranks: 48 on a rank, which must divide by 64" in finding.actual
-    assert "--ignore" in finding.hint
-
-
 @pytest.mark.usefixtures("kernel_tiles")
 def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: Path, alone: RunAlone) -> None:
     """Experts of 96 features, and a down projection of 288 columns: an engine ends at its first prompt."""
@@ -285,10 +278,3 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
     assert (result.status, len(both)) == ("failed" if wrong else "passed", len(wrong))  # type: ignore[union-attr]
     if wrong:
         hold_example("CK309", next(one for one in found if "gate_proj" in str(one.tensor)))
-
-
-def test_zero_points_in_the_layout_of_other_readers(asymmetric: Path, copy_of: CopyOf, alone: RunAlone) -> None:
-    path, name = copy_of(asymmetric), f"{EXPERT}.up_proj.weight_zero_point"
-    models.edit(path, name, models.tensors(path)[name].T.contiguous())
-    _, (finding,) = alone("CK303", path)
-    assert (finding.expected, finding.actual) == ("[4, 12] int32", "[12, 4] int32")

@@ -298,14 +298,6 @@ def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
     assert "144 columns" in finding.actual
 
 
-@pytest.mark.usefixtures("kernel_tiles")
-def test_layers_that_no_kernel_runs_are_found_in_a_launch_of_one_rank(int4: Path) -> None:
-    report = preflight(hf_checkpoint=int4, tp=2)
-    (finding,) = found(report, "CK307")
-    assert (finding.expected, finding.severity) == ("INT4 weights that a kernel of SGLang can run", "error")
-    assert "288 columns" in finding.actual
-
-
 def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
     report = preflight(
         hf_checkpoint=int4,
