@@ -93,35 +93,23 @@ def test_miles_in_mode_bridge_packs_what_is_stored_packed(by_module_names: Path,
 SPECULATIVE = "--sglang-speculative"
 
 
+NO_DRAFT = "a model with multi-token prediction layers, or a draft model"
+NOWHERE = [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-draft-model-path", "/no/such/draft"]
+
+
+def for_vllm(**settings: Any) -> list[str]:
+    return ["--vllm-speculative-config", json.dumps({"num_speculative_tokens": 3} | settings)]
+
+
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        (
-            "qwen2-untied",
-            [f"{SPECULATIVE}-algorithm", "EAGLE"],
-            "a model with multi-token prediction layers, or a draft model",
-        ),
-        (
-            "qwen2-untied",
-            [f"{SPECULATIVE}-algorithm", "nextn"],
-            "a model with multi-token prediction layers, or a draft model",
-        ),
+        ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "EAGLE"], NO_DRAFT),
+        ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "nextn"], NO_DRAFT),
         ("mimo", [f"{SPECULATIVE}-algorithm", "EAGLE3"], "--sglang-speculative-draft-model-path with EAGLE3"),
-        (
-            "qwen2-untied",
-            [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-draft-model-path", "/no/such/draft"],
-            "the draft model /no/such/draft",
-        ),
-        (
-            "qwen2-untied",
-            ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'],
-            "a model with multi-token prediction layers, or a draft model",
-        ),
-        (
-            "qwen2-untied",
-            ["--vllm-speculative-config", '{"num_speculative_tokens": 3}'],
-            '"model" of the draft with draft_model',
-        ),
+        ("qwen2-untied", NOWHERE, "the draft model /no/such/draft"),
+        ("qwen2-untied", for_vllm(method="mtp"), NO_DRAFT),
+        ("qwen2-untied", for_vllm(), '"model" of the draft with draft_model'),
     ],
 )
 def test_speculative_decoding_without_a_draft_is_found(
@@ -139,9 +127,9 @@ def test_speculative_decoding_without_a_draft_is_found(
         ("glm4_moe-mtp", [f"{SPECULATIVE}-algorithm", "EAGLE"]),
         ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "NGRAM"]),
         ("qwen2-untied", [f"{SPECULATIVE}-algorithm=EAGLE3", f"{SPECULATIVE}-draft-model-path=org/qwen2-eagle3"]),
-        ("mimo", ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']),
-        ("qwen2-untied", ["--vllm-speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']),
-        ("qwen2-untied", ["--vllm-speculative-config", '{"model": "org/draft", "num_speculative_tokens": 3}']),
+        ("mimo", for_vllm(method="mtp")),
+        ("qwen2-untied", for_vllm(method="ngram")),
+        ("qwen2-untied", for_vllm(model="org/draft")),
     ],
 )
 def test_sound_speculative_decoding_is_silent(name: str, words: list[str], releases: PathOf) -> None:
