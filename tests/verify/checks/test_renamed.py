@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from mutations.edits import names, replace
+from mutations.int4 import packed
+from safetensors.torch import save_file
 from support import models
 from support.fixture_types import OnlyFinding, PathOf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from ckptkit.formats.hf.reader import INDEX
 from verify.checks.headers.renamed import renamed
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report
@@ -147,11 +147,7 @@ KEYS = (
 
 
 def add(path: Path, *names: str) -> None:
-    """Stores further tensors, in a shard of their own."""
-    index = json.loads((path / _INDEX).read_text())
-    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
-    (path / _INDEX).write_text(json.dumps(index))
-    save_file({name: torch.ones(4, 4, dtype=torch.bfloat16) for name in names}, path / "more.safetensors")
+    replace(path, {name: torch.ones(4, 4, dtype=torch.bfloat16) for name in names})
 
 
 def lose(path: Path, wanted: Callable[[str], Any]) -> None:
@@ -280,35 +276,11 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gemma4(tmp_path_factory.mktemp("gemma4") / "release", keys_as_values=True, sharing=0)
 
 
-def in_int4(path: Path, spared: Iterable[str] = ()) -> None:
-    """Packs every projection, in groups of 16, but those of modules that begin so: only the names count here."""
-    spared = tuple(spared)
-    weight_map: dict[str, str] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        content: dict[str, Tensor] = {}
-        for name, tensor in load_file(file).items():
-            module = name.removesuffix(".weight")
-            if not module.endswith("_proj") or module.startswith(spared or ("\0",)):
-                content[name] = tensor
-                continue
-            rows, columns = tensor.shape
-            content[f"{module}.weight_packed"] = torch.randint(0, 2**31 - 1, (rows, columns // 8), dtype=torch.int32)
-            content[f"{module}.weight_scale"] = torch.rand(rows, columns // 16).bfloat16()
-            content[f"{module}.weight_shape"] = torch.tensor([rows, columns])
-        save_file(content, file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(content, file.name)
-    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in models.tensors(path).values())
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-
-
-def without(path: Path, names: Iterable[str]) -> None:
-    """The directory less these tensors, in shard and index."""
-    names = list(names)
-    for name in names:
-        models.edit(path, name, None)
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in names}
-    (path / INDEX).write_text(json.dumps(index))
+def in_int4(path: Path, spared: str = "\0") -> None:
+    """Packs every projection, but those of modules that begin so: only the names count here."""
+    packed([name.removesuffix(".weight") for name in names(path, "_proj.weight") if not name.startswith(spared)])(
+        path, ""
+    )
 
 
 def missing(report: Report) -> list[str | None]:
@@ -329,7 +301,7 @@ def test_keys_that_are_used_as_values_are_no_lost_values(gemma4: Path, copy_of: 
 
 def test_one_layer_that_is_left_unquantized_lost_nothing(gemma4: Path, copy_of: Callable[[Path], Path]) -> None:
     path = copy_of(gemma4)
-    in_int4(path, ["model.layers.3."])
+    in_int4(path, "model.layers.3.")
     assert missing(verify(path)) == []
 
 
@@ -344,5 +316,5 @@ def test_layers_that_share_the_keys_of_an_earlier_one_lost_nothing(tmp_path: Pat
 def test_values_that_one_layer_lost_are_named(gemma4: Path, copy_of: Callable[[Path], Path]) -> None:
     path = copy_of(gemma4)
     in_int4(path)
-    without(path, [f"model.layers.7.mlp.up_proj.weight_{part}" for part in ("packed", "scale", "shape")])
+    replace(path, {}, [f"model.layers.7.mlp.up_proj.weight_{part}" for part in ("packed", "scale", "shape")])
     assert missing(verify(path)) == ["layers.7.mlp.up_proj.weight"]
