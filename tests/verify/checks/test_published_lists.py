@@ -305,3 +305,14 @@ def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
     )
     assert (report.status, found(report, "CK307")) == ("inconclusive", [])
     assert "CK307: --sglang-enable-dp-attention cuts attention over fewer ranks" in report.reasons[0]
+
+
+def test_miles_in_mode_bridge_packs_what_is_stored_packed(without_router: Path) -> None:
+    """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
+    given = ["--megatron-to-hf-mode", "raw"]
+    raw = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=given)
+    assert {finding.severity for finding in found(raw, "CK302")} == {"error"}
+    given = ["--megatron-to-hf-mode", "bridge"]
+    bridge = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=given)
+    assert found(bridge, "CK302") == []
+    assert "CK302" in {check.code for check in bridge.checks if check.status == "passed"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_config
 from safetensors.torch import save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
@@ -65,29 +66,6 @@ def test_the_ranks_of_vllms_data_parallel_engines_are_not_guessed(releases: Path
     """vLLM leaves it to its launcher how many of an engine's GPUs share the tensors."""
     given = [ENGINE, "3", "--vllm-data-parallel-size", "3"]
     assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
-
-
-@pytest.fixture
-def by_module_names(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> Path:
-    """Routed experts in INT4 beside a list that names routers as modules, as engines read it and slime does not."""
-    path = tmp_path / "experts"
-    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
-    config = json.loads((path / "config.json").read_text())
-    kept = [entry for entry in config["quantization_config"]["ignore"] if "gate(" not in entry]
-    config["quantization_config"]["ignore"] = [*kept, "re:.*mlp.gate$"]
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-def test_miles_in_mode_bridge_packs_what_is_stored_packed(by_module_names: Path, releases: PathOf) -> None:
-    """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
-    given = ["--megatron-to-hf-mode", "raw"]
-    raw = preflight(hf_checkpoint=by_module_names, ref_load=by_module_names, arguments=given)
-    assert {finding.severity for finding in found(raw, "CK302")} == {"error"}
-    given = ["--megatron-to-hf-mode", "bridge"]
-    bridge = preflight(hf_checkpoint=by_module_names, ref_load=by_module_names, arguments=given)
-    assert found(bridge, "CK302") == []
-    assert "CK302" in {check.code for check in bridge.checks if check.status == "passed"}
 
 
 SPECULATIVE = "--sglang-speculative"
@@ -301,6 +279,5 @@ def test_layers_of_dspark_are_the_models_own_or_a_draft(method: str, copy_of: Co
     given = vllm if method.islower() else [f"{SPECULATIVE}-algorithm={method}"]
     (one,) = found(preflight(hf_checkpoint=path, arguments=given), "CK745")
     assert one.expected == "a model with layers of DSpark, or a draft model"
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dspark_block_size": 5}))
+    edit_config(path, dspark_block_size=5)
     assert found(preflight(hf_checkpoint=path, arguments=given), "CK745") == []
