@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import HF_CASES, case
+from mutations import edits
 from safetensors.torch import save_file
 from support import models
 from support.fixture_types import OnlyFinding, PathOf, RunAlone
@@ -185,6 +186,16 @@ def test_a_cast_that_is_never_legal(
     assert (finding.expected, finding.actual) == ("bfloat16", str(dtype).removeprefix("torch."))
 
 
+def test_values_that_fp32_state_lost_are_counted(releases: PathOf, fresh: PathOf) -> None:
+    path, name = fresh("glm4_moe"), BIAS.format(2)
+    # bfloat16 near 7: values are 1/32 apart.
+    kept = {round(value * 32) for value in models.tensors(path)[name].tolist()}
+    stored = edits.names(path, BIAS.rpartition(".")[2])
+    edits.replace(path, {one: edits.tensor(path, one).bfloat16() for one in stored})
+    (found,) = [one for one in verify(path, source=releases("glm4_moe")).findings if one.code == "CK203"]
+    assert (found.count, found.actual) == (10, f"bfloat16, 12 distinct values became {len(kept)} in {name}")
+
+
 @pytest.mark.parametrize(
     ("pattern", "value", "severity"),
     [
@@ -335,7 +346,6 @@ def test_exchanged_layers_of_packed_weights_are_one_error(releases: PathOf, tmp_
 
 
 UP = "model.layers.3.mlp.up_proj.weight"
-COARSE = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -417,21 +427,21 @@ def test_matrices_that_are_all_larger_than_any_that_was_trained(fresh: PathOf, a
 def coarse(path: Path, layers: range) -> None:
     found = models.tensors(path)
     for layer in layers:
-        models.edit(path, COARSE.format(layer), found[COARSE.format(layer)].bfloat16().float())
+        models.edit(path, BIAS.format(layer), found[BIAS.format(layer)].bfloat16().float())
 
 
 def test_float32_biases_that_were_bfloat16_once(releases: PathOf, fresh: PathOf, alone: RunAlone) -> None:
     path = fresh("glm4_moe")
     coarse(path, range(2, 12))
     _, (finding,) = alone("CK210", path)
-    assert (finding.tensor, finding.count, finding.severity) == (COARSE.format("{2..11}"), 10, "warning")
+    assert (finding.tensor, finding.count, finding.severity) == (BIAS.format("{2..11}"), 10, "warning")
     assert alone("CK210", path, source_path=path)[1] == []
     assert len(alone("CK210", path, source_path=releases("glm4_moe"))[1]) == 1
 
 
 def test_a_bias_of_zeros_is_not_coarse(fresh: PathOf, alone: RunAlone) -> None:
     path = fresh("glm4_moe")
-    models.edit(path, COARSE.format(4), torch.zeros(12))
+    models.edit(path, BIAS.format(4), torch.zeros(12))
     assert alone("CK210", path)[1] == []
 
 
