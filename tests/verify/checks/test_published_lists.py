@@ -230,6 +230,13 @@ def found(report: Report, code: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.code == code]
 
 
+def test_variables_are_read_in_json_however_it_is_quoted() -> None:
+    escaped = f'{{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'
+    for text in (json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}}), escaped):
+        options = arguments_of(["--runtime-env-json", text])
+        assert (options.qat, options.qat_group) == (True, 32)
+
+
 def test_launch_arguments_override_the_environment() -> None:
     options = arguments_of([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
     assert (options.qat, options.qat_group) == (False, 64)
