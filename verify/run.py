@@ -95,14 +95,19 @@ def subject_of(
 ) -> Subject:
     """What `verify` looks at, before anything has been read of the weights. Raises as `verify`."""
     if hf is not None:
-        _check_hf(hf)
+        refuse_url(hf)
+        if not (Path(hf) / "config.json").exists():
+            hint = "--hf names the HF directory of the model; leave it out to take the config stored beside the weights"
+            raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
     if subject.options.adapter is not None and source is None:
         raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
     if subject.options.adapter is not None and not subject.source_is_hf:
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if stage := _stage_of_its_own(subject.path):
-        _check_options(subject, hf, _OF_ITS_OWN[stage])
+        own = _OF_ITS_OWN[stage]
+        if hf is not None or subject.options != VerifyOptions():
+            raise UsageError(f"{subject.path} is {own.what}, of which nothing but --source can be asked", own.hint)
         _require_own_files(subject)
         return subject
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
@@ -151,13 +156,6 @@ def _stage_of_its_own(path: Path) -> str | None:
     return None
 
 
-def _check_options(subject: Subject, hf: str | Path | None, own: _OfItsOwn) -> None:
-    """Raises UsageError for options about a model."""
-    if hf is not None or subject.options != VerifyOptions():
-        message = f"{subject.path} is {own.what}, of which nothing but --source can be asked"
-        raise UsageError(message, own.hint)
-
-
 def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[str, list[str]]:
     """Facts of the checks, and last what does not apply: before they ran, and as they found."""
     others = {name: lines for name, lines in facts.items() if name != NOT_APPLICABLE}
@@ -169,15 +167,6 @@ def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
     source = ["source"] if subject.source_path is None else []
     return source if subject.is_deltas else source + programs_not_asked(subject.against)
-
-
-def _check_hf(hf: str | Path) -> None:
-    refuse_url(hf)
-    if not (Path(hf) / "config.json").exists():
-        raise CkptkitError(
-            f"{hf} has no config.json",
-            "--hf names the HF directory of the model; leave it out to take the config stored beside the weights",
-        )
 
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
@@ -261,7 +250,9 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
     `explained_by`: whose findings may be the cause of a check's, by code. A cause has none itself.
     """
     by_anchor = dict(zip(anchors(findings), findings, strict=True))
-    weights = {anchor: frozenset(map(_weight, one.names)) for anchor, one in by_anchor.items()}
+    weights = {
+        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names) for anchor, one in by_anchor.items()
+    }
     causes: dict[str, str] = {}
 
     def root(anchor: str) -> str:
@@ -279,11 +270,6 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
                 ):
                     causes[anchor] = other
     return [replace(finding, cause=root(anchor) if anchor in causes else None) for anchor, finding in by_anchor.items()]
-
-
-def _weight(name: str) -> str:
-    """A packed weight by the name of the plain one, under which other checks know it."""
-    return _PACKED_PART.sub(".weight", name)
 
 
 def _covers(explained: Collection[str], names: frozenset[str]) -> bool:

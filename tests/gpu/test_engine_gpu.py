@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def test_updates_release_and_logits_of_sound_models_pass(name: str, tmp_path: Pa
 def test_models_in_fp8_compute_what_they_stand_for(name: str, tmp_path: Path) -> None:
     """Within the noise of weights in bfloat16 and inputs in FP8, loaded from disk and by updates."""
     quantize(saved(name, tmp_path), tmp_path / "fp8", FloatScheme("fp8-block"))
-    report = verified(tmp_path / "fp8")
+    report = _kept(verified(tmp_path / "fp8"), name)
     statuses = {check.code: (check.status, check.reason) for check in report.checks if check.code[:3] in ("CK5", "CK6")}
     codes = ["CK511", "CK512", "CK513", "CK601"]
     assert statuses == dict.fromkeys(codes, ("passed", None)), report.findings
@@ -72,9 +74,16 @@ def test_models_in_fp8_compute_what_they_stand_for(name: str, tmp_path: Path) ->
 def test_rows_in_fp8_compute_what_they_stand_for(tmp_path: Path) -> None:
     """No update is asked for: SGLang transposes these weights, and cannot load them again."""
     quantize(saved("dense", tmp_path), tmp_path / "fp8", FloatScheme("fp8-channel"))
-    report = verified(tmp_path / "fp8", frozenset({"engine", "logits"}))
+    report = _kept(verified(tmp_path / "fp8", frozenset({"engine", "logits"})), "rows")
     assert report.findings == []
     assert report.reasons == []
+
+
+def _kept(report: Report, name: str) -> Report:
+    """The report, of which the folder in OUT gets a copy."""
+    if out := os.environ.get("OUT"):
+        (Path(out) / f"engine-fp8-{name}.json").write_text(json.dumps(report.to_json(), indent=1))
+    return report
 
 
 def test_an_int4_model_passes_where_sglang_can_load_it_again(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from support import models
 from support.fixture_types import PathOf
 
+from ckptkit.app.api import convert
 from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
@@ -46,3 +49,16 @@ def test_every_rank_holds_its_slice(releases: PathOf, converted: PathOf, name: s
     assert findings == []
     assert "NCCL on GPUs" in facts["megatron"][0]
     assert ("Transformer Engine spec" in facts["megatron"][0]) == (find_spec("transformer_engine") is not None)
+
+
+def test_one_changed_value_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
+    edited = copy_of(releases("glm4_moe"))
+    name = "model.layers.9.mlp.experts.11.down_proj.weight"
+    value = models.tensors(edited)[name]
+    value[3, 5] += 1
+    models.edit(edited, name, value)
+    convert(edited, tmp_path / "broken")
+    findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
+    assert [(finding.code, finding.tensor) for finding in findings] == [
+        ("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight")
+    ]

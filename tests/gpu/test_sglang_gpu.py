@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import HF_CASES
 from support import models
-from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
+from support.quantized import fp8_blocks, small_groups_allowed, write
 from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
 from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 
@@ -64,7 +64,15 @@ CONFIGS = {
 }
 DENSE = Qwen2Config(**{key: value for key, value in SIZES.items() if "expert" not in key and "moe" not in key})
 ASYMMETRIC = QuantScheme(GROUP, "minmax", (), symmetric=False)
+FP8 = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head"],
+}
 OTHER_FORMATS = ("zero points qwen2", "zero points qwen3_moe", "channel zero points qwen2", "fp8 qwen3_moe")
+ROUTERS = {"qwen3_moe": "model.layers.{0..4}.mlp.gate.weight", "glm4_moe": "model.layers.{1..4}.mlp.gate.weight"}
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +90,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             for grid in ("qmax7", "minmax"):
                 quantize(release, root / f"{name}-{grid}", QuantScheme(GROUP, grid))
                 found[f"{grid} {name}"] = Case(root / f"{name}-{grid}")
-            ignore = [*ONLINE, KEEP_ROUTER, UNFUSED]
-            packed = online_int4(tensors, ignore, GROUP)
-            found[f"online {name}"] = Case(
-                written(root, f"{name}-online", release, packed, quantization_config=int4_config(ignore, GROUP))
-            )
+            kept = [*ONLINE, KEEP_ROUTER, UNFUSED]
+            for kind, ignore in (("online", kept), ("router", [*ONLINE, UNFUSED])):
+                packed = online_int4(tensors, ignore, GROUP)
+                found[f"{kind} {name}"] = Case(
+                    written(root, f"{name}-{kind}", release, packed, quantization_config=int4_config(ignore, GROUP))
+                )
             convert(release, root / f"{name}-megatron")
             found[f"megatron {name}"] = Case(root / f"{name}-megatron", release)
         patch.setitem(HF_CASES, "qwen2-untied", replace(HF_CASES["qwen2-untied"], config=partial(deepcopy, DENSE)))
@@ -101,7 +110,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
             root / "qwen3_moe-fp8",
             projections,
             fp8_blocks(128, 128),
-            lambda config: config | {"quantization_config": fp8_config((128, 128), ["lm_head"])},
+            lambda config: config | {"quantization_config": FP8},
         )
         directories = ("qwen2-zeros", "qwen3_moe-zeros", "qwen2-channel", "qwen3_moe-fp8")
         yield found | {name: Case(root / directory) for name, directory in zip(OTHER_FORMATS, directories, strict=True)}
@@ -135,10 +144,6 @@ def test_sound_checkpoints_pass_through_repacking(
     status, found = findings(cases[name], runs[name])
     assert found == set()
     assert status == {f"CK50{number}": "passed" for number in range(1, 7)}
-    report = runs[name].report
-    assert report is not None
-    assert report.device == torch.cuda.get_device_name()
-    assert (report.repacked, report.unchecked, report.repacked_seen > 0) == ((), (), True)
 
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
@@ -155,6 +160,35 @@ def test_zero_points_and_fp8_blocks_pass_through_repacking(
     assert report is not None
     assert (report.repacked, report.unchecked) == ((), ())
     assert report.repacked_seen > 0
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
+def test_it_ran_on_the_gpu_and_repacked(
+    kind: str, family: str, cases: dict[str, Case], runs: dict[str, LoadRun]
+) -> None:
+    report = runs[f"{kind} {family}"].report
+    assert report is not None
+    assert report.device == torch.cuda.get_device_name()
+    assert report.repacked == ()
+    assert report.repacked_seen > 0
+    assert report.unchecked == ()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
+    name = f"router {family}"
+    status, found = findings(cases[name], runs[name])
+    router = ROUTERS[family]
+    assert found >= {("CK502", router), ("CK503", f"{router}_packed"), ("CK505", router)}
+    assert {tensor for _, tensor in found} <= {router, f"{router}_packed", f"{router}_scale", f"{router}_shape"}
+    assert [status[code] for code in ("CK501", "CK502", "CK503", "CK504", "CK505")] == [
+        "passed",
+        "failed",
+        "failed",
+        "passed",
+        "failed",
+    ]
 
 
 def test_verify_against_sglang_on_the_gpu_passes(cases: dict[str, Case]) -> None:

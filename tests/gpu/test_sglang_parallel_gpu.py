@@ -9,7 +9,8 @@ import pytest
 import torch
 from support import models
 from support.engine_models import ALL, ATTENTION, ROUTER, saved, verified
-from support.sglang_runs import Case, run_cases
+from support.sglang_families import EXPERT
+from support.sglang_runs import LOST, Case, run_cases
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -41,6 +42,7 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[Engine
     found = {}
     for sizes in SIZES:
         cases = {name: Case(root / name) for name in (*NAMES, *[INT4] * (sizes.ep == 2))}
+        cases |= {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in NAMES}
         found[sizes] = run_cases(cases, tmp_path_factory.mktemp("runs"), gpu=True, sizes=sizes)
     return found
 
@@ -61,6 +63,19 @@ def test_every_tensor_is_on_some_gpu(
     left = {*report.draft, *(one for one in tensors if one.endswith("weight_shape"))}
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.device == torch.cuda.get_device_name()
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_lost_and_exchanged_tensors_are_named(
+    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, LoadRun]]
+) -> None:
+    report = runs[sizes][f"{name} broken"].report
+    assert report is not None, runs[sizes][f"{name} broken"]
+    tensors = models.tensors(root / name)
+    missing = sorted(one for one in tensors if LOST.fullmatch(one))
+    assert sorted(one.tensor for one in report.unwritten) == missing
+    assert sorted(one.tensor for one in report.differing) == sorted(one for one in tensors if EXPERT.search(one))
 
 
 def test_a_live_engine_of_two_ranks_is_updated_and_resumed(root: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +27,28 @@ Made = tuple[dict[str, Path], Runs]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return all_runs(tmp_path_factory.mktemp("steps"), partial(run_cases, gpu=True))
+    paths, runs = all_runs(tmp_path_factory.mktemp("steps"), partial(run_cases, gpu=True))
+    if out := os.environ.get("OUT"):
+        (Path(out) / "vllm_steps.json").write_text(json.dumps(summary(runs), indent=1))
+    return paths, runs
+
+
+def summary(runs: Runs) -> dict[str, object]:
+    """What became of each, for whoever reads it without the machine."""
+    found: dict[str, object] = {}
+    for name, run in runs.items():
+        if (report := run.report) is None:
+            found[name] = {"crash": run.crash, "unable": run.unable}
+            continue
+        wrong = (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ()))
+        found[name] = {
+            "wrong": [f"{one.param}: {one.what}" for one in wrong[:5]],
+            "seen": report.repacked_seen,
+            "unchecked": report.unchecked[:3],
+            "requantized": [len(report.requantized), max(report.requantized.values(), default=0.0)],
+            "draft": run.draft_crash or run.draft_error,
+        }
+    return found
 
 
 @pytest.mark.parametrize("label", CLEAN)

@@ -6,6 +6,8 @@ its steps after loading, and these log-probabilities show that they are what its
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ from support.logits import distance, saved_with_logits, sized
 from support.nightly import collected
 from support.processes import ckptkit
 from support.vllm_cpu_families import write_code
-from support.vllm_formats import CLEAN, FP8, MISORDERED, write_all
+from support.vllm_formats import CLEAN, FP8, MISORDERED, REFUSED, write_all
 from support.vllm_logits import Answer, Asked, answers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -87,6 +89,7 @@ FAMILIES = (
     # No released Megatron loads these.
     *("ernie4_5_moe", "granitemoehybrid", "gemma4", "step3p5", "step3p7", "minimax_m3_vl"),
 )
+LING = "bailing_moe"  # with a draft layer
 # Its kernels multiply FP8 alone, with a cache in FP8.
 IN_FP8 = ("deepseek_v4",)
 # Prompts are longer than a chunk of a mixer, than the blocks and than the compressed keys that are chosen from.
@@ -110,15 +113,18 @@ def rows(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     expected: dict[str, tuple[Tensor, Tensor]] = {}
     paths: dict[str, Path] = {}
     asked = collected(request, "name") | collected(request, "label")
-    for name in (name for name in (*FAMILIES, *IN_FP8) if name in asked):
+    for name in (name for name in (*FAMILIES, LING, *IN_FP8) if name in asked):
         paths[name], expected[name] = saved(name, root)
-    labels = [label for label in (*CLEAN, *MISORDERED) if label in asked]
+    labels = [label for label in (*CLEAN, *MISORDERED, *REFUSED) if label in asked]
     paths |= write_all(root / "formats", labels, root / "meant")
     for label in labels:
         expected[label] = logits_of(paths[label] if label in PLAIN else root / "meant" / label)
     (root / "answers").mkdir()
     got = answers(paths, root / "answers", "bfloat16", program=python_of("vllm", {}), gpu=True, asked=ASKED)
-    return {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
+    found = {name: (got[name], *(torch.log_softmax(one, -1) for one in expected[name])) for name in paths}
+    if out := os.environ.get("OUT"):
+        (Path(out) / f"vllm_logits_{os.getpid()}.json").write_text(json.dumps(summary(found), indent=1))
+    return found
 
 
 def saved(name: str, root: Path) -> tuple[Path, tuple[Tensor, Tensor]]:
@@ -160,6 +166,19 @@ def logits_of(path: Path) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
+def summary(rows: Mapping[str, Row]) -> dict[str, object]:
+    """Mean and largest difference of vLLM and of transformers in bfloat16 from float32, and the spread."""
+    found: dict[str, object] = {}
+    for name, (answer, exact, rounded) in rows.items():
+        if isinstance(answer, str):
+            found[name] = answer[-600:]
+            continue
+        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer, rounded))
+        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
+        found[name] = [round(float(value), 5) for value in values]
+    return found
+
+
 def is_near(row: Row, times: float, part: float = 10) -> None:
     """Not further from float32 than so many times what transformers' own bfloat16 is, and than a part of the spread."""
     answer, exact, rounded = row
@@ -195,3 +214,13 @@ def test_misordered_scales_show_in_the_log_probabilities(label: str, rows: Mappi
     answer, exact, rounded = rows[label]
     assert isinstance(answer, Tensor), answer
     assert distance(answer, exact) > 4 * distance(rounded, exact)
+
+
+@pytest.mark.parametrize("name", [LING])
+def test_vllms_class_of_ling_ends_at_its_draft_layer(name: str, rows: Mapping[str, Row]) -> None:
+    assert "There is no module or parameter named 'layers.12' in BailingMoeModel" in str(rows[name][0])
+
+
+@pytest.mark.parametrize("label", REFUSED)
+def test_what_vllm_refuses_is_not_served(label: str, rows: Mapping[str, Row]) -> None:
+    assert "'>' not supported between instances of 'NoneType' and 'int'" in str(rows[label][0])

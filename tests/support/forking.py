@@ -115,6 +115,14 @@ def run_module(package: Package, module: object, *words: object) -> str:
     return printed
 
 
+def run_script(package: Package, code: str, *words: object) -> str:
+    """As `run_module`, of the text of a script."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "script.py"
+        file.write_text(code)
+        return run_module(package, file, *words)
+
+
 def run_in_engine(engine: str, log: Path, module: str, *words: object) -> bool:
     """As `ran`, with an engine by its name: SGLang, or vLLM in the Python that has it."""
     if engine == "sglang":

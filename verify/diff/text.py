@@ -32,8 +32,8 @@ def _entries(found: Diff) -> Iterator[Entry]:
     """The differences, and then what is only to be known: casts and redundant tensors."""
     for kind, body in (
         ("files", list(found.files)),
-        ("moved", _moves(found)),
-        ("differing", _kinds(found)),
+        ("moved", [f"{move.text}: {_folded(move.names, 3)}" for move in found.moves]),
+        ("differing", [_kind(kind) for kind in found.kinds]),
         ("only in A", _names(found.only_a)),
         ("only in B", _names(found.only_b)),
         ("cast", _dtypes(found.cast)),
@@ -79,14 +79,6 @@ def verdict(found: Diff) -> str:
 def _folded(names: Sequence[str], limit: int = 5) -> str:
     count = f" ({len(names)} tensors)" if len(names) > 1 else ""
     return summarize(names, limit) + count if names else ""
-
-
-def _moves(found: Diff) -> list[str]:
-    return [f"{move.text}: {_folded(move.names, 3)}" for move in found.moves]
-
-
-def _kinds(found: Diff) -> list[str]:
-    return [_kind(kind) for kind in found.kinds]
 
 
 def _kind(kind: Kind) -> str:

@@ -182,7 +182,9 @@ def _checkpoints(
     headers = Outcome()
     for subject in directories:
         headers.add(check_headers(subject))
-    headers.add(run_checks(launched, last, failed_gate(checks, headers)))
+    gates = {one.code for one in checks if one.gate}
+    broken = next((one.code for one in headers.checks if one.code in gates and one.status == "failed"), None)
+    headers.add(run_checks(launched, last, broken))
     return headers
 
 
@@ -193,12 +195,6 @@ def check_headers(subject: Subject) -> Outcome:
     outcome = run_checks(subject, chosen)
     outcome.facts[NOT_APPLICABLE] = left_out
     return _of_another_model(subject, outcome)
-
-
-def failed_gate(checks: Sequence[Check], outcome: Outcome) -> str | None:
-    """The code of a check that failed and without which headers are not sound; None where there is none."""
-    gates = {one.code for one in checks if one.gate}
-    return next((one.code for one in outcome.checks if one.code in gates and one.status == "failed"), None)
 
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:

@@ -247,14 +247,6 @@ def rolled(tensors: dict[str, Tensor]) -> None:
         tensors[name] = tensors[name].roll(size, axis)
 
 
-def exchanged(tensors: dict[str, Tensor]) -> None:
-    """Two experts of a layer for one another."""
-    one, other = (f".layers.5.mlp.experts.{number}." for number in (0, 1))
-    for name in [name for name in tensors if one in name]:
-        twin = name.replace(one, other)
-        tensors[name], tensors[twin] = tensors[twin], tensors[name]
-
-
 def not_a_number(tensors: dict[str, Tensor]) -> None:
     tensors[f"{LAYER}.lora_A.weight"][1, 2] = float("nan")
 
@@ -285,7 +277,6 @@ FAULTS: dict[str, tuple[str, Change, dict[str, object], str, str]] = {
     "B was never gathered": ("dense", zeroed, {}, "CK133", "CK133 CK136"),
     "names without PEFT's prefix": ("dense", bare, {}, "CK133", "CK133 CK136"),
     "experts in another order": ("fused experts", rolled, {}, "", "CK136"),
-    "two experts are exchanged": ("experts one by one", exchanged, {}, "", "CK136"),
     "a base of another family": ("dense", nothing, {}, "CK132", ""),
     "a sibling of the base": ("dense", nothing, {"base_model_name_or_path": "Qwen/Qwen3-0.6B-Base"}, "CK134", ""),
     "other embeddings": ("embedding", other_base, {}, "CK134", "CK136"),

@@ -38,8 +38,6 @@ def change(path: Path, **changes: Any) -> Path:
         ({"eos_token_id": [3, 5]}, "eos_token_id = 3", "eos_token_id = [3, 5]", "error"),
         ({"made_up": 7}, "made_up = not there", "made_up = 7", "warning"),
         ({"initializer_range": 0.1}, "initializer_range = 0.02", "initializer_range = 0.1", "error"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-06", "rms_norm_eps = 1e-05", "error"),
-        ({"max_position_embeddings": 512}, "max_position_embeddings = 256", "max_position_embeddings = 512", "error"),
     ],
 )
 def test_a_key_that_changed(
@@ -80,8 +78,6 @@ def test_a_softcap_that_the_class_does_not_have_is_an_error_where_it_is_lost() -
 @pytest.mark.parametrize(
     ("name", "changes", "expected", "actual"),
     [
-        ("qwen3_moe", {"num_experts_per_tok": 2}, "num_experts_per_tok = 3", "num_experts_per_tok = 2"),
-        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob = True", "norm_topk_prob = False"),
         ("glm4_moe", {"routed_scaling_factor": 1.5}, "routed_scaling_factor = 2.5", "routed_scaling_factor = 1.5"),
         # The source says it the other way.
         ("qwen2-tied", {"rope_parameters": ..., "rope_theta": 500000.0}, "rope_theta = 10000", "rope_theta = 500000.0"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from families import HF_CASES, case
+from mutations.edits import edit_config
 from support import models
 from support.drafts import KINDS, TOKENS, made_draft, save_draft, tensors_of
 from torch import Tensor
@@ -141,8 +141,7 @@ def test_a_fault_is_found(fault: str, target: Path, tmp_path: Path) -> None:
 def test_a_draft_of_another_target_is_found(tmp_path: Path) -> None:
     other = tmp_path / "other"
     case.save("gemma3_text", HF_CASES["gemma3_text"], other, torch.bfloat16)
-    config = json.loads((other / "config.json").read_text()) | {"hidden_size": 64, "vocab_size": 99}
-    (other / "config.json").write_text(json.dumps(config))
+    edit_config(other, hidden_size=64, vocab_size=99)
     found = verify(made_draft("SpecForge", tmp_path / "draft"), source=other).findings
     assert [(one.code, one.expected, one.actual) for one in found] == [
         ("CK144", "states of width 64, as the target has them", "hidden_size 128"),

@@ -51,19 +51,6 @@ def test_an_hf_directory_has_no_keys(releases: PathOf, alone: RunAlone) -> None:
 # CK114
 
 
-def test_a_layer_that_the_save_lost(fresh_megatron: PathOf, alone: RunAlone) -> None:
-    """Without the HF config, which is the case for a run's own saves, only the arguments tell."""
-    path = fresh_megatron("qwen2-tied")
-
-    def change(metadata: Any) -> None:
-        for key in [key for key in metadata.state_dict_metadata if key.startswith("decoder.layers.5.")]:
-            del metadata.state_dict_metadata[key]
-
-    models.edit_metadata(path / "release", change)
-    _, (finding,) = alone("CK114", path)
-    assert (finding.actual, finding.tensor) == ("5 not stored", "decoder.layers.5.*")
-
-
 def test_training_arguments_without_sizes_require_no_keys(fresh_megatron: PathOf, alone: RunAlone) -> None:
     path = fresh_megatron("qwen2-tied")
     edit_common(path, lambda common: common.update(args=Namespace(seed=1)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,12 @@ from typing import Any
 import pytest
 import torch
 from mutations.edits import edit_config
-from safetensors.torch import load_file, save_file
 from support import floats
 from support.fixture_types import CopyOf, PathOf, RunAlone
-from support.models import tensors
-from support.quantized import E2M1, int4
+from support.models import edit, tensors
+from support.quantized import int4, rewrite, write
 from torch import Tensor
 
-from ckptkit.formats.hf.side_files import describe_quantization
 from quant.formats.modelopt import differing_configs
 from quant.lint.lint import lint
 from verify.report import Finding
@@ -30,21 +28,14 @@ SCHEME = {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 3
 
 def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
     """qwen2-untied in INT4 with groups of 32; `others`: what is another way, by module, each in a group of its own."""
-    stored: dict[str, Tensor] = {}
     usual = [name.removesuffix(".weight") for name in tensors(plain) if name.endswith("_proj.weight")]
-    for name, weight in tensors(plain).items():
-        module = name.removesuffix(".weight")
-        if module not in usual:
-            stored[name] = weight
-            continue
+
+    def store(name: str, weight: Tensor) -> Mapping[str, Tensor]:
+        if (module := name.removesuffix(".weight")) not in usual:
+            return {name: weight}
         scheme = {key: one for key, one in (SCHEME | others.get(module, {})).items() if one is not None}
-        quantize = int4(scheme.pop("num_bits"), **scheme)
-        stored |= {name + ending: part.contiguous() for ending, part in quantize(weight)[0].items()}
-    path.mkdir()
-    for file in plain.iterdir():
-        if not file.name.startswith("model"):
-            (path / file.name).write_bytes(file.read_bytes())
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+        return {name + ending: part for ending, part in int4(scheme.pop("num_bits"), **scheme)(weight)[0].items()}
+
     groups = [([one for one in usual if one not in others], {})] + [([module], one) for module, one in others.items()]
     content = {
         "quant_method": "compressed-tensors",
@@ -60,7 +51,7 @@ def packed(plain: Path, path: Path, others: dict[str, dict[str, Any]]) -> Path:
         },
         "ignore": ["lm_head", "model.embed_tokens"],
     }
-    edit_config(path, quantization_config=content)
+    rewrite(plain, path, store, lambda config: config | {"quantization_config": content})
     return path
 
 
@@ -133,9 +124,7 @@ def test_weights_of_8_bits_that_are_not_the_sources_are_found(
 ) -> None:
     plain, module = releases("qwen2-untied"), f"{MLP}.down_proj"
     path = packed(plain, tmp_path / "mixed", {module: EIGHT})
-    stored = load_file(path / "model.safetensors")
-    stored[f"{module}.weight_scale"] = stored[f"{module}.weight_scale"] * 1.25
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    edit(path, f"{module}.weight_scale", tensors(path)[f"{module}.weight_scale"] * 1.25)
     assert [one.tensor for one in by_source(path, plain)] == [f"{module}.weight"]
 
 
@@ -168,14 +157,6 @@ def test_mxfp8_of_ocps_rule_is_within_half_a_step(
     assert found == count
 
 
-def mxfp4(module: str, weight: Tensor) -> dict[str, Tensor]:
-    groups = weight.float().unflatten(-1, (-1, 32))
-    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-30))) - 2
-    codes = (groups.unsqueeze(-1) / torch.exp2(exponents)[..., None, None] - E2M1).abs().argmin(-1).flatten(-2)
-    words = (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
-    return {f"{module}.weight": words, f"{module}.weight_scale": (exponents + 127).to(torch.uint8)}
-
-
 FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}, "input_tensors": None}
 
 
@@ -187,14 +168,11 @@ def test_scales_of_two_formats_are_not_compared_with_each_other(
 
     def store(module: str, weight: Tensor) -> dict[str, Tensor]:
         if not fnmatchcase(module, pinned):
-            return mxfp4(module, weight)
+            return floats.SPELLINGS["mxfp4-quark"].store(module, weight)
         rows, columns = weight.shape
-        parts = dict(floats.SPELLINGS["fp8"].store(module, weight))
-        grid = -(-rows // 128), -(-columns // 128)
-        scale = (weight.float().abs().max() / 448).expand(grid).contiguous()
-        return {f"{module}.weight": (weight.float() / scale[0, 0]).to(torch.float8_e4m3fn)} | (
-            {f"{module}.weight_scale": scale} if parts else {}
-        )
+        scale = (weight.float().abs().max() / 448).expand(-(-rows // 128), -(-columns // 128)).contiguous()
+        codes = (weight.float() / scale[0, 0]).to(torch.float8_e4m3fn)
+        return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
 
     weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
     whole = {"weight": weight, "input_tensors": None}
@@ -208,11 +186,7 @@ def test_scales_of_two_formats_are_not_compared_with_each_other(
         name for name in tensors(path) if name.endswith(".weight_scale") and not fnmatchcase(name, f"{pinned}*")
     )
     broken = copy_of(path)
-    for file in broken.glob("*.safetensors"):
-        stored = load_file(file)
-        if name in stored:
-            stored[name] = stored[name] + 7  # 128 times
-            save_file(stored, file, metadata={"format": "pt"})
+    edit(broken, name, tensors(path)[name] + 7)  # 128 times
     assert [one.tensor for one in alone("CK308", broken)[1]] == [name]
     edit_config(path, quantization_config=content | {"layer_quant_config": {}})
     assert "error" in {one.severity for one in alone("CK303", path)[1]}
@@ -296,40 +270,16 @@ def test_a_cache_in_one_config_of_two_is_an_error(
 
 
 def test_int8_of_llm_compressor_is_named_and_not_judged(releases: PathOf, tmp_path: Path) -> None:
-    plain, path = releases("qwen2-untied"), tmp_path / "w8a8"
-    path.mkdir()
-    stored: dict[str, Tensor] = {}
-    for name, weight in tensors(plain).items():
-        if name.endswith("_proj.weight"):
-            scale = weight.float().abs().amax(-1, keepdim=True) / 127
-            stored[name], stored[f"{name}_scale"] = (weight.float() / scale).round().to(torch.int8), scale.bfloat16()
-        else:
-            stored[name] = weight
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_bytes((plain / "config.json").read_bytes())
+    def by_row(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        scale = weight.float().abs().amax(-1, keepdim=True) / 127
+        return {"": (weight.float() / scale).round().to(torch.int8), "_scale": scale.bfloat16()}, weight
+
     weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"dynamic": True}}
     content = {"quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed"}
-    edit_config(path, quantization_config=content | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    content = {"quantization_config": content | {"config_groups": {"group_0": group}, "ignore": ["lm_head"]}}
+    path, plain = tmp_path / "w8a8", releases("qwen2-untied")
+    write(plain, path, lambda name: name.endswith("_proj.weight"), by_row, lambda config: config | content)
     report = verify(path)
     assert (report.status, [one for one in report.findings if one.severity == "error"]) == ("inconclusive", [])
     assert any("INT8 (compressed-tensors int-quantized)" in reason for reason in report.reasons)
-
-
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ({}, "config.json has no quantization_config"),
-        ({"quantization_config": None}, "config.json has no quantization_config"),
-        ({"quantization_config": {}}, "quantization_config is {}"),
-        ({"quantization_config": [1]}, "quantization_config is [1]"),
-        ({"compression_config": {"quant_method": "x"}}, "compression_config declares quant_method 'x'"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "text_config.quantization_config declares"),
-        ({"llm_config": {"quantization_config": {"quant_method": "fp8"}}}, "has llm_config.quantization_config, where"),
-        ({"a": {"text_config": {"quantization_config": {"b": 1}}}}, "has a.text_config.quantization_config, where"),
-        ({"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo 'FP8'"),
-        ({"quantization_config": {"bits": 4}}, "declares no quant_method"),
-    ],
-)
-def test_what_a_config_declares_is_said_as_it_is(config: dict[str, Any], said: str) -> None:
-    assert said in describe_quantization(config)

@@ -15,9 +15,8 @@ from support import models
 from support.fixture_types import OnlyFinding, PathOf
 from torch.distributed.checkpoint.metadata import Metadata
 
-from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from quant.formats.scheme import QuantScheme
 from verify.check import Check, Tally, run_checks
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -99,22 +98,6 @@ def test_without_a_config_too(what: str, fresh: PathOf) -> None:
             verify(path)
         return
     assert [one.code for one in verify(path).findings] == ["CK101", code]
-
-
-def test_no_shards_of_an_int4_checkpoint(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
-    path = tmp_path / "int4"
-    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7"))
-    assert verify(path).findings == []
-    no_shards(path)
-    for report in (verify(path), preflight(hf_checkpoint=path)):
-        assert only(report).code == "CK102"
-
-
-@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe"])
-def test_no_shards_of_a_model_with_a_vision_tower(name: str, fresh: PathOf, only: OnlyFinding) -> None:
-    path = fresh(name)
-    no_shards(path)
-    assert only(verify(path)).code == "CK102"
 
 
 @pytest.mark.parametrize(

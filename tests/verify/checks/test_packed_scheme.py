@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from mutations.edits import edit_json
-from safetensors.torch import load_file, save_file
+from mutations.edits import edit_json, replace, tensor
+from mutations.int4 import unpack
 from support import models
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.quantized import small_groups_allowed
@@ -30,29 +30,8 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Changes the tensors of every shard in place; the index stays as it is, since the checks here read headers."""
-    for file in sorted(path.glob("*.safetensors")):
-        content = load_file(file)
-        change(content)
-        save_file(content, file, metadata={"format": "pt"})
-
-
 def weights_of(config: dict[str, Any]) -> Any:
     return config["quantization_config"]["config_groups"]["group_0"]["weights"]
-
-
-def unpack(*modules: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    """Puts a plain weight in the place of packed ones."""
-
-    def change(content: dict[str, torch.Tensor]) -> None:
-        for module in modules:
-            if f"{module}.weight_packed" in content:
-                rows, words = content.pop(f"{module}.weight_packed").shape
-                content[f"{module}.weight"] = torch.randn(rows, words * 8).bfloat16()
-                content.pop(f"{module}.weight_scale", None)
-
-    return change
 
 
 def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, passes: Callable[..., None]) -> None:
@@ -77,35 +56,31 @@ def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: 
 
 
 @pytest.mark.parametrize(
-    ("modules", "tensor", "count"),
+    "modules",
     [
-        ([f"{ATTENTION}.k_proj"], f"{ATTENTION}.k_proj.weight", 1),
-        (["model.layers.0.mlp.up_proj"], "model.layers.0.mlp.up_proj.weight", 1),
-        ([f"{EXPERT}.down_proj"], f"{EXPERT}.down_proj.weight", 1),
-        ([DOWN.format(expert) for expert in range(12)], f"{DOWN.format('{0..11}')}.weight", 12),
-        ([SHARED.format(layer) for layer in range(2, 12)], f"{SHARED.format('{2..11}')}.weight", 10),
+        [f"{ATTENTION}.k_proj"],
+        ["model.layers.0.mlp.up_proj"],
+        [f"{EXPERT}.down_proj"],
+        [DOWN.format(expert) for expert in range(12)],
+        [SHARED.format(layer) for layer in range(2, 12)],
     ],
 )
-def test_fused_layer_packed_in_part_is_found(
-    modules: list[str], tensor: str, count: int, int4: Path, copy_of: CopyOf, alone: RunAlone
-) -> None:
+def test_fused_layer_packed_in_part_is_found(modules: list[str], int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
-    edit(path, unpack(*modules))
+    unpack(path, modules)
     found = alone("CK306", path)[1]
     # Of gate and up either may be the odd one.
-    assert [(finding.tensor or "").replace("gate_proj", "up_proj") for finding in found] == [
-        tensor.replace("gate_proj", "up_proj")
-    ]
-    assert found[0].count == count
-    packed = "packed integers" if ".experts." in tensor else "INT4, groups of 32, scales in bfloat16"
-    assert {found[0].actual, found[0].expected.split(", as ")[0]} == {"unquantized", packed}
+    odd = {name.replace("gate_proj", "up_proj") for finding in found for name in finding.names}
+    assert odd == {f"{module}.weight".replace("gate_proj", "up_proj") for module in modules}
+    packed = "packed integers" if ".experts." in modules[0] else "INT4, groups of 32, scales in bfloat16"
+    assert all({one.actual, one.expected.split(", as ")[0]} == {"unquantized", packed} for one in found)
 
 
 def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
     parts = [DOWN.replace("down", part) for part in ("gate", "up", "down")]
     experts = (part.format(expert) for expert in range(12) for part in parts)
-    edit(path, unpack(*(f"{ATTENTION}.{part}_proj" for part in "qkv"), *experts))
+    unpack(path, [*(f"{ATTENTION}.{part}_proj" for part in "qkv"), *experts])
     assert alone("CK306", path)[1] == []
 
 
@@ -117,7 +92,7 @@ def test_fused_parts_with_other_group_sizes_or_dtypes_are_found(
 ) -> None:
     path = copy_of(int4)
     name = f"{ATTENTION}.v_proj.weight_scale"
-    edit(path, lambda content: content.update({name: scale}) if name in content else None)
+    replace(path, {name: scale})
     _, (finding,) = alone("CK306", path)
     assert finding.tensor == f"{ATTENTION}.v_proj.weight"
     assert said in finding.actual
@@ -126,20 +101,12 @@ def test_fused_parts_with_other_group_sizes_or_dtypes_are_found(
 def test_a_part_with_zero_points(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
     name = f"{EXPERT}.gate_proj.weight_zero_point"
-    scale, zeros = f"{EXPERT}.gate_proj.weight_scale", {name: torch.zeros(12, 4).int()}
-    edit(path, lambda content: content.update(zeros) if scale in content else None)
+    replace(path, {name: torch.zeros(12, 4).int()})
     _, (finding,) = alone("CK306", path)
     assert (finding.tensor, finding.actual[-11:]) == (f"{EXPERT}.gate_proj.weight", "zero points")
 
 
 # CK307
-
-
-def test_a_tensor_parallel_size_that_does_not_divide(int4: Path, alone: RunAlone) -> None:
-    """Experts of 96 features: 48 on each of two ranks, and a Marlin tile is 64 wide."""
-    _, (finding,) = alone("CK307", int4, tp=2)
-    assert "experts of 96 features on 2 ranks: 48 on a rank, which must divide by 64" in finding.actual
-    assert "--ignore" in finding.hint
 
 
 @pytest.mark.usefixtures("kernel_tiles")
@@ -156,17 +123,10 @@ def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: P
 # CK308
 
 
-def scale_by(factor: float, ending: str) -> Callable[[dict[str, torch.Tensor]], None]:
-    def change(content: dict[str, torch.Tensor]) -> None:
-        for name in [name for name in content if name.endswith(ending)]:
-            content[name] = content[name] * factor
-
-    return change
-
-
 def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
     path = copy_of(int4)
-    edit(path, scale_by(16.0, f"{EXPERT}.down_proj.weight_scale"))
+    name = f"{EXPERT}.down_proj.weight_scale"
+    replace(path, {name: tensor(path, name) * 16})
     assert alone("CK308", path)[1] == []
 
 
@@ -282,10 +242,3 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
     assert alone("CK309", tmp_path / "own", against=frozenset({"vllm"})) == (None, [])
     result, both = alone("CK309", tmp_path / "own", readers=("vllm", "sglang"))
     assert (result.status, len(both)) == ("failed" if wrong else "passed", len(wrong))  # type: ignore[union-attr]
-
-
-def test_zero_points_in_the_layout_of_other_readers(asymmetric: Path, copy_of: CopyOf, alone: RunAlone) -> None:
-    path, name = copy_of(asymmetric), f"{EXPERT}.up_proj.weight_zero_point"
-    models.edit(path, name, models.tensors(path)[name].T.contiguous())
-    _, (finding,) = alone("CK303", path)
-    assert (finding.expected, finding.actual) == ("[4, 12] int32", "[12, 4] int32")

@@ -230,17 +230,11 @@ def found(report: Report, code: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.code == code]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [f"{FLAG}=1", f"{GROUP}=32"],
-        ["--runtime-env-json", json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}})],
-        [f'--runtime-env-json={{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'],
-    ],
-)
-def test_variables_are_read_wherever_a_launch_has_them(words: list[str]) -> None:
-    options = arguments_of(["--rollout-num-gpus-per-engine", "8", *words])
-    assert (options.qat, options.qat_group, options.engine) == (True, 32, 8)
+def test_variables_are_read_in_json_however_it_is_quoted() -> None:
+    escaped = f'{{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'
+    for text in (json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}}), escaped):
+        options = arguments_of(["--runtime-env-json", text])
+        assert (options.qat, options.qat_group) == (True, 32)
 
 
 def test_launch_arguments_override_the_environment() -> None:
@@ -311,14 +305,6 @@ def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
     assert "144 columns" in finding.actual
 
 
-@pytest.mark.usefixtures("kernel_tiles")
-def test_layers_that_no_kernel_runs_are_found_in_a_launch_of_one_rank(int4: Path) -> None:
-    report = preflight(hf_checkpoint=int4, tp=2)
-    (finding,) = found(report, "CK307")
-    assert (finding.expected, finding.severity) == ("INT4 weights that a kernel of SGLang can run", "error")
-    assert "288 columns" in finding.actual
-
-
 def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
     report = preflight(
         hf_checkpoint=int4,
@@ -326,3 +312,14 @@ def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
     )
     assert (report.status, found(report, "CK307")) == ("inconclusive", [])
     assert "CK307: --sglang-enable-dp-attention cuts attention over fewer ranks" in report.reasons[0]
+
+
+def test_miles_in_mode_bridge_packs_what_is_stored_packed(without_router: Path) -> None:
+    """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
+    given = ["--megatron-to-hf-mode", "raw"]
+    raw = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=given)
+    assert {finding.severity for finding in found(raw, "CK302")} == {"error"}
+    given = ["--megatron-to-hf-mode", "bridge"]
+    bridge = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=given)
+    assert found(bridge, "CK302") == []
+    assert "CK302" in {check.code for check in bridge.checks if check.status == "passed"}

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from mutations.edits import names, replace
+from mutations.int4 import packed
+from safetensors.torch import save_file
 from support import models
 from support.fixture_types import OnlyFinding, PathOf
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from ckptkit.app.api import quantize
-from ckptkit.formats.hf.reader import INDEX
-from quant.formats.scheme import QuantScheme
 from verify.checks.headers.renamed import renamed
 from verify.launch.preflight import preflight
 from verify.report import Finding, Report
@@ -98,14 +96,6 @@ def test_what_is_lost_beside_it_is_found_too(saved: Renamed) -> None:
     ]
 
 
-def test_adapter_behind_the_prefix_of_peft_is_still_an_adapter(saved: Renamed) -> None:
-    path = saved(lambda name: f"base_model.model.{name.replace('q_proj.weight', 'q_proj.lora_A.weight')}")
-    found = [one for one in verify(path).findings if one.code == "CK110"]
-    assert [(one.tensor, one.count) for one in found] == [
-        ("base_model.model.model.layers.{0..11}.self_attn.q_proj.lora_A.weight", 12)
-    ]
-
-
 def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) -> None:
     """Before the shards are downloaded."""
     path, index = tmp_path / "listed", "model.safetensors.index.json"
@@ -115,17 +105,6 @@ def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) 
     (path / index).write_text(json.dumps(content))
     found = [one for one in verify(path).findings if one.code == "CK104"]
     assert [(one.actual, one.count) for one in found] == [("`module.` is part of their names", 147)]
-
-
-def test_prefix_of_an_int4_checkpoint_is_one_finding(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
-    path = tmp_path / "int4"
-    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7"))
-    content = {f"module.{name}": tensor for name, tensor in models.tensors(path).items()}
-    for file in path.glob("*.safetensors*"):
-        file.unlink()
-    save_file(content, path / "model.safetensors", metadata={"format": "pt"})
-    finding = only(verify(path))
-    assert (finding.code, finding.actual) == ("CK104", "`module.` is part of their names")
 
 
 def test_parts_of_a_packed_weight_stand_for_it() -> None:
@@ -168,11 +147,7 @@ KEYS = (
 
 
 def add(path: Path, *names: str) -> None:
-    """Stores further tensors, in a shard of their own."""
-    index = json.loads((path / _INDEX).read_text())
-    index["weight_map"] |= dict.fromkeys(names, "more.safetensors")
-    (path / _INDEX).write_text(json.dumps(index))
-    save_file({name: torch.ones(4, 4, dtype=torch.bfloat16) for name in names}, path / "more.safetensors")
+    replace(path, {name: torch.ones(4, 4, dtype=torch.bfloat16) for name in names})
 
 
 def lose(path: Path, wanted: Callable[[str], Any]) -> None:
@@ -301,35 +276,11 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_gemma4(tmp_path_factory.mktemp("gemma4") / "release", keys_as_values=True, sharing=0)
 
 
-def in_int4(path: Path, spared: Iterable[str] = ()) -> None:
-    """Packs every projection, in groups of 16, but those of modules that begin so: only the names count here."""
-    spared = tuple(spared)
-    weight_map: dict[str, str] = {}
-    for file in sorted(path.glob("*.safetensors")):
-        content: dict[str, Tensor] = {}
-        for name, tensor in load_file(file).items():
-            module = name.removesuffix(".weight")
-            if not module.endswith("_proj") or module.startswith(spared or ("\0",)):
-                content[name] = tensor
-                continue
-            rows, columns = tensor.shape
-            content[f"{module}.weight_packed"] = torch.randint(0, 2**31 - 1, (rows, columns // 8), dtype=torch.int32)
-            content[f"{module}.weight_scale"] = torch.rand(rows, columns // 16).bfloat16()
-            content[f"{module}.weight_shape"] = torch.tensor([rows, columns])
-        save_file(content, file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(content, file.name)
-    total = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in models.tensors(path).values())
-    (path / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
-
-
-def without(path: Path, names: Iterable[str]) -> None:
-    """The directory less these tensors, in shard and index."""
-    names = list(names)
-    for name in names:
-        models.edit(path, name, None)
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name not in names}
-    (path / INDEX).write_text(json.dumps(index))
+def in_int4(path: Path, spared: str = "\0") -> None:
+    """Packs every projection, but those of modules that begin so: only the names count here."""
+    packed([name.removesuffix(".weight") for name in names(path, "_proj.weight") if not name.startswith(spared)])(
+        path, ""
+    )
 
 
 def missing(report: Report) -> list[str | None]:
@@ -350,7 +301,7 @@ def test_keys_that_are_used_as_values_are_no_lost_values(gemma4: Path, copy_of: 
 
 def test_one_layer_that_is_left_unquantized_lost_nothing(gemma4: Path, copy_of: Callable[[Path], Path]) -> None:
     path = copy_of(gemma4)
-    in_int4(path, ["model.layers.3."])
+    in_int4(path, "model.layers.3.")
     assert missing(verify(path)) == []
 
 
@@ -365,5 +316,5 @@ def test_layers_that_share_the_keys_of_an_earlier_one_lost_nothing(tmp_path: Pat
 def test_values_that_one_layer_lost_are_named(gemma4: Path, copy_of: Callable[[Path], Path]) -> None:
     path = copy_of(gemma4)
     in_int4(path)
-    without(path, [f"model.layers.7.mlp.up_proj.weight_{part}" for part in ("packed", "scale", "shape")])
+    replace(path, {}, [f"model.layers.7.mlp.up_proj.weight_{part}" for part in ("packed", "scale", "shape")])
     assert missing(verify(path)) == ["layers.7.mlp.up_proj.weight"]

@@ -116,33 +116,3 @@ def test_layers_that_are_left_out_have_no_finding(
     broken, name = copy_of(path), "model.layers.3.input_layernorm.weight"
     replace(broken, {name: tensor(broken, name).half()})
     assert [finding.tensor for finding in alone("CK107", broken)[1]] == [name]
-
-
-LAYERS = tuple(f"model.layers.{layer}.self_attn" for layer in range(12))
-
-
-@pytest.mark.parametrize("form", ["k", "k_proj.k", "k_proj.output"])
-@pytest.mark.parametrize(
-    ("lost", "found"),
-    [
-        ((), []),
-        (("k",), [("error", "k_scale is not stored", "model.layers.3.self_attn.v_scale")]),
-        (("v",), [("error", "v_scale is not stored", "model.layers.3.self_attn.k_scale")]),
-        (("k", "v"), [("error", "none in 1 of 12 layers", LAYERS[3])]),
-    ],
-    ids=["whole", "values alone", "keys alone", "a layer without"],
-)
-def test_scales_of_a_cache_are_stored_in_pairs(
-    lost: tuple[str, ...], found: list[tuple[str, str, str]], form: str, releases: PathOf, tmp_path: Path
-) -> None:
-    path = floats.write(releases("qwen2-untied"), tmp_path / "floats", floats.SPELLINGS["fp8-channel"])
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    edit_json(path / "config.json", lambda config: config["quantization_config"].update(kv_cache_scheme=scheme))
-    scales = {f"{layer}.{form.replace('k', kind)}_scale": torch.ones(1) for layer in LAYERS for kind in "kv"}
-    gone = [f"{LAYERS[3]}.{form.replace('k', kind)}_scale" for kind in lost]
-    replace(path, {name: one for name, one in scales.items() if name not in gone})
-    report = verify(path)
-    misnamed = [one for one in report.findings if one.actual.startswith("stored under another name")]
-    assert [one.severity for one in misnamed] == ([] if form == "k" else ["warning"] * 2)  # only engines read them
-    others = [one for one in report.findings if one not in misnamed]
-    assert [(one.severity, one.actual.partition(":")[0], one.tensor) for one in others] == found

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 from families import HF_CASES, case
+from mutations import edits
 from safetensors.torch import save_file
 from support import models
-from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
+from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from torch import Tensor
 
-from ckptkit.app.api import convert, quantize
+from ckptkit.app.api import quantize
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.transfer.copy import copy
@@ -58,23 +59,6 @@ def test_fused_experts_are_compared_one_by_one(against: str, releases: PathOf, c
     report = verify(releases("glm4_moe", fused=True), source=source)
     assert report.findings == []
     assert compared(report, "CK202") == len(models.tensors(releases("glm4_moe")))
-
-
-@pytest.mark.parametrize(
-    ("name", "element"), [("model.layers.3.mlp.up_proj.weight", (5, 7)), ("model.norm.weight", (0,))]
-)
-def test_values_with_one_changed_element_are_found(
-    name: str, element: tuple[int, ...], releases: PathOf, converted: PathOf, fresh: PathOf, only: OnlyFinding
-) -> None:
-    path = fresh("qwen2-tied")
-    tensor = models.tensors(path)[name]
-    tensor[element] += 0.25
-    models.edit(path, name, tensor)
-    for source in (releases("qwen2-tied"), converted("qwen2-tied")):
-        finding = only(verify(path, source=source))
-        assert (finding.code, finding.tensor) == ("CK202", name)
-        assert f"1 of {tensor.numel()} elements" in finding.actual
-        assert "0.25" in finding.actual
 
 
 @pytest.mark.parametrize(("by", "words"), [(1.0, "is 1 more than"), (-1.0, "is 1 less than"), (0.5, "elements differ")])
@@ -148,21 +132,6 @@ def test_a_router_lost_on_the_way_is_one_error_with_its_difference_under_it(
     assert headline(report) == f"Router of layer 4: {said}."
 
 
-def test_another_difference_of_the_same_kind_is_an_error_of_its_own(releases: PathOf, fresh: PathOf) -> None:
-    path = fresh("glm4_moe")
-    zero, other = "model.layers.4.mlp.gate.weight", "model.layers.5.mlp.gate.weight"
-    found = models.tensors(path)
-    models.edit(path, zero, torch.zeros_like(found[zero]))
-    models.edit(path, other, found[other] * 2)
-    report = verify(path, source=releases("glm4_moe"))
-    assert {(one.code, one.tensor, one.cause) for one in report.findings} == {
-        ("CK202", zero, "CK205-1"),
-        ("CK202", other, None),
-        ("CK205", zero, None),
-    }
-    assert report.errors == 2
-
-
 def test_another_model_is_one_finding(releases: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
     path = fresh("glm4_moe")
     found = models.tensors(path)
@@ -206,17 +175,6 @@ def test_source_with_other_tensors_is_found(releases: PathOf) -> None:
     assert ("CK202", "lm_head.weight") in [(finding.code, finding.tensor) for finding in report.findings]
 
 
-def test_another_dtype_is_a_warning_and_rounding_is_no_difference(
-    releases: PathOf, tmp_path: Path, codes: CodesOf
-) -> None:
-    convert(releases("qwen2-tied"), tmp_path / "half", dtype="float16")
-    report = verify(tmp_path / "half", source=releases("qwen2-tied"))
-    assert codes(report) == ["CK203"]
-    assert {(one.severity, one.expected, one.actual) for one in report.findings} == {("warning", "bfloat16", "float16")}
-    assert sum(finding.count for finding in report.findings) == 146
-    assert report.status == "passed"
-
-
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
 def test_a_cast_that_is_never_legal(
     dtype: torch.dtype, releases: PathOf, fresh: PathOf, alone: Callable[..., Any]
@@ -228,38 +186,14 @@ def test_a_cast_that_is_never_legal(
     assert (finding.expected, finding.actual) == ("bfloat16", str(dtype).removeprefix("torch."))
 
 
-def test_fp32_state_rounded_to_bf16_is_an_error_with_the_values_lost(releases: PathOf, fresh: PathOf) -> None:
-    path = fresh("glm4_moe")
-    first = models.tensors(path)[BIAS.format(2)]
-    for layer in range(2, 12):
-        models.edit(path, BIAS.format(layer), models.tensors(path)[BIAS.format(layer)].bfloat16())
-    index = path / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    content["metadata"]["total_size"] -= 10 * 12 * 2
-    index.write_text(json.dumps(content))
-    found = [one for one in verify(path, source=releases("glm4_moe")).findings if one.code == "CK203"]
-    assert [(one.severity, one.tensor, one.count) for one in found] == [("error", BIAS.format("{2..11}"), 10)]
-    # Around 6.9 neighbouring bfloat16 values are 1/32 apart.
-    kept = {round(value * 32) for value in first.tolist()}
-    assert found[0].actual == f"bfloat16, 12 distinct values became {len(kept)} in {BIAS.format(2)}"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "severity"),
-    [
-        ("lm_head.weight", 0.0, "error"),
-        ("model.layers.4.post_attention_layernorm.weight", 2.0, "warning"),
-        ("model.layers.4.self_attn.q_proj.bias", 0.0, "warning"),
-        (BIAS.format(4), 0.0, "warning"),
-    ],
-)
-def test_a_constant_tensor(name: str, value: float, severity: str, fresh: PathOf, only: OnlyFinding) -> None:
-    path = fresh("glm4_moe")
-    models.edit(path, name, torch.full_like(models.tensors(path)[name], value))
-    report = verify(path)
-    finding = only(report)
-    assert (finding.code, finding.tensor, finding.severity) == ("CK205", name, severity)
-    assert report.status == ("failed" if severity == "error" else "passed")
+def test_values_that_fp32_state_lost_are_counted(releases: PathOf, fresh: PathOf) -> None:
+    path, name = fresh("glm4_moe"), BIAS.format(2)
+    # bfloat16 near 7: values are 1/32 apart.
+    kept = {round(value * 32) for value in models.tensors(path)[name].tolist()}
+    stored = edits.names(path, BIAS.rpartition(".")[2])
+    edits.replace(path, {one: edits.tensor(path, one).bfloat16() for one in stored})
+    (found,) = [one for one in verify(path, source=releases("glm4_moe")).findings if one.code == "CK203"]
+    assert (found.count, found.actual) == (10, f"bfloat16, 12 distinct values became {len(kept)} in {name}")
 
 
 @pytest.mark.parametrize(
@@ -408,23 +342,10 @@ def test_exchanged_layers_of_packed_weights_are_one_error(releases: PathOf, tmp_
     assert {cell["failed"] > 0 for cell in report.heat["4"].values()} == {True}
 
 
-def test_a_bias_of_zeros_is_one_error_with_the_warning_under_it(releases: PathOf, fresh: PathOf) -> None:
-    """Without a source zeros may be how training starts, so by themselves they are a warning."""
-    path, name = fresh("qwen2-tied"), "model.layers.3.self_attn.k_proj.bias"
-    models.edit(path, name, torch.zeros_like(models.tensors(path)[name]))
-    report = verify(path, source=releases("qwen2-tied"))
-    assert [(one.code, one.severity, one.cause) for one in report.findings] == [
-        ("CK202", "error", None),
-        ("CK205", "warning", "CK202-1"),
-    ]
-    assert report.verdict == "FAILED with 1 error"
-
-
 # CK207 to CK210: numbers that are possible one by one and cannot be what was trained.
 
 
 UP = "model.layers.3.mlp.up_proj.weight"
-COARSE = "model.layers.{}.mlp.gate.e_score_correction_bias"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -506,30 +427,22 @@ def test_matrices_that_are_all_larger_than_any_that_was_trained(fresh: PathOf, a
 def coarse(path: Path, layers: range) -> None:
     found = models.tensors(path)
     for layer in layers:
-        models.edit(path, COARSE.format(layer), found[COARSE.format(layer)].bfloat16().float())
+        models.edit(path, BIAS.format(layer), found[BIAS.format(layer)].bfloat16().float())
 
 
 def test_float32_biases_that_were_bfloat16_once(releases: PathOf, fresh: PathOf, alone: RunAlone) -> None:
     path = fresh("glm4_moe")
     coarse(path, range(2, 12))
     _, (finding,) = alone("CK210", path)
-    assert (finding.tensor, finding.count, finding.severity) == (COARSE.format("{2..11}"), 10, "warning")
+    assert (finding.tensor, finding.count, finding.severity) == (BIAS.format("{2..11}"), 10, "warning")
     assert alone("CK210", path, source_path=path)[1] == []
     assert len(alone("CK210", path, source_path=releases("glm4_moe"))[1]) == 1
 
 
 def test_a_bias_of_zeros_is_not_coarse(fresh: PathOf, alone: RunAlone) -> None:
     path = fresh("glm4_moe")
-    models.edit(path, COARSE.format(4), torch.zeros(12))
+    models.edit(path, BIAS.format(4), torch.zeros(12))
     assert alone("CK210", path)[1] == []
-
-
-def test_a_model_without_float32_biases(releases: PathOf, alone: RunAlone) -> None:
-    assert alone("CK210", releases("qwen2-tied"))[0] is None
-
-
-def test_biases_of_megatron(converted: PathOf, passes: Callable[..., None]) -> None:
-    passes("CK210", converted("glm4_moe"), 10)
 
 
 def padded(source: Path, path: Path, rows: Tensor, iteration: str = "release") -> Path:

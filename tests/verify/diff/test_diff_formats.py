@@ -11,6 +11,7 @@ import pytest
 import torch
 from families import CASES
 from families.case import save
+from mutations.edits import edit_config
 from support import models
 from support.fixture_types import PathOf
 from support.processes import ckptkit as ckptkit_command
@@ -156,8 +157,7 @@ def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, f
 def test_code_that_only_one_side_has_is_a_difference(is_a: bool, releases: PathOf, fresh: PathOf) -> None:
     path, release = fresh("qwen2-tied"), releases("qwen2-tied")
     (path / "modeling_x.py").write_text("x")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoModel": "modeling_x.C"}}))
+    edit_config(path, auto_map={"AutoModel": "modeling_x.C"})
     found = diff(path, release) if is_a else diff(release, path)
     assert found.status == "different"
     assert sorted(line.split()[0] for line in found.files) == ["config.json", "modeling_x.py"]
@@ -226,8 +226,7 @@ def test_hf_of_no_family_against_megatron_is_an_error(releases: PathOf, fresh_me
 
 def test_quantized_format_of_another_tool_is_an_error(releases: PathOf, fresh: PathOf) -> None:
     path = fresh("qwen2-tied")
-    config = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "quanto"}}
-    (path / "config.json").write_text(json.dumps(config))
+    edit_config(path, quantization_config={"quant_method": "quanto"})
     with pytest.raises(CkptkitError, match="quanto"):
         diff(path, releases("qwen2-tied"))
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_config
 from safetensors.torch import save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
-from support.launch_words import arguments_of
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -35,19 +35,6 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("int4") / "qwen2-untied"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
-
-
-@pytest.mark.parametrize(
-    ("words", "server", "pp"),
-    [
-        (["--sglang-mem-fraction-static", "0.7", "--sglang-pp-size", "2"], "sglang", 2),
-        (["--vllm-gpu-memory-utilization", "0.7", "--vllm-pipeline-parallel-size=2"], "vllm", 2),
-        (["--rollout-batch-size", "8"], None, None),
-    ],
-)
-def test_the_engine_is_told_by_its_options(words: list[str], server: str | None, pp: int | None) -> None:
-    options = arguments_of(words)
-    assert (options.server, options.engine_pp) == (server, pp)
 
 
 def test_sglangs_kernels_do_not_judge_a_launch_that_serves_with_vllm(int4: Path) -> None:
@@ -81,61 +68,26 @@ def test_the_ranks_of_vllms_data_parallel_engines_are_not_guessed(releases: Path
     assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
 
 
-@pytest.fixture
-def by_module_names(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> Path:
-    """Routed experts in INT4 beside a list that names routers as modules, as engines read it and slime does not."""
-    path = tmp_path / "experts"
-    quantize(releases("qwen3_moe"), path, QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
-    config = json.loads((path / "config.json").read_text())
-    kept = [entry for entry in config["quantization_config"]["ignore"] if "gate(" not in entry]
-    config["quantization_config"]["ignore"] = [*kept, "re:.*mlp.gate$"]
-    (path / "config.json").write_text(json.dumps(config))
-    return path
-
-
-def test_miles_in_mode_bridge_packs_what_is_stored_packed(by_module_names: Path, releases: PathOf) -> None:
-    """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
-    given = ["--megatron-to-hf-mode", "raw"]
-    raw = preflight(hf_checkpoint=by_module_names, ref_load=by_module_names, arguments=given)
-    assert {finding.severity for finding in found(raw, "CK302")} == {"error"}
-    given = ["--megatron-to-hf-mode", "bridge"]
-    bridge = preflight(hf_checkpoint=by_module_names, ref_load=by_module_names, arguments=given)
-    assert found(bridge, "CK302") == []
-    assert "CK302" in {check.code for check in bridge.checks if check.status == "passed"}
-
-
 SPECULATIVE = "--sglang-speculative"
+
+
+NO_DRAFT = "a model with multi-token prediction layers, or a draft model"
+NOWHERE = [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-draft-model-path", "/no/such/draft"]
+
+
+def for_vllm(**settings: Any) -> list[str]:
+    return ["--vllm-speculative-config", json.dumps({"num_speculative_tokens": 3} | settings)]
 
 
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        (
-            "qwen2-untied",
-            [f"{SPECULATIVE}-algorithm", "EAGLE"],
-            "a model with multi-token prediction layers, or a draft model",
-        ),
-        (
-            "qwen2-untied",
-            [f"{SPECULATIVE}-algorithm", "nextn"],
-            "a model with multi-token prediction layers, or a draft model",
-        ),
+        ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "EAGLE"], NO_DRAFT),
+        ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "nextn"], NO_DRAFT),
         ("mimo", [f"{SPECULATIVE}-algorithm", "EAGLE3"], "--sglang-speculative-draft-model-path with EAGLE3"),
-        (
-            "qwen2-untied",
-            [f"{SPECULATIVE}-algorithm=EAGLE", f"{SPECULATIVE}-draft-model-path", "/no/such/draft"],
-            "the draft model /no/such/draft",
-        ),
-        (
-            "qwen2-untied",
-            ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}'],
-            "a model with multi-token prediction layers, or a draft model",
-        ),
-        (
-            "qwen2-untied",
-            ["--vllm-speculative-config", '{"num_speculative_tokens": 3}'],
-            '"model" of the draft with draft_model',
-        ),
+        ("qwen2-untied", NOWHERE, "the draft model /no/such/draft"),
+        ("qwen2-untied", for_vllm(method="mtp"), NO_DRAFT),
+        ("qwen2-untied", for_vllm(), '"model" of the draft with draft_model'),
     ],
 )
 def test_speculative_decoding_without_a_draft_is_found(
@@ -153,9 +105,9 @@ def test_speculative_decoding_without_a_draft_is_found(
         ("glm4_moe-mtp", [f"{SPECULATIVE}-algorithm", "EAGLE"]),
         ("qwen2-untied", [f"{SPECULATIVE}-algorithm", "NGRAM"]),
         ("qwen2-untied", [f"{SPECULATIVE}-algorithm=EAGLE3", f"{SPECULATIVE}-draft-model-path=org/qwen2-eagle3"]),
-        ("mimo", ["--vllm-speculative-config", '{"method": "mtp", "num_speculative_tokens": 3}']),
-        ("qwen2-untied", ["--vllm-speculative-config", '{"method": "ngram", "num_speculative_tokens": 3}']),
-        ("qwen2-untied", ["--vllm-speculative-config", '{"model": "org/draft", "num_speculative_tokens": 3}']),
+        ("mimo", for_vllm(method="mtp")),
+        ("qwen2-untied", for_vllm(method="ngram")),
+        ("qwen2-untied", for_vllm(model="org/draft")),
     ],
 )
 def test_sound_speculative_decoding_is_silent(name: str, words: list[str], releases: PathOf) -> None:
@@ -327,6 +279,5 @@ def test_layers_of_dspark_are_the_models_own_or_a_draft(method: str, copy_of: Co
     given = vllm if method.islower() else [f"{SPECULATIVE}-algorithm={method}"]
     (one,) = found(preflight(hf_checkpoint=path, arguments=given), "CK745")
     assert one.expected == "a model with layers of DSpark, or a draft model"
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"dspark_block_size": 5}))
+    edit_config(path, dspark_block_size=5)
     assert found(preflight(hf_checkpoint=path, arguments=given), "CK745") == []

@@ -7,11 +7,9 @@ import shlex
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
 from support.launch_words import arguments_of
 
-from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
 from verify.launch.arguments import LaunchArguments
@@ -153,32 +151,6 @@ def test_a_size_given_twice(releases: PathOf, only: OnlyFinding) -> None:
     assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
 
 
-def test_on_the_command_line(releases: PathOf) -> None:
-    command = ["preflight", "--hf-checkpoint", str(releases("glm4_moe")), "--pp", "3"]
-    done = CliRunner().invoke(cli, [*command, "--", "--decoder-last-pipeline-num-layers", "2", "--swiglu"])
-    assert done.exit_code == 0
-    assert "pp rank 2: layers 10..11" in done.output
-    done = CliRunner().invoke(cli, [*command, "stray"])
-    assert done.exit_code == 2
-    assert "no such script: 'stray'" in done.output
-
-
-def test_expert_rows_divide_by_the_expert_tensor_parallel_size(releases: PathOf, only: OnlyFinding) -> None:
-    """`moe_intermediate_size` is 96: 5 ranks do not divide it, and --expert-tensor-parallel-size 1 does not cut it."""
-    given = ["--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "4"]
-    assert (
-        preflight(
-            hf_checkpoint=releases("qwen3_moe"), arguments=[*given, "--expert-tensor-parallel-size", "1"]
-        ).findings
-        == []
-    )
-    finding = only(
-        preflight(hf_checkpoint=releases("qwen3_moe"), arguments=[*given, "--expert-tensor-parallel-size", "5"])
-    )
-    assert (finding.code, finding.severity, finding.actual) == ("CK703", "error", "moe_intermediate_size = 96")
-    assert finding.expected == "moe_intermediate_size that divides by etp = 5"
-
-
 @pytest.mark.parametrize(
     ("words", "severity"),
     [
@@ -211,16 +183,3 @@ def test_expert_rows_of_an_odd_size_are_judged_by_what_the_launch_says(
 def test_a_parallel_size_of_zero_is_no_size(name: str) -> None:
     with pytest.raises(CkptkitError, match=f"{name} 0 among the launch arguments is not a number of ranks"):
         arguments_of([name, "0"])
-
-
-@pytest.mark.parametrize(
-    ("words", "tp", "ep"),
-    [
-        (["--rollout-num-gpus-per-engine", "8", "--sglang-ep-size", "8"], 8, 8),
-        (["--rollout-num-gpus-per-engine", "8", "--sglang-pp-size", "2", "--sglang-expert-parallel-size", "4"], 4, 4),
-        (["--sglang-ep-size", "1"], 1, 1),
-    ],
-)
-def test_parallel_sizes_of_a_rollout_engine(words: list[str], tp: int, ep: int) -> None:
-    options = arguments_of(words)
-    assert (options.engine_tp, options.engine_ep) == (tp, ep)

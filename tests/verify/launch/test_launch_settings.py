@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
+from verify.launch.job import Launch
 from verify.launch.settings.config import Config, UnresolvedError, flat, parse, read_yaml
 from verify.launch.settings.files import compose
 from verify.launch.settings.overrides import applied, is_override
-from verify.launch.words import UnresolvedWord, Word
+from verify.launch.stacks.which import read_job
+from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 TEXT = """
 a: 1
@@ -186,3 +188,14 @@ def test_files_that_inherit_from_each_other_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.yaml").write_text("defaults: a.yaml\n")
     with pytest.raises(CkptkitError, match="its defaults go in circles"):
         compose(tmp_path / "a.yaml")
+
+
+@pytest.mark.parametrize(("word", "chosen"), [("policy=small", True), ("+size=big", True), ("seed=big", False)])
+def test_choice_of_a_file_of_a_group_is_not_known(word: str, chosen: bool, tmp_path: Path) -> None:
+    """A section that another file replaces, and a folder beside the file of settings; `seed` is neither."""
+    (tmp_path / "size").mkdir()
+    (tmp_path / "size" / "big.yaml").write_text("policy: {model_name: /models/big}\n")
+    config = tmp_path / "job.yaml"
+    config.write_text("seed: 1\npolicy: {model_name: /models/small}\ncluster: {gpus_per_node: 8, num_nodes: 1}\n")
+    job = read_job(Launch(LaunchText((Word(word),))), config)
+    assert any(f"{word}: the file of this group is not read" in line for line in job.unread) is chosen

@@ -11,6 +11,8 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
+from mutations.edits import edit_config
+from support.fake_hub import download
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli
@@ -20,7 +22,6 @@ from verify.report import Report
 
 NAME = "qwen2-untied"
 REPOSITORY = "some-org/Some-Model_1.5"
-SHA = "0123456789abcdef0123456789abcdef01234567"
 UNKNOWN = "nemotron_later"
 
 
@@ -99,8 +100,7 @@ def quiet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def unknown(releases: PathOf, copy_of: CopyOf) -> Path:
     """A sound release of a model_type that no family here has."""
     path = copy_of(releases(NAME))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"model_type": UNKNOWN, "architectures": ["Later"]}))
+    edit_config(path, model_type=UNKNOWN, architectures=["Later"])
     return path
 
 
@@ -136,17 +136,8 @@ def test_a_config_without_a_model_type_is_still_a_finding(releases: PathOf, copy
 
 
 def in_cache(cache: Path, release: Path) -> Path:
-    """The snapshot of a release in a cache as huggingface_hub makes it: links to blobs, and the commit of `main`."""
-    root = cache / f"models--{REPOSITORY.replace('/', '--')}"
-    snapshot, blobs = root / "snapshots" / SHA, root / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    (root / "refs").mkdir()
-    (root / "refs" / "main").write_text(SHA)
-    for number, file in enumerate(sorted(release.iterdir())):
-        shutil.copy(file, blobs / f"{number:040x}")
-        (snapshot / file.name).symlink_to(Path("../../blobs", f"{number:040x}"))
-    # What the trainer itself takes of it.
+    """The snapshot of a release in a cache as huggingface_hub makes it, which the trainer itself takes."""
+    snapshot = download(REPOSITORY, release, cache_dir=cache)
     assert snapshot_download(REPOSITORY, cache_dir=cache, local_files_only=True) == str(snapshot)
     return snapshot
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.launch_scripts import loads
 from support.processes import python
 
-from ckptkit.app.api import convert, quantize
+from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
@@ -259,16 +257,6 @@ def test_a_megatron_directory_as_hf_checkpoint(converted: PathOf, only: OnlyFind
     assert only(preflight(hf_checkpoint=converted(NAME))).code == "CK714"
 
 
-def test_arguments_are_held_against_the_engines_config(releases: PathOf, run_of: Path, only: OnlyFinding) -> None:
-    for step in (10, 20):
-        path = run_of / f"iter_{step:07d}" / "common.pt"
-        common = torch.load(path, weights_only=False)
-        common["args"] = Namespace(**(vars(common["args"]) | {"moe_router_topk": 2}))
-        torch.save(common, path)
-    finding = only(preflight(hf_checkpoint=releases(NAME), load=run_of))
-    assert (finding.code, finding.expected, finding.actual) == ("CK701", "moe_router_topk = 3", "moe_router_topk = 2")
-
-
 def test_broken_files_are_found_on_every_side(
     releases: PathOf, converted: PathOf, copy_of: CopyOf, run_of: Path
 ) -> None:
@@ -291,28 +279,6 @@ def written(folder: Path, *lines: str) -> Path:
     return folder / "run.sh"
 
 
-def test_sizes_that_do_not_divide_name_file_and_line(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
-    script = written(
-        tmp_path,
-        f"python3 train.py --hf-checkpoint {releases(NAME)} --ref-load {converted(NAME)} \\",
-        "  --actor-num-nodes 1 --actor-num-gpus-per-node 6 \\",
-        "  --tensor-model-parallel-size 4 \\",
-        "  --rollout-num-gpus-per-engine 5 \\",
-        "  --expert-model-parallel-size 5",
-    )
-    found = [one for one in preflight(script=script).findings if one.code in ("CK703", "CK722")]
-    assert {one.file for one in found} == {str(script)}
-    expected = {(one.code, one.expected) for one in found}
-    assert ("CK703", "the number of experts that divides by ep = 5 (ep at line 5)") in expected
-    job = "actor_num_nodes and actor_num_gpus_per_node at line 2, tensor_model_parallel_size at line 3"
-    assert (
-        "CK722",
-        f"GPUs of the actor that divide by tp x pp x cp = 4 x 1 x 1 = 4 ({job}, expert_model_parallel_size at line 5)",
-    ) in expected
-    engine = "rollout_num_gpus_per_engine at line 4"
-    assert ("CK722", f"num_key_value_heads that divides 5 ranks, or is divided by them ({engine})") in expected
-
-
 def test_int4_training_of_another_group_size_names_file_and_line(releases: PathOf, tmp_path: Path) -> None:
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
     flag, group = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
@@ -325,28 +291,6 @@ def test_int4_training_of_another_group_size_names_file_and_line(releases: PathO
     submit = f"ray job submit --runtime-env-json='{environment}' -- {command}"
     (finding,) = [one for one in preflight(script=written(tmp_path, submit)).findings if one.code == "CK709"]
     assert (finding.file, "at line 1)" in finding.expected) == (str(script), True)
-
-
-def test_readme_form_tells_the_right_model_from_another(
-    releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
-) -> None:
-    """The form of the README: one Megatron checkpoint under --load and --ref-load, and what SGLang serves."""
-    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
-
-    def exit_code(megatron: Path) -> tuple[int, str]:
-        words = ["--hf-checkpoint", tmp_path / "int4", "--load", megatron, "--ref-load", megatron]
-        done = CliRunner().invoke(cli, ["preflight", *map(str, words), "--tp", "2", "--ep", "4"])
-        return done.exit_code, done.output
-
-    code, output = exit_code(converted("qwen3_moe"))
-    assert (code, "PASSED launch, files and digests of weights; engine not asked" in output) == (0, True), output
-    other = copy_of(releases("qwen3_moe"))
-    for file in other.glob("*.safetensors"):
-        tensors = {name: one.flip(0) if one.dim() > 1 else one for name, one in load_file(file).items()}
-        save_file({name: one.contiguous() for name, one in tensors.items()}, file, {"format": "pt"})
-    convert(other, tmp_path / "wrong")
-    code, output = exit_code(tmp_path / "wrong")
-    assert (code, "error  CK723" in output, "FAILED with 1 error" in output) == (1, True, True), output
 
 
 HIDDEN_IN = {

@@ -192,29 +192,6 @@ def test_digests_of_another_model_than_the_engines_are_an_error(
     assert preflight(hf_checkpoint=hf, load=megatron).findings == []
 
 
-def test_two_releases_under_load_and_ref_load_are_one_model(
-    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
-    other = wrong(releases, tmp_path, manifest=False)
-    finding = only(preflight(load=other, ref_load=bare))
-    assert (finding.code, finding.severity, finding.file) == ("CK723", "error", str(other / "release"))
-    assert finding.expected == f"the bytes of the reference, {bare / 'release'}"
-    same = Path(shutil.copytree(bare, tmp_path / "same"))
-    report = preflight(load=same, ref_load=bare)
-    assert (report.findings, of(report).tensors_compared) == ([], 64)
-
-
-def test_the_reference_of_a_run_that_resumes_is_the_engines_model(
-    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
-    run = iteration(bare, tmp_path / "run")
-    finding = only(
-        preflight(hf_checkpoint=releases(NAME), load=run, ref_load=wrong(releases, tmp_path, manifest=False))
-    )
-    assert (finding.code, finding.severity, finding.file) == ("CK723", "error", str(tmp_path / "wrong" / "release"))
-    assert preflight(hf_checkpoint=releases(NAME), load=run, ref_load=bare).findings == []
-
-
 def test_an_iteration_may_be_any_model_with_the_engines_config(
     releases: PathOf, tmp_path: Path, only: OnlyFinding
 ) -> None:
@@ -240,17 +217,6 @@ def test_layers_that_are_shifted_by_one_are_found(
     finding = only(preflight(hf_checkpoint=shifted, ref_load=bare))
     assert (finding.code, finding.severity) == ("CK723", "error")
     assert not re.search(r"layers[.]([0-4]|[{]0)[.,]", str(finding.tensor))
-
-
-def test_two_steps_of_a_run_are_told_apart(releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding) -> None:
-    """Actor and reference of verl, both torch_dist, at two steps of one run."""
-    later = trained(releases(NAME), tmp_path / "later", lambda _, one: one * 1.01 if one.dim() > 1 else one)
-    convert(later, tmp_path / "step200")
-    (tmp_path / "step200" / "ckptkit.json").unlink()
-    finding = only(preflight(arguments=verl(releases(NAME), bare, tmp_path / "step200")))
-    assert (finding.code, finding.severity) == ("CK723", "error")
-    same = Path(shutil.copytree(bare, tmp_path / "same"))
-    assert preflight(arguments=verl(releases(NAME), bare, same)).findings == []
 
 
 def test_an_int4_engine_is_compared_by_what_is_not_packed(
@@ -311,13 +277,3 @@ def test_actor_and_reference_of_verl_with_other_weights_are_found(
     finding = only(preflight(arguments=verl(hf, megatron, other)))
     assert (finding.code, finding.severity, finding.tensor) == ("CK723", "error", "decoder.final_layernorm.weight")
     assert finding.actual.startswith("others of 1 of the ")
-
-
-def test_megatron_weights_of_another_model_than_verls_are_found(
-    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
-) -> None:
-    """Actor and reference alike, so that only the model's own directory tells."""
-    other = wrong(releases, tmp_path, manifest=False)
-    finding = only(preflight(arguments=verl(releases(NAME), other, other)))
-    assert (finding.code, finding.severity) == ("CK723", "error")
-    assert preflight(arguments=verl(releases(NAME), bare, bare)).findings == []

@@ -32,50 +32,25 @@ MODELS = {
 # Read as bash reads them. Those that give no words end before the trainer starts.
 READ = {
     "quotes": "python3 train.py --a 'x y' \"z  $HOME-\\$\" a\"b\"'c' \"\" --e='1 2' \\\"q $'t\\tn'",
-    "comments": ("# python3 train.py\npython3 train.py --a 1 # --b 2\n"),
     "continuation": ("python3 train.py --a \\\n  1 --b\\\n2 \\\n\n"),
-    "arrays": (
-        'A=(1 "2 3" \'4\')\nA+=(5)\nB=("${A[@]}" x)\npython3 train.py ${A[@]} "${B[@]}" "${#B[@]}" ${B[1]} "${B[*]}"'
-    ),
     "array of lines": ("A=(\n  --a 1 # one\n  # --b 2\n  --c 3 \\\n  --d\n)\npython3 train.py ${A[@]}"),
-    "empty array": ('A=()\npython3 train.py ${A[@]} "${A[@]}" x"${A[@]}"y'),
-    "element": ("A=(1 2 3)\nA[1]=x\nA[3]=y\ni=2\npython3 train.py ${A[@]} ${A[i]} ${A[i+1]} ${A[-1]}"),
-    "splitting": ('X="a  b c"\nY=" p q "\npython3 train.py $X "$X" x${Y}y $Y'),
-    "empty words": ('X=\npython3 train.py $X "$X" a$X'),
-    "defaults": ('A=1\npython3 train.py ${A:-2} ${B:-"x y"} ${B-z} ${A:+set} ${B:+set} ${C:=new} $C ${A-q}'),
-    "nested defaults": "python3 train.py ${A:-${B:-${C:-deep}}} ${A:-$((1 + 2))}",
     "trimming": ("F=/a/b.tar.gz\npython3 train.py ${F##*/} ${F%.*} ${F%%.*} ${F#*/} ${F/b/c} ${F//a/z} ${F:1:3} ${#F}"),
-    "letters": ("A=Qwen3\npython3 train.py ${A,,} ${A^^}"),
     "arithmetic": (
         "N=3\npython3 train.py $((N + 89)) $(( (N*2) % 4 )) $((N > 2 ? 10 : 20)) $((2**10)) $((-7 / 2)) $((0x10))"
     ),
     "precedence": "python3 train.py $((1 + 2 * 3 - 4 / 2)) $((1 << 2 + 1)) $((!0 && 1 || 0)) $((7 & 3 | 8 ^ 1))",
-    "counters": ("i=5\n((i++))\n((i += 10))\nj=$((i--))\nlet_=$((++j))\npython3 train.py $i $j $let_"),
-    "for words": ('X=""\nfor n in 1 2 "3 4"; do X+="[$n]"; done\npython3 train.py $X "$X"'),
     "for numbers": (
         "A=()\n"
         "for ((i = 0; i < 6; i++)); do if (( i < 2 )); then A+=(0); else A+=(1); fi; done\n"
         'printf -v F "[%s]" "$(IFS=", "; echo "${A[*]}")"\n'
         'python3 train.py --moe-layer-freq "$F"'
     ),
-    "while": ("i=0\nL=\nwhile [ $i -lt 4 ]; do L=$L$i,; i=$((i + 1)); done\npython3 train.py [${L%,}]"),
-    "until": ("i=3\nuntil [[ $i == 0 ]]; do i=$((i - 1)); A+=($i); done\npython3 train.py ${A[@]}"),
-    "break and continue": (
-        "for i in 1 2 3 4 5; do [ $i = 2 ] && continue; [ $i -ge 4 ] && break; A+=($i); done\npython3 train.py ${A[@]}"
+    "heredoc": (
+        'A=x\nB=$(cat <<EOF\n{ "a": "$A (b)" }\nEOF\n)\nC=$(cat <<\'EOF\'\n$A ) \'\nEOF\n)\npython3 train.py "$B" "$C"'
     ),
-    "if": (
-        "A=8\nif [ $A -gt 8 ]; then B=1; elif [[ $A == [0-9] && -n $A ]]; then B=2; else B=3; fi\npython3 train.py $B"
-    ),
-    "tests": (
-        "NONE= D=0\n"
-        '[ -z "$NONE" ] && A=1\n'
-        '[ "$A" = 1 -a x != y ] && B=2\n'
-        "[[ ! ( a == b ) ]] && C=3\n"
-        "test $B -eq 2 || D=4\n"
-        "python3 train.py $A $B $C $D"
-    ),
-    "case": (
-        "M=qwen3-moe\ncase $M in *-moe|*-MoE) E=8;; *) E=1;; esac\nF=0\ncase x in y) F=1;; esac\npython3 train.py $E $F"
+    "heredoc skipped": ("cat <<EOF >/dev/null\npython3 train.py --no\nEOF\npython3 train.py --yes"),
+    "printf": (
+        "printf -v A '%s,' 1 2 3\nprintf -v B '%02d-%s' 7 x\npython3 train.py $A $B $(printf '%d' 5) $(printf x%%)"
     ),
     "functions": (
         'f() { local a=$1; echo "$a-$2"; }\n'
@@ -83,114 +58,40 @@ READ = {
         "g yes\n"
         'python3 train.py $(f 1 "2 3") "$(f x)" $A'
     ),
-    "local": ("a=out\nf() { local a=in; b=$a; }\nf\npython3 train.py $a $b"),
-    "subshell": ("A=1\n( A=2; cd / )\n{ B=3; }\npython3 train.py $A $B"),
-    "pipeline": ("A=1\necho x | { A=2; }\npython3 train.py --a $A 2>&1 | cat"),
-    "redirections": "python3 train.py --a 1 2>/dev/null --b 2",
-    "heredoc": (
-        'A=x\nB=$(cat <<EOF\n{ "a": "$A (b)" }\nEOF\n)\nC=$(cat <<\'EOF\'\n$A ) \'\nEOF\n)\npython3 train.py "$B" "$C"'
-    ),
-    "heredoc skipped": ("cat <<EOF >/dev/null\npython3 train.py --no\nEOF\npython3 train.py --yes"),
-    "here string": (
-        'L="--a 1  --b 2"\nread -ra A <<< "$L"\nIFS=, read -r -a B <<< "x,y"\npython3 train.py ${A[@]} ${B[@]}'
-    ),
-    "printf": (
-        "printf -v A '%s,' 1 2 3\nprintf -v B '%02d-%s' 7 x\npython3 train.py $A $B $(printf '%d' 5) $(printf x%%)"
-    ),
-    "source": (
-        'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)"\n'
-        'source "${HERE}/more.sh" 8\n'
-        '. $(dirname "$0")/more.sh 8\n'
-        'python3 train.py $MORE "$(basename "$MORE")"'
-    ),
-    "backticks": ("A=`echo 1 \\`echo 2\\``\npython3 train.py $A"),
-    "set and shift": ('set -- a "b c" d\nshift\npython3 train.py "$@" $# $1 $*'),
     "options in a loop": (
         "set -- --tp 4 --pp 2\n"
         'while [[ $# -gt 0 ]]; do case "$1" in --tp) TP=$2; shift 2;; *) A+=("$1"); shift;; esac; done\n'
         "python3 train.py $TP ${A[@]}"
     ),
-    "unset": ("A=1\nunset A\npython3 train.py ${A:-gone}"),
-    "joined by IFS": ('A=(1 2 3)\nIFS=+\nB="${A[*]}"\nunset IFS\npython3 train.py "$B"'),
     "pattern of layers": ("D=1 M=2\npython3 train.py --moe-layer-freq [0]*$D+[1]*$M"),
-    "and or": ("true && A=1 || A=2\nfalse || B=3\n! true || C=4\npython3 train.py $A $B $C"),
-    "one line": "A=1; B=2; python3 train.py $A $B; C=3",
-    "background": ("sleep 0 & python3 train.py --a 1 &\nwait"),
-    "append": ("A=x\nA+=y\nA+=$A\npython3 train.py $A"),
     "exports": ('export A=1 B="2 3"\ndeclare -a C=(4 5)\nreadonly D=6\npython3 train.py $A "$B" ${C[@]} $D'),
     "nested quotes in braces": 'python3 train.py "${A:-"x y"}" "${A:-a}b"',
-    "eval": ("eval 'A=1; B=2'\npython3 train.py $A $B"),
-    "length of text": ("A=abc\npython3 train.py ${#A}"),
-    "exit in a branch": ("if false; then exit 1; fi\npython3 train.py --a 1"),
     "stops": ("set -e\ntrap 'echo x' ERR\nulimit -c 0\npython3 train.py --a 1"),
     **{
         f"model arguments: {name}": f'source "$(dirname "$0")/models/{name}.sh"\npython3 train.py ${{MODEL_ARGS[@]}}'
         for name in MODELS
     },
-    "return 1": f"f() {{ return 1; }}\nA=x\nif f; then A=y; fi\n{TRAIN}$A",
-    "return 0": f"f() {{ false; return 0; }}\nA=x\nf && A=y\n{TRAIN}$A",
-    "return of a number in a variable": f"f() {{ return $1; }}\nA=x\nf 3 || A=y\n{TRAIN}$A",
-    "return without a number": f"f() {{ [ a = b ]; return; }}\nA=x\nf && A=y\n{TRAIN}$A",
     "return of a sourced file": f"A=x\nsource ./fails.sh || A=y\n{TRAIN}$A",
-    "return outside of functions": f"return 1 2>/dev/null || A=y\n{TRAIN}$A",
-    "exit of a subshell": f"A=x\n( exit 1 ) && A=y\n{TRAIN}$A",
     "sed of several texts": f"A=$(echo Qwen3-VL-2B-2B | sed 's/-VL//; s#Q#q#g ;s/-2B/-1.7B/g; s/w/v/')\n{TRAIN}$A",
-    "own arguments in a pipeline": 'python3 train.py "$@" | cat',
-    "own arguments in a subshell": '( python3 train.py "$@" )',
     "own arguments counted": '[ $# -gt 5 ] && A=1\npython3 train.py --n "${A:-0}"',
-    "own arguments in a loop": "for one; do A+=$one,; done\npython3 train.py $A",
-    "slices": 'A=(1 2 3 4)\npython3 train.py "${A[@]:1:2}" ${A[@]:2} "${A[@]: -2}" "${A[*]:0:2}" "${A[@]:7}"',
-    "escaped slash": 'A=a/b/c\nB=(a/b c/d)\npython3 train.py "${A/\\//_}" "${A//\\//_}" "${A/\\/b}" "${B[@]//\\//_}"',
-    "slices of arguments": 'set -- a b c d\npython3 train.py "${@:2:2}" ${*:3} "${@:1:1}"',
-    "slices of text": "A=abcdef\npython3 train.py ${A:2} ${A: -2} ${A:1+1:2} ${A:9}",
-    "let": 'i=1\nlet i=i+2\nlet "j = i * 2" k=4\npython3 train.py $i $j $k',
-    "falling through": f"case a in a) A=1;& b) B=2;; c) C=3;; esac\n{TRAIN} $A$B${{C:-no}}",
-    "testing further": f"case ab in a*) A=1;;& *b) B=2;;& c) C=3;; *) D=4;; esac\n{TRAIN}$A$B${{C:-no}}$D",
-    "break 2": f"for i in 1 2; do for j in a b; do A+=$i$j; break 2; done; done\n{TRAIN}$A",
     "break 2 of endless loops": f"while true; do while true; do break 2; done; A=1; done\n{TRAIN}${{A:-0}}",
-    "break 9": f"for i in 1 2; do A+=$i; break 9; done\n{TRAIN}$A",
-    "continue 2": f"for i in 1 2; do for j in a b; do A+=$i$j; continue 2; done; A+=x; done\n{TRAIN}$A",
-    "braces that are none": "python3 train.py {} {a} a{b}c '{a,b}' \"{a,b}\" {a,b",
     "patterns of layers": 'A=("Et*3|(tt|)*29,m|L" "[0]*3+[1]*58" MEMEM*EM/*E)\npython3 train.py ${A[@]} M-M-M*M-',
     "ANSI quotes": "python3 train.py $'a\\x41\\'b\\101\\e\\n' x",
-    "set -e": "set -e\nfalse\npython3 train.py --a 1",
-    "set -e with conditions": "set -e\nfalse || true\nif false; then :; fi\n! true\nfalse && :\npython3 train.py --a",
-    "set -e in a function": f"set -e\nf() {{ false; A=1; }}\nf || true\n{TRAIN}${{A:-no}}",
     "set -e and counting from zero": "set -e\ni=0\n((i++))\npython3 train.py $i",
-    "set -euo pipefail": "set -euo pipefail\nf() { return 2; }\nf\npython3 train.py --a",
-    "set -o errexit": "set -o errexit\n( exit 3 )\npython3 train.py --a",
-    "set -e and a command in an assignment": "set -e\nA=$(false)\npython3 train.py --a",
-    "set -e and a command in a local one": "set -e\nf() { local A=$(false); B=1; }\nf\npython3 train.py $B",
-    "set +e": "set -e\nset +e\nfalse\npython3 train.py --a",
     "output to a file": f"X=$(echo hi >/dev/null)\nY=$(echo err 2>/dev/null >&2)\n{TRAIN}a$X$Y",
     "output of a group to a file": f"X=$({{ echo hi; }} >/dev/null)\n{TRAIN}a$X",
-    "errors to a file": f"X=$(echo hi 2>/dev/null)\n{TRAIN}a$X",
     "local without a value": f"A=1\nf() {{ local A; B=${{A:-none}}; }}\nf\n{TRAIN}$A$B",
     "declare -g": f"f() {{ declare -g A=1; }}\nf\n{TRAIN}$A",
-    "arguments of a sourced file": f"set -- x\nsource ./more.sh 8 9\n{TRAIN}$MORE$1",
     "quoted patterns": (
         'case "a*" in "a*") A=1;; esac\ncase ab in "a*") B=1;; esac\n[[ ab == "a*" ]] && C=1\n[[ ab == a* ]] && D=1\n'
         'P="a*"\n[[ ab == $P ]] && E=1\n[[ ab == "$P" ]] && F=1\n'
         "python3 train.py ${A:-0} ${B:-0} ${C:-0} ${D:-0} ${E:-0} ${F:-0}"
     ),
-    "patterns that leave out": f"case b in [^a]) A=1;; esac\n{TRAIN}${{A:-0}}",
     "parts that are not evaluated": (
         "x=1\ny=$((0 && (x=5)))\nz=$((1 || x++))\nw=$((1 ? 2 : (x=9)))\nv=$((0 && 1 / 0))\n"
         "python3 train.py $x $y $z $w $v"
     ),
     "home of the script": "HOME=/h\npython3 train.py ~/x ~ --load=~/x",
-    "a default that is several words": (
-        'A=(x "y z")\nB=()\npython3 train.py "${A[@]+"${A[@]}"}" "${B[@]+"${B[@]}"}" ${A:+--opt "$A"} "${B:-\'q\'}" '
-        "${C:-d e}"
-    ),
-    "here string in a command": f"A=$(cat <<<x)\n{TRAIN}$A",
-    "pipefail": "set -eo pipefail\nfalse | cat\npython3 train.py --a",
-    "last of a pipeline": f"set -e\nfalse | cat\n{TRAIN}x",
-    "local outside of functions": f"local A=1 2>/dev/null\nA=${{A:-2}}\n{TRAIN}$A",
-    "shift of too many": f'set -- a\nshift 2\n{TRAIN}"$@"',
-    "export before it is set": f"export A\nA=1\n{TRAIN}$A",
-    "indices": f'A=(x y)\nP=A\n{TRAIN}"${{!A[@]}}" ${{!P}}',
-    "a comparison of what is not a number": f'A=1\nif [ "" -eq 1 ]; then A=2; fi\n{TRAIN}$A',
     "a comparison without a left side": f"B=\nA=1\n[ $B = x ] || A=2\n{TRAIN}$A",
     "return out of a loop": "set -e\nf() { for i in 1 2; do return 1; done; }\nf\npython3 train.py --a",
     "a loop that ends with a condition": "set -e\nf() { for i in 1; do [ 2 = 1 ] && :; done; }\nf\n"
@@ -200,49 +101,31 @@ READ = {
 }
 # Not followed so far: not known, where they are not read as bash reads them.
 UNKNOWN = {
-    "a function that depends on a condition": (
-        f"f() {{ A=1; }}\nif [ -e /nosuch ]; then f() {{ A=2; }}; fi\nf\n{TRAIN}$A"
-    ),
-    "a variable that names none": f"P=\nA=${{!P}}\n{TRAIN}x",
     "an element before the first": f"A=(1)\nA[-3]=2\n{TRAIN}x",
-    "IFS that depends on a condition": f"A='b c'\n[ -e /nosuch ] && IFS=,\n{TRAIN}$A",
-    "unset of a function": f"f() {{ :; }}\nunset -f f\nA=x\nf 2>/dev/null && A=y\n{TRAIN}${{A}}x",
-    "unset of an element": f'A=(1 2 3)\nunset "A[0]"\n{TRAIN}"${{A[@]}}"',
     "let of an element": f"A=(1 2)\nlet A[0]=5\n{TRAIN}${{A[@]}}",
-    "declare -i": f"declare -i N\nN=2+3\n{TRAIN}$N",
-    "declare -i with a value": f"declare -i N=2*4\nN+=1\n{TRAIN}$N",
+    "IFS that depends on a condition": f"A='b c'\n[ -e /nosuch ] && IFS=,\n{TRAIN}$A",
     "declare -u": f"declare -u N=abc\n{TRAIN}$N",
     "declare -n": f"A=1\ndeclare -n B=A\nB=2\n{TRAIN}$A",
-    "declare -A": f"declare -A M\nM[b]=1\nM[0]=z\n{TRAIN}${{M[b]}}",
-    "readonly": f"readonly A=1\nA=2\n{TRAIN}$A",
     "break that may be": f"B=1\nfor i in 1 2 3; do [ -d /nosuch ] && break; [ $i = 3 ] && B=9; done\n{TRAIN}$B",
     "counting in a loop": f"B=1\ni=0\nfor f in $(hostname) x y; do ((i++)); [ $i = 2 ] && B=2; done\n{TRAIN}$B",
     "return that may be": f"f() {{ [ -d /nosuch ] && return 0; A=1; return 1; }}\nB=2\nf && B=3\n{TRAIN}$B",
-    "braces": f"{TRAIN}x{{1,2}}",
-    "braces with quotes": f'{TRAIN}{{"p",q}}r',
-    "braces with variables": f"{TRAIN}{{$HOME,x}}",
     "braces in braces": f"{TRAIN}{{a,{{b}}}}",
-    "ranges": f"{TRAIN}{{1..3}}",
     "braces of options": "python3 train.py --{load,save} /x",
     "option of a command": "O=$(hostname)\npython3 train.py --$O /x",
     "extended patterns": f"[[ b == @(a|b) ]] && A=1\n{TRAIN}${{A:-0}}",
-    "shift that may be": f'set -- a b\nif [ -d /nosuch ]; then shift; fi\n{TRAIN}"$@"',
     "octal that is none": f"A=08\n{TRAIN}$((A + 1))",
     "or-assignment": f"x=1\n((x |= 2))\n{TRAIN}$x",
     "counting of an element": f"A=(1 2)\n((A[0]++))\n{TRAIN}${{A[0]}}",
     "digits of Python": f"A=1_0\n{TRAIN}$((A))",
     "echo -e": f'A=$(echo -e "a\\tb")\n{TRAIN}"$A"',
     "escapes of printf": f"A=$(printf 'a\\101')\n{TRAIN}\"$A\"",
-    "replacing at an end": f"A=abca\n{TRAIN}${{A/#a/x}}${{A/%a/y}}",
     "replacing by what was found": f'A=abc\n{TRAIN}"${{A/b/[&]}}"',
     "pattern of files": f"{TRAIN}./mo*.sh",
-    "pattern of files in a variable": f'A="./mo*"\n{TRAIN}$A',
     "home of another": f"{TRAIN}~root/x",
     "read with escapes": f'read a <<< "x\\ty"\n{TRAIN}$a',
     "read of empty fields": f'IFS=, read -ra A <<< "a,,b"\n{TRAIN}"${{A[1]}}"',
     "empty words by IFS": 'IFS=,\nA="1,,2"\npython3 train.py --load $A',
     "letters of either case": f"shopt -s nocasematch\n[[ A == a ]] && A=1\n{TRAIN}${{A:-0}}",
-    "text of a file": f'X=$(<./more.sh)\n{TRAIN}"a$X"',
 }
 
 

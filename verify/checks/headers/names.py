@@ -202,17 +202,13 @@ def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None
     for names in kinds:
         for mtp, pattern in ((False, LAYER), (True, MTP_LAYER)):
             if match := pattern.match(names[0]):
-                counts.update({(mtp, int(layer)): count for layer, count in _layers(names, match.start(1)).items()})
+                start = match.start(1)  # in all of them, as they differ in numbers only
+                counts.update((mtp, int(name[start : name.index(".", start)])) for name in names)
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for (mtp, layer), count in counts.items():
         groups["MTP layers" if mtp else _kind_of_layer(layer, dims), count].append(layer)
     in_order = sorted(groups.items(), key=lambda item: (item[0][0] == "MTP layers", item[1]))
     return [f"{kind} {ranges(layers)}: {count} tensors each" for (kind, count), layers in in_order]
-
-
-def _layers(names: Iterable[str], start: int) -> Counter[str]:
-    """How many names have each layer number. They differ in numbers only, so it begins at the same place in all."""
-    return Counter([name[start : name.index(".", start)] for name in names])
 
 
 def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:

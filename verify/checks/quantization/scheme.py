@@ -193,7 +193,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("there is no usable config.json (CK101)")
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
     chosen = [
-        TensorSpec(name, shape, subject.hf_files.specs[_packed(name)].dtype)
+        TensorSpec(name, shape, subject.hf_files.specs[name.removesuffix(".weight") + PACKED].dtype)
         for name, shape in shapes.items()
         if name.removesuffix(".weight") in packed
     ]
@@ -248,10 +248,6 @@ def _tile_issues(
         check_tiles(specs, tree, config, size, tp, ep)
     except CkptkitError as error:
         yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
-
-
-def _packed(name: str) -> str:
-    return name.removesuffix(".weight") + PACKED
 
 
 @check(

@@ -88,18 +88,13 @@ def _all_too_large(subject: Subject, values: Values) -> Iterator[Issue]:
         tuple(names): size
         for (_, in_codes), names in kinds.items()
         if not in_codes and (size := statistics.median(values.stats[name].rms for name in names)) > _LARGEST
-        if _is_floating(subject, names[0])
+        if (spec := subject.specs.get(names[0])) is None or spec.dtype in COMPUTED  # not codes or tables
     }
     found = [name for names in usual for name in names]
     same = all(name in values.compared and name not in values.differences for name in found)
     actual = f"{max(usual.values(), default=0):.3g}, in the median of its kind"
     wanted, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same)
     yield Issue(wanted, actual, names=found, severity=severity, together=True)
-
-
-def _is_floating(subject: Subject, name: str) -> bool:
-    """Whether a tensor is stored in a dtype that models compute in, not in that of codes or tables."""
-    return (spec := subject.specs.get(name)) is None or spec.dtype in COMPUTED
 
 
 def _outliers(stats: Mapping[str, Extremes], codes: Collection[str]) -> Iterator[tuple[str, float]]:

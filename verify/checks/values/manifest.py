@@ -102,7 +102,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in whole:
         tally.compared(hashes[name].size)
     differ = [name for name, is_same in whole.items() if not is_same]
-    changed = [name for name in differ if _changed(subject, name, records[name])]
+    changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
     mirror = _MIRROR if len(whole) == len(differ) > 1 else ""
     for name in differ:
         if name not in changed:
@@ -134,10 +134,6 @@ def _finish(one: FileHash) -> bool | None:
         return one.finish()
     except OSError:
         return None
-
-
-def _changed(subject: Subject, name: str, record: Download) -> bool:
-    return (subject.path / name).stat().st_mtime - _SLACK_S > record.time
 
 
 def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mirror: str) -> Issue:

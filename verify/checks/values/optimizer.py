@@ -144,17 +144,13 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)
     frozen = f"right where the run does not train all of them; else {SAVED_AGAIN}"
-    yield Issue("optimizer state", "none", frozen, names=_without(state), file=where, severity="warning")
+    unsaved = [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
+    yield Issue("optimizer state", "none", frozen, names=unsaved, file=where, severity="warning")
     if few := _too_few(state):
         yield Issue(f"state of {few[0]} elements of weights", f"of {few[1]}", frozen, file=where, severity="warning")
 
 
 _Problem = tuple[str, str, Collection[str]]
-
-
-def _without(state: OptimizerState) -> list[str]:
-    """Weights that nothing is stored of, while others have state under their names."""
-    return [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
 
 
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:

@@ -70,8 +70,11 @@ def read(launch: Launch) -> Job:
     sizes = _sizes(settings) if megatron else Sizes()
     groups = [sizes.group(role, train) for role in roles] if megatron else []
     cuts = () if megatron else tuple(_dtensor(settings, roles))
-    groups += [Group(cut.role, train, (_ranks(settings, cut),), cut.where) for cut in cuts]
-    arguments = replace(sizes.arguments(engine), **_ends(settings)) if megatron else engine
+    context = (settings.size(f"{_DTENSOR}.context_parallel_size") or 1) if cuts else 1
+    groups += [Group(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where) for cut in cuts]
+    layers = {end: f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
+    ends: dict[str, Any] = {end: settings.number(key) for end, key in layers.items()} if megatron else {}
+    arguments = replace(sizes.arguments(engine), **ends) if megatron else engine
     hf = settings.model(_MODEL)
     return Job(
         STACK,
@@ -98,11 +101,6 @@ def _dtensor(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
     ranks = settings.size(key) if settings.switch(f"{_DTENSOR}.enabled") else None
     for role in roles if ranks else ():
         yield Cut(role, "dtensor", ranks or 1, settings.place(key))
-
-
-def _ranks(settings: Settings, cut: Cut) -> tuple[str, tuple[int, ...]]:
-    """What must divide the GPUs of such a policy."""
-    return "tp x cp", (cut.ranks, settings.size(f"{_DTENSOR}.context_parallel_size") or 1)
 
 
 def _reference(settings: Settings) -> bool:
@@ -275,11 +273,6 @@ def _sizes(settings: Settings) -> Sizes:
     """Those of Megatron. NeMo-RL stops where one is not given."""
     _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
     return Sizes.read(settings, lambda name: f"{_MEGATRON}.{name}")
-
-
-def _ends(settings: Settings) -> dict[str, Any]:
-    names = {"first": "num_layers_in_first_pipeline_stage", "last": "num_layers_in_last_pipeline_stage"}
-    return {short: settings.number(f"{_MEGATRON}.{name}") for short, name in names.items()}
 
 
 def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:

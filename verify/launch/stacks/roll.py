@@ -70,7 +70,9 @@ def read(launch: Launch) -> Job:
     settings = _of_distillation(launch.settings)
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
-    roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
+    is_gae = settings.text("adv_estimator", "gae") == "gae"
+    critic = ["critic"] if is_gae and settings.word("critic.strategy_args.strategy_name") is not None else []
+    roles = ["actor", *(["reference"] if _reference(settings) else []), *critic]
     sides = {role: _loaded(settings, role, _key(settings, role), _megatron(settings, role)) for role in roles}
     goes_on = False
     if first := sides["actor"]:
@@ -136,13 +138,6 @@ def _reference(settings: Settings) -> bool:
         return False
     wanted = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
     return wanted or settings.above_zero("init_kl_coef", 0.2)
-
-
-def _critic(settings: Settings) -> bool:
-    return (
-        settings.text("adv_estimator", "gae") == "gae"
-        and settings.word("critic.strategy_args.strategy_name") is not None
-    )
 
 
 def _megatron(settings: Settings, role: str) -> bool:

@@ -281,14 +281,14 @@ def _rollout_gpus(settings: Settings) -> Gpus | None:
     return Gpus.read(settings, *keys)
 
 
-def _size_key(settings: Settings, role: str, name: str) -> str:
-    """The key that gives a size of a role: the reference takes the actor's where it has none of its own."""
-    own = f"{_ROLES[role][1]}.{name}"
-    return f"{_AR}.actor.megatron.{name}" if role == "reference" and settings.word(own) is None else own
-
-
 def _sizes(settings: Settings, role: str) -> Sizes:
-    return Sizes.read(settings, lambda name: _size_key(settings, role, name))
+    """Those of a role: the reference takes the actor's where it has none of its own."""
+
+    def key(name: str) -> str:
+        own = f"{_ROLES[role][1]}.{name}"
+        return f"{_AR}.actor.megatron.{name}" if role == "reference" and settings.word(own) is None else own
+
+    return Sizes.read(settings, key)
 
 
 def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:

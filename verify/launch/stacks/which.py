@@ -62,7 +62,8 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
         return _confirmed(STACKS[-1].read(launch), launch)
     absent = [word for word in composed.absent if not stack.is_own(word.text)]
     unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file beside it" for word in absent)]
-    unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in _other_files(groups)]
+    others = [word for word in groups if not any(one.is_own(word.text.partition("=")[2]) for one in STACKS)]
+    unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in others]
     files = (named.name, named.path.stem if named.path else "", *(word.text for word in composed.absent))
     model = _stand_in(launch)
     settings = Settings(Config(tree, launch.environment), model, stack.models, files, groups, unread)
@@ -150,8 +151,3 @@ def _is_group(name: str, named: _Named) -> bool:
     if named.path is not None:
         return (named.path.parent / name).is_dir()
     return any(name in stack.groups for stack in STACKS)
-
-
-def _other_files(groups: Sequence[Word]) -> list[Word]:
-    """The choices of files whose settings are not those that a stack has without them."""
-    return [word for word in groups if not any(stack.is_own(word.text.partition("=")[2]) for stack in STACKS)]

@@ -80,10 +80,6 @@ SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
             {"model": {"type": "BPE", "vocab": WORDS, "merges": ["w 2", "w 1"]}},
             "merge 0 is 'w 2' but 'w 1' in --hf-checkpoint",
         ),
-        (
-            {"model": {"type": "BPE", "vocab": WORDS, "merges": ["w 1", "w 2", "w 3"]}},
-            "3 merges but 2 in --hf-checkpoint",
-        ),
     ],
 )
 def test_another_vocabulary_beside_the_weights_is_an_error(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -15,78 +16,54 @@ from verify.launch.words import UnresolvedWord, Word
 
 MISSING = "expected one argument"
 
-# Command lines with `--load PATH`, `--num-layers N` and the switch `--swiglu`.
-LINES = [
-    ["--load", "/a"],
-    ["--load=/a"],
-    ["--load="],
-    ["--load", ""],
-    ["--load=/a=b"],
-    ["--load=--swiglu"],
-    ["--load", "--swiglu"],
-    ["--load", "--other"],
-    ["--load", "-x"],
-    ["--load", "-"],
-    ["--load", "-1"],
-    ["--load", "-1.5"],
-    ["--load", "-.5"],
-    ["--load", "-1e5"],
-    ["--load", "-x y"],
-    ["--load", "--other value"],
-    ["--load", "--other=value"],
-    ["--load"],
-    ["--load", "/a", "--load", "/b"],
-    ["--load", "/a", "--load"],
-    ["--load", "/a", "--load="],
-    ["--load", "/a", "/b"],
-    ["--load=/a", "/b"],
-    ["/b", "--load", "/a"],
-    ["--swiglu", "--load", "/a"],
-    ["--swiglu", "/b"],
-    ["--loa", "/a"],
-    ["--load", "/a", "--loa", "/b"],
-    ["--num-layers", "8"],
-    ["--num-layers=8"],
-    ["--num-layers", "-8"],
-    ["--num-layers", "x"],
-    ["--num-layers="],
-    ["--num-layers", " 8"],
-    ["--num-layers", "1_0"],
-    ["--num-layers", "8", "--swiglu", "--num-layers=9"],
-    ["--other", "--load", "/a"],
-    ["--other", "/b", "--load", "/a"],
-    ["--other=x", "--load", "/a"],
-    ["--swiglu=1"],
-    ["--swiglu="],
-]
+# Words of a parser with `--load PATH`, `--num-layers N` and the switch `--swiglu`, and what may stand beside them.
+WORDS = (
+    *(
+        "--load",
+        "--load=",
+        "--load=/a=b",
+        "--load=--swiglu",
+        "--loa",
+        "--num-layers",
+        "--num-layers=8",
+        "--num-layers=",
+    ),
+    *("--swiglu", "--swiglu=1", "--other=x", "--other x", "", "/b", "-", "-x", "-1", "-.5", "-1e5", "8", "1_0"),
+)
+LINES = [list(words) for length in (1, 2, 3) for words in itertools.product(WORDS, repeat=length)]
+
+
+PARSER = argparse.ArgumentParser(allow_abbrev=False)
+PARSER.add_argument("--load")
+PARSER.add_argument("--num-layers", type=int)
+PARSER.add_argument("--swiglu", action="store_true")
 
 
 def by_argparse(words: list[str]) -> dict[str, Any] | None:
     """What argparse makes of words; None where it stops."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--load")
-    parser.add_argument("--num-layers", type=int)
-    parser.add_argument("--swiglu", action="store_true")
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            return vars(parser.parse_known_args(words)[0])
+            return vars(PARSER.parse_known_args(words)[0])
     except SystemExit:
         return None
 
 
-@pytest.mark.parametrize("words", LINES, ids=" ".join)
-def test_options_are_split_up_as_argparse_does(words: list[str]) -> None:
-    options = options_of([Word(word) for word in words])
+def by_us(words: list[str]) -> dict[str, Any] | None:
+    """The same of our options and arguments."""
+    options, given = options_of([Word(word) for word in words]), given_arguments([Word(word) for word in words])
+    if given.refused or any(one.value is None for one in options if one.name in ("--load", "--num-layers")):
+        return None
     load, layers = last(options, "--load"), last(options, "--num-layers")
-    given = given_arguments([Word(word) for word in words])
-    stops = any(one.value is None for one in options if one.name in ("--load", "--num-layers")) or bool(given.refused)
-    expected = by_argparse(words)
-    assert stops is (expected is None)
-    if expected is not None:
-        assert (load.value.text if load and load.value else None) == expected["load"]
-        assert given.get("num_layers", None) == expected["num_layers"]
-        assert given.get("swiglu", False) == expected["swiglu"]
-        assert (layers is None) == (expected["num_layers"] is None)
+    assert (layers is None) == (given.get("num_layers", None) is None)
+    return {
+        "load": load.value.text if load and load.value else None,
+        "num_layers": given.get("num_layers", None),
+        "swiglu": given.get("swiglu", False),
+    }
+
+
+def test_options_are_split_up_as_argparse_does() -> None:
+    assert [words for words in LINES if by_us(words) != by_argparse(words)] == []
 
 
 @pytest.mark.parametrize("words", [["--ids", "1", "-2", "3", "--load", "/a"], ["--ids", "--load", "/a"], ["--ids=1"]])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.shell_grammar import Bash, script
 
-CASES = int(os.environ.get("CKPTKIT_CASES", "300"))
+CASES = int(os.environ.get("CKPTKIT_CASES", "500"))
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")

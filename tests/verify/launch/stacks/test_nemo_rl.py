@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 
-from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
 
@@ -243,14 +240,3 @@ def test_a_yaml_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("services: {web: {}}\n")
     with pytest.raises(CkptkitError, match="has the settings of none of them: services"):
         preflight(script=tmp_path / "a.yaml")
-
-
-def test_a_yaml_file_on_the_command_line(base: Path, hf: Path) -> None:
-    file = str(model(base, hf))
-    assert CliRunner().invoke(cli, ["preflight", file]).exit_code == 0
-    done = CliRunner().invoke(cli, ["preflight", file, "--", "policy.model_name=Qwen/Qwen3-30B-A3B"])
-    assert (done.exit_code, done.output.splitlines()[-1][:12]) == (2, "INCONCLUSIVE")
-    given = ["preflight", file, "--json", "--", "policy.megatron_cfg.pipeline_model_parallel_size=3"]
-    done = CliRunner().invoke(cli, given)
-    assert done.exit_code == 1
-    assert {finding["code"] for finding in json.loads(done.stdout)["findings"]} == {"CK722"}

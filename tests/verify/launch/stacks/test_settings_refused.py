@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mutations.edits import edit_config
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
@@ -173,9 +174,7 @@ def test_layers_that_nemo_rl_leaves_in_bf16_are_not_held_against_blocks(releases
 
 def test_a_quantized_model_that_verl_updates_in_bf16_is_found(releases: PathOf, copy_of: CopyOf) -> None:
     hf = copy_of(releases(DENSE))
-    config = json.loads((hf / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (hf / "config.json").write_text(json.dumps(config))
+    edit_config(hf, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
 
     def found(*more: str) -> list[str]:
         return [one.expected for one in verl(hf, *more) if one.code == "CK747"]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 
-from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
 
@@ -144,16 +141,6 @@ def test_sizes_that_do_not_divide_the_gpus_are_found_with_both_places(hf: Path, 
         "8 GPUs: trainer.nnodes 1 x trainer.n_gpus_per_node (the command line) 8",
         "make the GPUs a multiple of 3, or choose other sizes",
     )
-
-
-def test_experts_and_engine_that_do_not_divide_the_gpus_are_found(hf: Path) -> None:
-    more = [f"{ACTOR}.megatron.expert_model_parallel_size=3", "actor_rollout_ref.rollout.tensor_model_parallel_size=16"]
-    report = preflight(arguments=words(hf, *more, "trainer.resume_mode=disable"))
-    assert [finding.expected.partition(" (")[0] for finding in report.findings if finding.code == "CK722"] == [
-        "GPUs of the actor that divide by ep x etp x pp = 3 x 1 x 1 = 3",
-        "GPUs of the rollout engine that divide by tp x dp x pp = 16 x 1 x 1 = 16",
-        "num_attention_heads that divides over 16 ranks",
-    ]
 
 
 def test_a_reference_with_other_sizes_than_the_actor_is_a_warning(hf: Path, only: OnlyFinding) -> None:
@@ -289,8 +276,52 @@ def test_a_size_that_is_none_is_refused(value: str, hf: Path) -> None:
         preflight(arguments=words(hf, f"trainer.nnodes={value}"))
 
 
-def test_overrides_on_the_command_line(hf: Path) -> None:
-    given = words(hf, "trainer.resume_mode=disable", f"{ACTOR}.megatron.pipeline_model_parallel_size=3")
-    done = CliRunner().invoke(cli, ["preflight", "--json", "--", *given])
-    assert done.exit_code == 1
-    assert [finding["code"] for finding in json.loads(done.stdout)["findings"]] == ["CK722"]
+# A bash script that launches verl: its overrides with their lines, and variables that nobody knows.
+SCRIPT = """#!/bin/bash
+set -x
+MODEL=HF
+PP=${PP:-2}
+python3 -m verl.trainer.main_ppo --config-path=config --config-name='ppo_megatron_trainer.yaml' \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$DATA/train.parquet \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=$PP \\
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
+    actor_rollout_ref.rollout.name=sglang \\
+    trainer.nnodes=NODES trainer.n_gpus_per_node=8 trainer.resume_mode=disable $@
+"""
+
+
+def script(tmp_path: Path, hf: Path, nodes: str = "1") -> Path:
+    path = tmp_path / "run.sh"
+    path.write_text(SCRIPT.replace("HF", str(hf)).replace("NODES", nodes))
+    return path
+
+
+def test_a_script_of_verl_passes(hf: Path, tmp_path: Path) -> None:
+    """`$DATA` is not known, and decides nothing."""
+    report = preflight(script=script(tmp_path, hf))
+    assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
+    assert report.facts["what would be loaded"][0].startswith(f"actor loads {hf} (HF)")
+
+
+def test_words_behind_a_script_override_it_and_places_are_its_lines(
+    hf: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """The script passes them on by `$@`, on its line 12."""
+    path = script(tmp_path, hf)
+    word = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=3"
+    finding = only(preflight(script=path, arguments=[word]))
+    megatron = "actor_rollout_ref.actor.megatron"
+    assert finding.code == "CK722"
+    assert f"{megatron}.tensor_model_parallel_size ({path}:" in finding.expected
+    assert f"{megatron}.pipeline_model_parallel_size ({path}:12)" in finding.expected
+    assert finding.actual.startswith(f"8 GPUs: trainer.nnodes ({path}:")
+
+
+def test_a_variable_that_decides_and_is_not_known_is_inconclusive(hf: Path, tmp_path: Path) -> None:
+    report = preflight(script=script(tmp_path, hf, "$CKPTKIT_TEST_NODES"))
+    assert (report.status, report.findings) == ("inconclusive", [])
+    (line,) = report.facts["not read"]
+    assert line.startswith("trainer.nnodes: ")
+    assert "CKPTKIT_TEST_NODES" in line

@@ -1,0 +1,114 @@
+"""A real SGLang engine on a GPU: INT4 models load and generate, and two online updates equal a load from disk."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from families import HF_CASES
+from support import models, online_engine
+from transformers import Glm4MoeConfig, Qwen3MoeConfig
+
+from ckptkit.app.api import quantize
+from quant.formats.scheme import QuantScheme
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.sglang,
+    pytest.mark.timeout(1500),
+]
+
+# Marlin's kernels need out features % 64 == 0 and in features % 128 == 0 for every matrix. For other numbers than 16
+# experts SGLang recompiles its expert selection.
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 256,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 256,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+}
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=16, norm_topk_prob=True),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES, n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True
+    ),
+}
+ATTENTION = r"re:.*\.self_attn\..*"
+SCHEMES = {
+    "qwen3_moe": QuantScheme(32, "qmax7", (ATTENTION,)),
+    "glm4_moe": QuantScheme(
+        64, "minmax", (ATTENTION, r"re:.*\.shared_experts\..*", r"re:.*\.mlp\.(gate|up|gate_up|down)_proj(\.weight)?$")
+    ),
+}
+PACKED = {"qwen3_moe": range(5), "glm4_moe": range(1, 5)}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, Any]], str]:
+    root = tmp_path_factory.mktemp("online")
+    orders = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, config in CONFIGS.items():
+            patch.setitem(HF_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
+            models.save(name, root / f"{name}-bf16")
+            quantize(root / f"{name}-bf16", root / f"{name}-int4", SCHEMES[name])
+            orders.append({"name": name, "int4": str(root / f"{name}-int4"), "bf16": str(root / f"{name}-bf16")})
+    return online_engine.run(root, orders)
+
+
+@pytest.fixture(params=CONFIGS)
+def result(request: pytest.FixtureRequest, runs: tuple[dict[str, dict[str, Any]], str]) -> tuple[str, dict[str, Any]]:
+    """A family and the result of every step; the log is printed where a step is missing."""
+    found, log = runs
+    if "mended" not in found[request.param]:
+        print(log)
+        pytest.fail(f"{request.param} came to {[*found[request.param]]}, see the log above")
+    return request.param, found[request.param]
+
+
+def test_int4_model_in_the_engine_loads_and_generates(result: tuple[str, dict[str, Any]]) -> None:
+    family, steps = result
+    packed = {name for name in steps["disk"]["tensors"] if name.endswith("w13_weight_packed")}
+    assert packed == {f"model.layers.{layer}.mlp.experts.w13_weight_packed" for layer in PACKED[family]}
+    assert [len(tokens) for tokens in steps["tokens from disk"]] == [8, 8]
+
+
+def test_two_updates_leave_the_checksum_that_the_disk_gives(result: tuple[str, dict[str, Any]]) -> None:
+    _, steps = result
+    for step in ("update 1", "update 2", "mended"):
+        assert differing(steps["disk"], steps[step]) == []
+        assert steps[step]["total"] == steps["disk"]["total"]
+    # Tokens are not compared: two that are nearly equal swap when sums are done in another order. Measured: 0.006, and
+    # 0.017 with two experts swapped.
+    assert furthest(steps, "judged after updates") < 0.01
+
+
+def furthest(steps: dict[str, Any], step: str) -> float:
+    """The largest difference between a log-probability at a step and the same from disk."""
+    pairs = zip(steps[step], steps["judged from disk"], strict=True)
+    return max(abs(one - other) for prompts in pairs for one, other in zip(*prompts, strict=True))
+
+
+def test_two_experts_in_each_others_place_change_it(result: tuple[str, dict[str, Any]]) -> None:
+    _, steps = result
+    parts = [
+        f"model.layers.3.mlp.experts.w{number}_weight_{part}" for number in ("13", "2") for part in ("packed", "scale")
+    ]
+    assert differing(steps["disk"], steps["altered"]) == sorted(parts)
+    assert steps["altered"]["total"] != steps["disk"]["total"]
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Names of tensors that are not in both with the same checksum."""
+    return sorted({name for name, _ in one["tensors"].items() ^ other["tensors"].items()})
