@@ -13,7 +13,7 @@ from families import CASES
 from families.case import save
 from mutations.edits import edit_config
 from support import models
-from support.fixture_types import PathOf
+from support.fixture_types import CopyOf, PathOf
 from support.processes import ckptkit as ckptkit_command
 from support.tied import with_head
 
@@ -173,10 +173,9 @@ def test_other_files_that_loaders_read_are_differences(releases: PathOf, fresh: 
     assert [line.split()[0] for line in found.files] == ["chat_template.jinja", "tokenizer.model"]
 
 
-def test_models_of_no_family_are_compared_under_the_names_on_disk(fresh: PathOf) -> None:
-    path = fresh("glm4_moe", fused=True)
-    config = json.loads((path / "config.json").read_text()) | UNKNOWN
-    (path / "config.json").write_text(json.dumps(config))
+def test_models_of_no_family_are_compared_under_the_names_on_disk(releases: PathOf, copy_of: CopyOf) -> None:
+    path = copy_of(releases("glm4_moe", fused=True))
+    edit_config(path, **UNKNOWN)
     found = diff(path, path)
     assert (found.status, len(found.equal)) == ("equal", len(models.tensors(path)))
     assert [note for note in found.notes if "of no family" in note] != []
