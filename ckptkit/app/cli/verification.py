@@ -39,6 +39,11 @@ _asking = common.together(
         )
         for one in ENGINES
     ),
+    click.option(
+        "--against-transformers",
+        is_flag=True,
+        help="Load names and shapes into transformers' own class, without values. [default: for models of no family]",
+    ),
     common.pythons,
     click.option(
         "--engine",

@@ -15,11 +15,10 @@ from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.formats.other_weights import other_weights, refuse_other_format
 from ckptkit.storage.links import fetch_again, in_words
-from converters.config.values import class_of
-from converters.registry import FAMILIES
 from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import (
     config_of,
+    has_own_class,
     require_expected,
     spelling_of,
 )
@@ -91,18 +90,12 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
     except CkptkitError as error:
         # A model that is not known here may be right, and so may its launch.
-        wrong = isinstance(error, UnknownModelError) and subject.arguments is None and not _has_own_class(subject)
+        wrong = isinstance(error, UnknownModelError) and subject.arguments is None and not has_own_class(read_config(subject.config_root))
         if isinstance(error, UnsupportedError) and not wrong:
             raise
         hint = error.hint or "compare it with the release"
         problem = error.message.removeprefix("config.json: ")
         yield Issue("the config of a supported model", problem, hint, file=subject.config_root / "config.json")
-
-
-def _has_own_class(subject: Subject) -> bool:
-    """Whether config.json states a class, and of no family that is known: of one, its model_type would be another."""
-    name = class_of(read_config(subject.config_root))
-    return name != "" and all(name not in family.architectures for family in FAMILIES.values())
 
 
 @check(
