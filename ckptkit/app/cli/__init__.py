@@ -36,6 +36,7 @@ _MODULES = {
     "manifest": "inspection",
     "verify": "verification",
     "preflight": "verification",
+    "gate": "verification",
     "triage": "comparison",
     "explain": "explanation",
     "doctor": "explanation",

@@ -78,6 +78,7 @@ RULES: Mapping[str, Sequence[Rule]] = {
     "quantize": (*_GLOBAL, *_WRITING),
     "manifest": _GLOBAL,
     "verify": (*_GLOBAL, _SHOWN, *_VERIFYING),
+    "gate": _GLOBAL,
     "preflight": (
         *_GLOBAL,
         _SHOWN,

@@ -29,6 +29,7 @@ GROUPS = {
     },
     "Before and after a job": {
         "preflight": "ckptkit preflight run-qwen3-30B-A3B.sh",
+        "gate": "ckptkit gate -- bash run-qwen3-30B-A3B.sh",
         "triage": "ckptkit triage job.log",
     },
     "Look up": {

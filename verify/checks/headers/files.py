@@ -90,7 +90,11 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
     except CkptkitError as error:
         # A model that is not known here may be right, and so may its launch.
-        wrong = isinstance(error, UnknownModelError) and subject.arguments is None and not has_own_class(read_config(subject.config_root))
+        wrong = (
+            isinstance(error, UnknownModelError)
+            and subject.arguments is None
+            and not has_own_class(read_config(subject.config_root))
+        )
         if isinstance(error, UnsupportedError) and not wrong:
             raise
         hint = error.hint or "compare it with the release"

@@ -70,7 +70,10 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     )
     for one in found.other_shapes:
         yield Issue(
-            f"shape {tuple(one.built)} in {found.model_class}", f"shape {tuple(one.stored)}", names=[one.name], file=where
+            f"shape {tuple(one.built)} in {found.model_class}",
+            f"shape {tuple(one.stored)}",
+            names=[one.name],
+            file=where,
         )
     for name, text in found.errors.items():
         yield Issue(f"tensors that become this weight of {found.model_class}", text, names=[name], file=where)
@@ -88,7 +91,9 @@ def _asked(subject: Subject, specs: dict[str, TensorSpec]) -> NamesReport:
         if find_spec(module) is None:
             raise Unable(f"{module} is not installed, so transformers' class was not asked for names and shapes")
     tensors = {name: NamedTensor(one.dtype, one.shape) for name, one in specs.items()}
-    report, failed = ask(NamesJob(without_quantization(subject.hf_files.config), tensors), _WITNESS, NamesReport, _LIMIT_S)
+    report, failed = ask(
+        NamesJob(without_quantization(subject.hf_files.config), tensors), _WITNESS, NamesReport, _LIMIT_S
+    )
     if report is None:
         raise Unable(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
     return report
