@@ -85,7 +85,7 @@ def _last_words(text: str) -> str:
 
 
 def _class_of(config: Any) -> Any | None:
-    """transformers' class that `architectures` names first, without one that of a causal model; None: it has neither."""
+    """transformers' class that `architectures` names first, or that of a causal model; None: it has neither."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if config.architectures:
