@@ -283,6 +283,8 @@ def _collect(
     try:
         for finding in one.run(subject, tally):
             found.append(finding)  # noqa: PERF402 - those before an exception count too
+    except Inapplicable:
+        raise
     except Skip as skip:
         # A witness runs only where it was asked for, so whatever it leaves out was asked for.
         return str(skip), isinstance(skip, Unable) or not set(one.needs).isdisjoint(WITNESSES)
@@ -294,7 +296,7 @@ def _collect(
         if not found:
             raise
         return error.message, True
-    except (OSError, MemoryError, Inapplicable):
+    except (OSError, MemoryError):
         raise
     except Exception as error:  # what breaks inside a check must not be read as a fault of the checkpoint
         if library := missing_of_convert(error):

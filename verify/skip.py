@@ -7,7 +7,7 @@ class Skip(Exception):  # noqa: N818
     """Raised by a check that has nothing to look at here; the message is the reason that the report gives."""
 
 
-class Inapplicable(Exception):  # noqa: N818
+class Inapplicable(Skip):
     """Raised by a check that finds, once it has looked, that it does not apply; the message says why.
 
     The report then has it among what does not apply, as a check that `unless` leaves out.

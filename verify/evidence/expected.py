@@ -14,11 +14,12 @@ from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
+from converters.config.values import class_of
 from converters.experts import fuse, is_fused
 from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
-from converters.registry import family_of
+from converters.registry import FAMILIES, family_of
 from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
 from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
@@ -34,7 +35,7 @@ from quant.formats.part_names import (
 from quant.formats.release import Floats
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
-from verify.skip import Skip, Unable
+from verify.skip import Inapplicable, Skip, Unable
 
 Shape = tuple[int, ...]
 # The names that parts have in formats which are not read.
@@ -95,6 +96,30 @@ def _names(subject: Subject) -> Collection[str]:
     return specs if index.keys() <= specs.keys() else {**specs, **index}
 
 
+def is_of_no_family(subject: Subject) -> bool:
+    """Whether config.json is of a model of no family here: another `model_type` with its own class, or another class.
+
+    A `model_type` that is not known, with a class of a family, is a mistake in config.json (CK101).
+    """
+    try:
+        family_of(subject.hf_files.config)
+    except UnsupportedError as error:
+        return not isinstance(error, UnknownModelError) or has_own_class(subject.hf_files.config)
+    except CkptkitError:
+        pass
+    return False
+
+
+def _class_in_words(config: Mapping[str, Any]) -> str:
+    return class_of(config) or f"model_type {config['model_type']!r}"
+
+
+def has_own_class(config: Mapping[str, Any]) -> bool:
+    """Whether config.json states a class, and of no family that is known: of one, its model_type would be another."""
+    name = class_of(config)
+    return name != "" and all(name not in family.architectures for family in FAMILIES.values())
+
+
 def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint as the file has it, checked to be of a supported family.
 
@@ -102,6 +127,8 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     """
     if subject.is_hf:
         config = subject.hf_files.config
+        if subject.arguments is None and not is_quantized(config) and subject.once(is_of_no_family):
+            raise Inapplicable(f"{_class_in_words(config)} is of no family here: transformers is asked (CK541)")
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
@@ -288,6 +315,8 @@ def refuse_stated(subject: Subject) -> None:
     try:
         config = subject.hf_files.config
         refuse_stated_format(config, subject.path)
+        if subject.once(is_of_no_family):
+            return
         refuse_older(config, subject.once(_names), subject.path)
         if is_quantized(config) and weights_of(config).get("type") != "int":
             floats_of(config)

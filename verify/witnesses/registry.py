@@ -25,6 +25,7 @@ class Witness:
 WITNESSES = (
     Witness("megatron", "--against-megatron", "Megatron", "Megatron"),
     *(Witness(one.name, f"--against-{one.name}", one.label, one.label) for one in ENGINES),
+    Witness("transformers", "--against-transformers", looks_at="transformers"),
     Witness("engine", "--engine", looks_at="engine"),
     Witness("update", "--update", implies="engine"),
     Witness("release-resume", "--release-resume", implies="engine"),

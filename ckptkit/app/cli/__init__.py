@@ -35,6 +35,7 @@ _MODULES = {
     "manifest": "inspection",
     "verify": "verification",
     "preflight": "verification",
+    "gate": "verification",
     "triage": "inspection",
     "explain": "inspection",
     "doctor": "inspection",

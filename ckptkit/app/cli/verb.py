@@ -32,6 +32,7 @@ GROUPS = {
     },
     "Before and after a job": {
         "preflight": "ckptkit preflight run-qwen3-30B-A3B.sh",
+        "gate": "ckptkit gate -- bash run-qwen3-30B-A3B.sh",
         "triage": "ckptkit triage job.log",
     },
     "Look up": {
@@ -44,7 +45,8 @@ GROUPS = {
 _SECTIONS = {
     "Compare with": {"--source", "--adapter", "--hf", "--manifest"},
     "Ask real programs": {
-        *("--against-megatron", "--against-sglang", "--against-vllm", "--engine", "--update", "--release-resume"),
+        *("--against-megatron", "--against-sglang", "--against-vllm", "--against-transformers"),
+        *("--engine", "--update", "--release-resume"),
         *("--logits", "--rollout-data", "--rollout-temperature"),
         *("--megatron-python", "--sglang-python", "--vllm-python"),
     },

@@ -44,6 +44,11 @@ _asking = common.together(
         )
         for one in ENGINES
     ),
+    option(
+        "--against-transformers",
+        is_flag=True,
+        help="Load names and shapes into transformers' own class, without values. [default: for models of no family]",
+    ),
     common.pythons,
     option(
         "--engine",
@@ -182,6 +187,28 @@ def preflight(
         raise click.UsageError(_not_a_script(str(script)))
     report = run(arguments=arguments, script=script, **options)
     print_report(report, as_json, strict, reports, every)
+
+
+@click.command(cls=LaunchVerb, short_help="Run a launch, and stop it before the trainer starts if it is wrong.")
+@common.reports
+@common.strict
+@click.pass_context
+def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> None:
+    """Run the command behind --, whatever starts the job: a script, Python, make.
+
+    The first time that it is about to start a trainer by python, python3, torchrun or ray, `preflight` judges the very
+    words, in their directory and environment. Where that fails, no trainer is started, and the exit code is 1. Where it
+    passes or is inconclusive, the job goes on, and the exit code is that of the command.
+    """
+    from ckptkit.app.gate import gate as run
+
+    if not (command := context.meta[LAUNCH]):
+        raise click.UsageError("give the command that starts the job behind --: ckptkit gate -- bash run.sh")
+    options = [word for path in reports for word in ("--report", str(path.absolute()))] + ["--strict"] * strict
+    code, remark = run(command, options)
+    if remark:
+        echo(f"ckptkit gate: {remark}", err=True)
+    raise SystemExit(code)
 
 
 def _not_a_script(given: str) -> str:

@@ -15,10 +15,8 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, in_words
-from converters.config.values import class_of
-from converters.registry import FAMILIES
 from verify.check import Skip, Tally, check, only
-from verify.evidence.expected import config_of, require_expected, spelling_of
+from verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
@@ -86,17 +84,15 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
     except CkptkitError as error:
         # A model that is not known here may be right, and so may its launch.
-        wrong = isinstance(error, UnknownModelError) and subject.arguments is None and not _has_own_class(subject)
+        wrong = (
+            isinstance(error, UnknownModelError)
+            and subject.arguments is None
+            and not has_own_class(read_config(subject.config_root))
+        )
         if isinstance(error, UnsupportedError) and not wrong:
             raise
         problem, file = error.message.removeprefix("config.json: "), subject.config_root / "config.json"
         yield Issue("the config of a supported model", problem, error.hint or "", file=file)
-
-
-def _has_own_class(subject: Subject) -> bool:
-    """Whether config.json states a class, and of no family that is known: of one, its model_type would be another."""
-    name = class_of(read_config(subject.config_root))
-    return name != "" and all(name not in family.architectures for family in FAMILIES.values())
 
 
 @check(

@@ -50,6 +50,11 @@ def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], l
     return Start(rest, before, variables, line, shell.file, shell.directory, words[at].text)
 
 
+def names_trainer(words: Sequence[str]) -> bool:
+    """Whether these words of a command start a trainer."""
+    return _trainer_at([Value(word) for word in words]) is not None
+
+
 def _trainer_at(words: Sequence[Value]) -> int | None:
     """The index of the word that names the trainer."""
     if words[0].text in _OTHERS:

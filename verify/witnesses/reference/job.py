@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,3 +70,41 @@ class Reference:
     exact: Sequence[Judged]  # in float32
     rounded: Sequence[Judged]
     predicted: Predicted | None = None  # of the job's texts
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor by its dtype, as torch calls it, and its shape."""
+
+    dtype: str
+    shape: Sequence[int]
+
+
+@dataclass(frozen=True)
+class NamesJob:
+    """Asks transformers which tensors its class misses, does not know, or has in another shape."""
+
+    config: Mapping[str, Any]  # config.json, without a quantization_config
+    tensors: Mapping[str, NamedTensor]
+    report: str = ""
+
+
+@dataclass(frozen=True)
+class OtherShape:
+    """A tensor that transformers' class has in another shape."""
+
+    name: str  # as the class calls it
+    stored: Sequence[int]
+    built: Sequence[int]
+
+
+@dataclass(frozen=True)
+class NamesReport:
+    """What transformers made of a `NamesJob`."""
+
+    model_class: str = ""  # empty: transformers has no class for this config
+    missing: Sequence[str] = ()  # as the class calls them
+    unexpected: Sequence[str] = ()
+    other_shapes: Sequence[OtherShape] = ()
+    errors: Mapping[str, str] = field(default_factory=dict)  # of weights that several tensors become
+    refused: str = ""  # what it says of a config from which it builds no class

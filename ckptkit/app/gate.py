@@ -1,0 +1,65 @@
+"""`ckptkit gate`: runs any launcher, and lets `preflight` judge the trainer's own words before the trainer starts.
+
+A folder of stand-ins for `python`, `python3`, `torchrun` and `ray` comes first in PATH. So nothing of the launcher is
+read: it runs, and what it would start is judged with its words, its directory and its environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import FrameType
+
+from ckptkit.app import stand_in
+from ckptkit.core.errors import CkptkitError
+
+NAMES = ("python", "python3", "torchrun", "ray")
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def gate(command: Sequence[str], options: Sequence[str] = ()) -> tuple[int, str | None]:
+    """Runs a command; `options` are those of `preflight`. Signals that end this process are passed on to it.
+
+    Returns the exit code, 1 where the launch was stopped, and what has to be said at the end. Raises CkptkitError where
+    the command cannot be started.
+    """
+    with TemporaryDirectory(prefix="ckptkit-gate-") as home:
+        folder = Path(home)
+        (folder / "options").write_text("".join(f"{one}\0" for one in options))
+        (folder / "bin").mkdir()
+        words = [sys.executable, "-I", str(Path(stand_in.__file__).resolve()), str(folder)]
+        for name in NAMES:
+            program = folder / "bin" / name
+            program.write_text(f'#!/bin/sh\nexec {shlex.join([*words, name])} "$@"\n')
+            program.chmod(0o755)
+        path = os.pathsep.join([str(folder / "bin"), os.environ.get("PATH", os.defpath)])
+        code = _run(command, {**os.environ, "PATH": path})
+        if (folder / "stopped").exists():
+            return 1, "the launch was stopped before the trainer started"
+        seen = (folder / "judged").exists()
+        return code, None if seen else f"no start of a trainer by {', '.join(NAMES)} was seen, so nothing was judged"
+
+
+def _run(command: Sequence[str], variables: dict[str, str]) -> int:
+    """The exit code of a command, as a shell gives it: 128 + N for one that a signal N ended."""
+    try:
+        process = subprocess.Popen(command, env=variables)
+    except OSError as error:
+        raise CkptkitError(f"{command[0]}: {error.strerror}", "give a command as you would run it") from error
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

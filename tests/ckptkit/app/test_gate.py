@@ -1,0 +1,132 @@
+"""`gate` with launchers of three kinds, whose trainer is a stub that notes that it ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.fixture_types import PathOf
+
+NAME = "qwen2-untied"
+OPTIONS = "--hf-checkpoint $HF --ref-load $REF --actor-num-nodes 1 --actor-num-gpus-per-node 1 --rollout-num-gpus 1"
+MAIN = "import sys; from ckptkit.app.cli import main; sys.exit(main())"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    """A folder with a trainer and three launchers of it. Python is found as in an environment that is activated."""
+    (tmp_path / "train.py").write_text("import sys\nopen('started', 'a').write(repr(sys.argv[1:]) + '\\n')\n")
+    (tmp_path / "run.sh").write_text(f'python3 -c "print(1)"\npython3 train.py {OPTIONS} --wandb-group "a  b"\n')
+    words = ["python3", "train.py", *OPTIONS.split()]
+    expanded = "[os.path.expandvars(one) for one in WORDS]"
+    (tmp_path / "run.py").write_text(
+        f"import os, subprocess, sys\nWORDS = {words!r}\nsys.exit(subprocess.run({expanded}).returncode)\n"
+    )
+    (tmp_path / "Makefile").write_text(f"run:\n\t@python3 train.py {OPTIONS.replace('$', '$$')}\n")
+    return tmp_path
+
+
+COMMANDS = {"bash": ["bash", "run.sh"], "python": ["python", "run.py"], "make": ["make", "-s", "run"]}
+
+
+def gate(
+    job: Path, command: list[str], hf: Path, ref: Path, *options: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [sys.executable, "-P", "-c", MAIN, "gate", *options, "--", *command],
+        cwd=job,
+        env={**os.environ, "PATH": path, "HF": str(hf), "REF": str(ref), **more},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_a_right_launch_goes_on_and_a_wrong_one_starts_nothing(
+    kind: str, job: Path, releases: PathOf, converted: PathOf
+) -> None:
+    right = gate(job, COMMANDS[kind], releases(NAME), converted(NAME))
+    assert right.returncode == 0, right.stderr
+    assert (job / "started").read_text().count("--hf-checkpoint") == 1
+    assert "PASSED" in right.stderr
+    (job / "started").unlink()
+    wrong = gate(job, COMMANDS[kind], releases(NAME), converted("qwen3_moe"))
+    assert wrong.returncode == 1
+    assert not (job / "started").exists()
+    assert "FAILED" in wrong.stderr
+
+
+def test_the_trainer_gets_the_very_words_and_its_exit_code_is_that_of_gate(
+    job: Path, releases: PathOf, converted: PathOf
+) -> None:
+    (job / "train.py").write_text("import sys\nopen('started', 'w').write(repr(sys.argv[1:]))\nsys.exit(7)\n")
+    done = gate(job, COMMANDS["bash"], releases(NAME), converted(NAME), "--report", "found.json")
+    assert done.returncode == 7
+    assert "'a  b'" in (job / "started").read_text()
+    assert json.loads((job / "found.json").read_text())["status"] == "passed"
+
+
+def test_what_a_stopped_script_would_start_next_is_not_started(job: Path, releases: PathOf, converted: PathOf) -> None:
+    (job / "run.sh").write_text(f"python3 train.py {OPTIONS}\npython3 train.py again\npython3 train.py {OPTIONS}\n")
+    done = gate(job, COMMANDS["bash"], releases(NAME), converted("qwen3_moe"))
+    assert done.returncode == 1
+    assert not (job / "started").exists()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_inconclusive_launch_goes_on_unless_strict(strict: bool, job: Path, converted: PathOf) -> None:
+    in_no_cache = Path("organization/model")
+    done = gate(job, COMMANDS["bash"], in_no_cache, converted(NAME), *["--strict"] * strict)
+    assert "INCONCLUSIVE" in done.stderr, done.stderr
+    assert ((job / "started").exists(), done.returncode) == ((False, 1) if strict else (True, 0))
+
+
+def test_no_module_of_the_job_is_imported_by_the_one_that_judges(
+    job: Path, releases: PathOf, converted: PathOf
+) -> None:
+    for name in ("ckptkit", "verify", "json", "click", "torch", "numpy"):
+        (job / f"{name}.py").write_text("open('imported', 'w').close()\nraise SystemExit('planted')\n")
+    (job / "train.py").write_text("open('started', 'w').close()\n")
+    done = gate(job, COMMANDS["bash"], releases(NAME), converted("qwen3_moe"), PYTHONPATH="")
+    assert done.returncode == 1, done.stderr
+    assert "FAILED" in done.stderr
+    assert not (job / "imported").exists()
+
+
+def test_a_command_that_starts_no_trainer_says_so_and_keeps_its_exit_code(job: Path) -> None:
+    done = gate(job, ["bash", "-c", "python3 -c 'print(5)'; exit 3"], job, job)
+    assert (done.returncode, done.stdout) == (3, "5\n")
+    assert "no start of a trainer" in done.stderr
+    gone = gate(job, ["no-such-command"], job, job)
+    assert gone.returncode == 2
+    assert "no-such-command" in gone.stderr
+
+
+def test_a_signal_reaches_the_command(job: Path) -> None:
+    (job / "run.sh").write_text(
+        "trap 'echo stopped > trapped; exit 9' TERM\ntouch ready\nwhile :; do sleep 0.1; done\n"
+    )
+    process = subprocess.Popen([sys.executable, "-P", "-c", MAIN, "gate", "--", "bash", "run.sh"], cwd=job)
+    end = time.monotonic() + 60
+    while not (job / "ready").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 9
+    assert (job / "trapped").exists()
+
+
+def test_nothing_is_left_behind(job: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    scratch = tmp_path_factory.mktemp("scratch")
+    gate(job, ["true"], job, job, TMPDIR=str(scratch))
+    assert list(scratch.iterdir()) == []
+    assert shutil.which("python3") is not None

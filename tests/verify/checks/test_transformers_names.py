@@ -1,0 +1,154 @@
+"""CK541: names and shapes as transformers' own class has them, for models of any type, saved by transformers itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from support.other_models import class_for, save_small
+
+from ckptkit.app.cli import cli
+from converters.registry import FAMILIES
+from verify.run import verify
+from verify.witnesses.reference.job import NamedTensor, NamesJob, NamesReport
+from verify.witnesses.reference.names import load_names
+
+# Outside our families: language models dense and with experts, encoders, classifiers, vision, audio.
+TYPES = (
+    *("afmoe", "apertus", "arcee", "aria", "aya_vision", "bart", "bert", "biogpt", "bitnet", "bloom", "codegen"),
+    *("cohere", "cohere2", "cohere2_moe", "diffllama", "doge", "electra", "ernie4_5", "exaone4", "falcon"),
+    *("flex_olmo", "fuyu", "gemma", "gemma2", "glm", "gpt2", "gpt_neox", "gptj", "granite"),
+    *("granitemoe", "helium", "idefics2", "idefics3", "internvl", "jetmoe", "kosmos-2", "lfm2", "llava"),
+    *("llava_onevision", "marian", "minimax", "mllama", "modernbert", "mt5", "nanochat", "olmo", "olmo2", "opt"),
+    *("paligemma", "persimmon", "phi", "phimoe", "qwen2_audio", "qwen2_vl", "smollm3", "stablelm", "starcoder2", "t5"),
+    *("video_llava", "whisper", "xglm", "xlm-roberta"),
+)
+
+
+def _stored(path: Path) -> dict[str, NamedTensor]:
+    found = {}
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - it is no mapping
+                tensor = shard.get_tensor(name)
+                found[name] = NamedTensor(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+    return found
+
+
+def _loaded(path: Path, tensors: Mapping[str, NamedTensor], scratch: Path) -> NamesReport:
+    scratch.mkdir()
+    return load_names(NamesJob(json.loads((path / "config.json").read_text()), tensors, str(scratch / "report.json")))
+
+
+def _is_clean(report: NamesReport) -> bool:
+    return bool(report.model_class) and not any((report.missing, report.unexpected, report.other_shapes, report.errors))
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_named(
+    model_type: str, tmp_path: Path
+) -> None:
+    assert model_type not in FAMILIES
+    path = save_small(model_type, tmp_path / "model")
+    tensors = _stored(path)
+    assert _is_clean(_loaded(path, tensors, tmp_path / "sound"))
+    in_layers = [name for name, one in tensors.items() if ".0." in name and len({*one.shape}) == len(one.shape) == 2]
+    name = in_layers[-1]
+    module, _, leaf = name.rpartition(".")
+    without = _loaded(path, {one: tensor for one, tensor in tensors.items() if one != name}, tmp_path / "dropped")
+    lacking = [*without.missing, *without.errors]
+    assert len(lacking) == 1, without
+    assert lacking[0].endswith(leaf) or "experts" in name, (name, lacking)
+    more = _loaded(path, tensors | {f"{module}.extra": tensors[name]}, tmp_path / "added")
+    assert [one.rpartition(".")[2] for one in more.unexpected] == ["extra"], more
+    turned = NamedTensor(tensors[name].dtype, tensors[name].shape[::-1])
+    other = _loaded(path, tensors | {name: turned}, tmp_path / "transposed")
+    assert [one.stored for one in other.other_shapes] == [list(turned.shape)] or other.errors, other
+
+
+@pytest.mark.nightly
+def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) -> None:
+    built, alarms = [], {}
+    for model_type in transformers.CONFIG_MAPPING:
+        if model_type in FAMILIES or class_for(model_type) is None:
+            continue
+        try:
+            path = save_small(model_type, tmp_path / model_type)
+        except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError):
+            continue  # sizes that do not go together, or another library; counted below
+        built.append(model_type)
+        report = _loaded(path, _stored(path), tmp_path / f"{model_type} report")
+        if not _is_clean(report):
+            alarms[model_type] = report
+        for file in path.iterdir():
+            file.unlink()
+    print(f"{len(built)} types built, {len(alarms)} false alarms")
+    assert alarms == {}
+    assert len(built) >= 170
+
+
+@pytest.fixture(scope="module")
+def cohere(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small("cohere2", tmp_path_factory.mktemp("cohere") / "model")
+
+
+def test_verify_asks_transformers_about_a_type_of_no_family(cohere: Path) -> None:
+    report = verify(cohere)
+    assert report.status == "passed", report
+    assert "transformers" in report.asked
+    assert "CK541" in {one.code for one in report.checks if one.status == "passed"}
+
+
+def test_verify_names_what_is_missing_unexpected_and_misshapen(cohere: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((cohere / "config.json").read_bytes())
+    weights = load_file(cohere / "model.safetensors")
+    gone, moved = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    del weights[gone]
+    weights[moved] = weights[moved].T.contiguous()
+    weights["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    report = verify(broken)
+    assert report.status == "failed"
+    found = {one.tensor: one.code for one in report.findings if one.severity == "error"}
+    assert found[gone] == found[moved] == found["model.layers.0.self_attn.q_norm.weight"] == "CK541"
+
+
+def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=128, num_labels=1)
+    transformers.Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "reward")
+    assert verify(tmp_path / "reward").status == "passed"
+    weights = load_file(tmp_path / "reward/model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, tmp_path / "reward/model.safetensors", {"format": "pt"})
+    report = verify(tmp_path / "reward")
+    assert [(one.code, one.tensor) for one in report.findings if one.severity == "error"] == [("CK541", "score.weight")]
+
+
+def test_a_type_that_transformers_does_not_have_either_is_inconclusive_once(cohere: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "model.safetensors").write_bytes((cohere / "model.safetensors").read_bytes())
+    config = json.loads((cohere / "config.json").read_text())
+    (other / "config.json").write_text(
+        json.dumps(config | {"model_type": "cohere9", "architectures": ["Cohere9ForCausalLM"]})
+    )
+    report = verify(other)
+    assert report.status == "inconclusive"
+    assert len(report.reasons) == 1, report.reasons
+    assert "CK541" in report.reasons[0]
+
+
+def test_families_of_ours_are_asked_on_request(releases: Callable[[str], Path]) -> None:
+    done = CliRunner().invoke(cli, ["verify", str(releases("qwen3_moe")), "--against-transformers", "--json"])
+    checks = {one["code"]: one["status"] for one in json.loads(done.stdout)["checks"]}
+    assert checks["CK541"] == "passed", done.output
