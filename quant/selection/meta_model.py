@@ -95,7 +95,7 @@ _BOTH: Mapping[str, Kind] = MappingProxyType({"mm_tokens_per_image": _SIZE})
 _OVERRIDING = ("per_layer_config",)
 
 _OFFLINE = Lock()
-_KERNELS = ("causal-conv1d", "mamba-ssm")
+_KERNELS = ("causal-conv1d", "falcon_mamba-ssm", "mamba-ssm")
 
 
 def is_known(model_type: Any) -> bool:
@@ -183,7 +183,7 @@ def _words(pattern: Any, words: Mapping[str, str], key: str, where: str, config:
 
 def _build(config: Mapping[str, Any], model_type: str, fields: dict[str, Any]) -> PreTrainedModel:
     try:
-        with _hub_offline(), torch.device("meta"):
+        with hub_offline(), torch.device("meta"):
             parsed = AutoConfig.for_model(model_type, **fields)
             model: PreTrainedModel = AutoModel.from_config(
                 parsed, attn_implementation="eager", experts_implementation="eager", trust_remote_code=False
@@ -201,7 +201,7 @@ def _refused(config: Mapping[str, Any], reason: str) -> CkptkitError:
 
 
 @contextmanager
-def _hub_offline() -> Iterator[None]:
+def hub_offline() -> Iterator[None]:
     """Lets no request to the Hugging Face hub through. The switch is the process's, so builds take turns.
 
     Mixers of some classes ask the hub for kernels; an empty module stands for each meanwhile.

@@ -187,8 +187,9 @@ def expected_of(subject: Subject) -> Expected | None:
 
 def require_expected(subject: Subject) -> Expected:
     """As `expected_of`, but raises Skip where there is no usable config."""
-    if (expected := subject.once(expected_of)) is None:
-        raise Skip("there is no usable config.json (CK101)")
+    require_config(subject)
+    expected = subject.once(expected_of)
+    assert expected is not None
     return expected
 
 

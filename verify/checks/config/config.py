@@ -17,7 +17,7 @@ from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check, only, without
 from verify.checks.config.arguments import compared, hint_of, mismatches
-from verify.evidence.expected import require_config, stated_config_of
+from verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
@@ -94,6 +94,12 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     newer release writes out, and a warning where that is not known. Of another model there is one finding, which also
     explains the tensors that differ.
     """
+    if subject.is_hf and subject.source_path and subject.source_is_hf and subject.once(is_of_no_family):
+        there = Subject(subject.source_path).hf_files.config
+        for one in plain_differences(subject.hf_files.config, there, tally):
+            expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
+            yield Issue(expected, actual, file="config.json", severity=one.severity)
+        return
     here, there = require_config(subject, stated_config_of), _source_config(subject)
     hint, where = "" if subject.options.adapter is None else "write what the merged weights need", ""
     if subject.is_hf:

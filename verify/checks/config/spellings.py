@@ -19,6 +19,7 @@ from verify.evidence.expected import stated_config_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.report import Severity
+from verify.skip import Inapplicable
 
 # How the names of an output layer end, in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")
@@ -213,6 +214,8 @@ def _no_keys(subject: Subject) -> str | None:
         return reason
     try:
         needed, _ = keys_of(subject.once(stated_config_of))
+    except Inapplicable as why:
+        return str(why)
     except (CkptkitError, Skip):
         return "there is no usable config.json (CK101)"
     return None if needed else "transformers writes every key that SGLang reads of this family"

@@ -11,13 +11,15 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
+from converters.config.values import language_part
 from converters.planner import dims_of
 from verify.check import Skip, Tally, check, only
-from verify.evidence.expected import require_config
+from verify.evidence.expected import is_of_no_family, require_config
 from verify.evidence.side.compare import side_differences
 from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import Inapplicable
 
 
 def side_of(subject: Subject) -> SideFiles:
@@ -63,7 +65,7 @@ def _no_vocabulary(side: SideFiles) -> str | None:
 )
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
-    side, rows = side_of(subject), dims_of(require_config(subject)).vocab
+    side, rows = side_of(subject), _rows_of(subject)
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
@@ -163,6 +165,15 @@ def _one_place_only(subject: Subject) -> str | None:
         tokens = side.has_vocabulary and any(map(side.special, _KINDS))
         return None if tokens or lexists(side.root / GENERATION) else "only config.json says which tokens are special"
     return None
+
+
+def _rows_of(subject: Subject) -> int:
+    """The rows of the embedding, by config.json. Raises Skip as `require_config`, and where no size is stated."""
+    if not (subject.is_hf and subject.once(is_of_no_family)):
+        return dims_of(require_config(subject)).vocab
+    if not isinstance(size := language_part(subject.hf_files.config).get("vocab_size"), int):
+        raise Inapplicable("config.json states no vocab_size")
+    return size
 
 
 @check(

@@ -39,6 +39,7 @@ from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import Inapplicable
 
 
 @check(
@@ -353,6 +354,8 @@ def _no_tower(subject: Subject) -> str | None:
     try:
         config = subject.once(stated_config_of)
         towers = family_of(config).towers(config)
+    except Inapplicable as why:
+        return str(why)
     except (CkptkitError, Skip):
         return "there is no usable config.json (CK101)"
     return None if towers else "the class of config.json is a language model alone"

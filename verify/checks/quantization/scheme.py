@@ -21,7 +21,7 @@ from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, has_floats
 from verify.checks.quantization.int4 import not_quantized, packed_weights
-from verify.evidence.expected import usable_config
+from verify.evidence.expected import require_config, usable_config
 from verify.evidence.floats.stored import float_scales_of, stored_floats_of
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_in, int4_format_of, read_scales
@@ -187,9 +187,8 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
     """
-    config = usable_config(subject)
-    form = int4_format_of(config) if config else None
-    if config is None or form is None:
+    config = require_config(subject)
+    if int4_format_of(config) is None:
         raise Skip("there is no usable config.json (CK101)")
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
     chosen = [

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from verify.check import Tally, Unable, check
 from verify.checks.headers.files import names_of
-from verify.evidence.expected import is_of_no_family
+from verify.evidence.expected import expected_of, is_of_no_family
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -62,10 +62,14 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         names=found.missing,
         file=where,
     )
+    # What the family of ours knows to be dropped there, such as layers for multi-token prediction, engines read.
+    promised = expected.shapes.keys() | expected.optional if (expected := subject.once(expected_of)) else frozenset()
+    if dropped := sorted(set(found.unexpected).intersection(promised)):
+        tally.note(f"{found.model_class} has no place for {summarize(dropped)}, which engines read")
     yield Issue(
         f"only tensors that {found.model_class} has",
         "stored, but not in the class: transformers drops it",
-        names=found.unexpected,
+        names=[name for name in found.unexpected if name not in promised],
         file=where,
     )
     for one in found.other_shapes:

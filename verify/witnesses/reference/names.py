@@ -18,6 +18,7 @@ import transformers
 from transformers import modeling_utils
 
 from ckptkit.core.printable import one_line
+from quant.selection.meta_model import hub_offline
 from verify.witnesses.process.exit_report import Phase, PhaseLog, described, is_verdict, run_job
 from verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
@@ -40,7 +41,7 @@ def load_names(job: NamesJob) -> NamesReport:
     """Loads names and shapes into the class. Raises what transformers raises about a config."""
     home = Path(job.report).parent / "config"
     home.mkdir()
-    (home / "config.json").write_text(json.dumps(job.config))
+    (home / "config.json").write_text(json.dumps(_without_code(job.config)))
     if job.config["model_type"] not in transformers.CONFIG_MAPPING:
         return NamesReport()
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
@@ -50,9 +51,14 @@ def load_names(job: NamesJob) -> NamesReport:
         name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
         for name, one in job.tensors.items()
     }
-    with _recorded() as loads:
+    with _recorded() as loads, hub_offline():
         model_class.from_pretrained(
-            None, config=config, state_dict=weights, device_map="meta", ignore_mismatched_sizes=True
+            None,
+            config=config,
+            state_dict=weights,
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            attn_implementation="eager",
         )
     info = loads[-1]
     shapes = [OtherShape(name, list(stored), list(built)) for name, stored, built in info.mismatched_keys]
@@ -63,6 +69,19 @@ def load_names(job: NamesJob) -> NamesReport:
         sorted(shapes, key=lambda one: one.name),
         {name: _last_words(text) for name, text in sorted(info.conversion_errors.items())},
     )
+
+
+def _without_code(config: Any) -> Any:
+    """A part of a config without the keys that name code: classes of a repository, or implementations from a hub."""
+    if isinstance(config, list):
+        return [_without_code(one) for one in config]
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: _without_code(value)
+        for key, value in config.items()
+        if key != "auto_map" and not key.endswith("implementation")
+    }
 
 
 @contextmanager
