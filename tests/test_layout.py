@@ -28,7 +28,8 @@ def test_kinds_of_checkpoints_are_told_apart_in_one_place() -> None:
     ]
 
 
-# What starts programs, and who may call it: `nvidia-smi`, forks of a witness, and the one way to start Python.
+# What starts programs, and who may call it: `nvidia-smi`, forks of a witness, the command that `gate` is given and what
+# that starts (its own Python by -I), and the one way to start Python.
 STARTS = re.compile(
     r"subprocess\.(?:Popen|run|call|check_call|check_output|getoutput|getstatusoutput)"
     r"|os\.(?:system|popen|exec\w+|spawn\w+|posix_spawn\w*|fork|forkpty)|pty\.(?:spawn|fork)"
@@ -37,6 +38,8 @@ STARTS = re.compile(
 )
 STARTERS = {
     "ckptkit.app.doctor": {"subprocess.run"},
+    "ckptkit.app.gate": {"subprocess.Popen"},
+    "ckptkit.app.stand_in": {"subprocess.run", "os.execv"},
     "ckptkit.core.isolation": {"subprocess.Popen"},
     "verify.witnesses.megatron.process": {"multiprocessing.get_context"},
 }

@@ -125,6 +125,11 @@ EXAMPLES = {
         "the engine answers with NaN",
         "expected a finite log-probability for every token; actual 1 of 2 are not, after the start",
     ),
+    "CK541": (
+        "a Cohere2 checkpoint without a projection of one layer",
+        "expected a tensor for each weight of Cohere2ForCausalLM; actual missing: transformers leaves this weight at "
+        "random numbers",
+    ),
     "CK602": (
         "a rollout of the weights of another step",
         "expected log-probabilities of the engine within 3 times the noise of bfloat16 (mean 0.0154); actual "

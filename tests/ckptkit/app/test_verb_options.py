@@ -22,7 +22,7 @@ from verify.run import verify
 
 CONTEXT = click.Context(cli)
 VERBS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}
-ARGUMENTS = {"explain": [], "doctor": [], "preflight": ["--hf-checkpoint", "x"], "convert": ["x", "y"]} | {
+ARGUMENTS = {"explain": [], "doctor": [], "gate": [], "preflight": ["--hf-checkpoint", "x"], "convert": ["x", "y"]} | {
     "quantize": ["x", "y"],
     "diff": ["x", "y"],
 }
@@ -121,7 +121,7 @@ def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str, flag
     ("words", "said"),
     [
         (["verfy", "x"], "there is no verb 'verfy': did you mean verify?"),
-        (["zzz"], "verbs: convert, diff, doctor, explain, inspect,"),
+        (["zzz"], "verbs: convert, diff, doctor, explain, gate, inspect,"),
         (["verify", "x", "--against-megatrn"], "--against-megatron"),
         (["-q", "inspect", "x", "-v"], "--quiet and --verbose exclude each other"),
     ],
