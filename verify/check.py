@@ -27,7 +27,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue, collect
 from verify.launch import checks as of_launches
 from verify.report import BEHAVIOUR, CheckResult, Finding, Status
-from verify.skip import Inapplicable
+from verify.skip import Inapplicable, OfNoFamily
 from verify.skip import Skip as Skip
 from verify.skip import Unable as Unable
 from verify.witnesses import registry
@@ -283,6 +283,10 @@ def _collect(
     try:
         for finding in one.run(subject, tally):
             found.append(finding)  # noqa: PERF402 - those before an exception count too
+    except OfNoFamily as why:
+        if set(one.needs).isdisjoint(WITNESSES):
+            raise
+        return str(why), True
     except Inapplicable:
         raise
     except Skip as skip:

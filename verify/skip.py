@@ -14,6 +14,12 @@ class Inapplicable(Skip):
     """
 
 
+class OfNoFamily(Inapplicable):
+    """Raised for a model of no family here, about which transformers alone is asked; of a witness that was asked for
+    as `Unable`.
+    """
+
+
 class Unable(Skip):
     """Raised by a check that cannot look at what it was asked to: a package is missing, a tool of ours broke.
 

@@ -189,7 +189,7 @@ def chosen(one: Case) -> list[str]:
 
 def test_every_verb_is_given_many_hostile_inputs() -> None:
     given = Counter(words.split()[0] for one in CASES.values() for words in _words(one))
-    verbs = set(LazyGroup().list_commands(Context(cli))) - {"doctor"}  # which reads no file that is given
+    verbs = set(LazyGroup().list_commands(Context(cli))) - {"doctor", "gate"}  # which read no file that is given
     assert set(given) == verbs | {"hook"}
     assert min(given.values()) >= 5
     assert len(CASES) >= 150

@@ -35,7 +35,7 @@ from quant.formats.part_names import (
 from quant.formats.release import Floats
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
-from verify.skip import Inapplicable, Skip, Unable
+from verify.skip import OfNoFamily, Skip, Unable
 
 Shape = tuple[int, ...]
 # The names that parts have in formats which are not read.
@@ -128,7 +128,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     if subject.is_hf:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and subject.once(is_of_no_family):
-            raise Inapplicable(f"{_class_in_words(config)} is of no family here: transformers is asked (CK541)")
+            raise OfNoFamily(f"{_class_in_words(config)} is of no family here: transformers is asked (CK541)")
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():

@@ -20,6 +20,7 @@ from verify.check import Tally, Unable, all_checks, run_checks
 from verify.checks.witnesses.loading import none_dropped
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
+from verify.skip import OfNoFamily
 from verify.witnesses.loading import run as sglang_run
 from verify.witnesses.loading.bits import difference, poison, poisoned
 from verify.witnesses.loading.compare import DROPPED, Loaded
@@ -158,7 +159,8 @@ def test_config_that_names_another_class_never_reaches_sglang(
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
     monkeypatch.setattr(sglang_run, "run_ranks", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(
-        (Unable, CkptkitError), match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model)"
+        (Unable, OfNoFamily, CkptkitError),
+        match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model|is of no family here)",
     ):
         LoadedBy(SGLANG)(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))))
 
