@@ -15,8 +15,9 @@ class Inapplicable(Skip):
 
 
 class OfNoFamily(Inapplicable):
-    """Raised for a model of no family here, about which transformers alone is asked; of a witness that was asked for
-    as `Unable`.
+    """Raised by a check that needs one of ckptkit's families, for a model of another.
+
+    transformers is asked about that instead (CK541). For a witness that the user asked for it counts as `Unable`.
     """
 
 

@@ -6,6 +6,7 @@ of a trainer goes on to the real program at once.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -25,17 +26,21 @@ def main() -> None:
     if (program := shutil.which(name, path=path)) is None:
         print(f"{name}: command not found", file=sys.stderr)
         sys.exit(127)
+    if not (folder / "judged").exists() and _starts_trainer(name, words):
+        # A trainer that is started meanwhile waits for the verdict too.
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "judged").exists():
+                if _is_stopped(folder, name, words, path):
+                    (folder / "stopped").touch()
+                (folder / "judged").touch()
     if (folder / "stopped").exists():
         print(f"ckptkit gate: {name} is not started, because the launch was stopped", file=sys.stderr)
         sys.exit(1)
-    if not (folder / "judged").exists() and _starts_trainer(name, words):
-        (folder / "judged").touch()
-        if _is_stopped(folder, name, words, path):
-            (folder / "stopped").touch()
-            sys.exit(1)
     if (folder / "judged").exists():
         os.environ["PATH"] = path
-    os.execv(program, [name, *words])  # noqa: S606 - the words as they were given
+    # By its path: by a bare name Python would find this stand-in in PATH, and not the packages of its environment.
+    os.execv(program, [program, *words])  # noqa: S606 - the words as they were given
 
 
 def _starts_trainer(name: str, words: list[str]) -> bool:

@@ -127,8 +127,8 @@ EXAMPLES = {
     ),
     "CK541": (
         "a Cohere2 checkpoint without a projection of one layer",
-        "expected a tensor for each weight of Cohere2ForCausalLM; actual missing: transformers leaves this weight at "
-        "random numbers",
+        "expected a tensor for each weight of Cohere2ForCausalLM; actual missing: transformers fills this weight "
+        "with random numbers",
     ),
     "CK602": (
         "a rollout of the weights of another step",

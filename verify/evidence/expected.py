@@ -97,9 +97,9 @@ def _names(subject: Subject) -> Collection[str]:
 
 
 def is_of_no_family(subject: Subject) -> bool:
-    """Whether config.json is of a model of no family here: another `model_type` with its own class, or another class.
+    """Whether config.json is of a model outside ckptkit's families: by its `model_type` and class, or by its class.
 
-    A `model_type` that is not known, with a class of a family, is a mistake in config.json (CK101).
+    An unknown `model_type` with the class of a family is a mistake in config.json (CK101).
     """
     try:
         family_of(subject.hf_files.config)
@@ -128,7 +128,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     if subject.is_hf:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and subject.once(is_of_no_family):
-            raise OfNoFamily(f"{_class_in_words(config)} is of no family here: transformers is asked (CK541)")
+            raise OfNoFamily(f"{_class_in_words(config)} is none of ckptkit's families: CK541 asks transformers")
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():

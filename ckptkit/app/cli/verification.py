@@ -47,7 +47,8 @@ _asking = common.together(
     option(
         "--against-transformers",
         is_flag=True,
-        help="Load names and shapes into transformers' own class, without values. [default: for models of no family]",
+        help="Load names and shapes into transformers' own class, without values. [default: for models outside "
+        "ckptkit's families]",
     ),
     common.pythons,
     option(

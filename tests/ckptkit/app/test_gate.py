@@ -103,6 +103,23 @@ def test_no_module_of_the_job_is_imported_by_the_one_that_judges(
     assert not (job / "imported").exists()
 
 
+def test_trainers_that_are_started_at_once_all_wait_for_the_verdict(
+    job: Path, releases: PathOf, converted: PathOf
+) -> None:
+    (job / "run.sh").write_text(f"for rank in 0 1 2; do python3 train.py {OPTIONS} & done\nwait\n")
+    done = gate(job, COMMANDS["bash"], releases(NAME), converted("qwen3_moe"))
+    assert done.returncode == 1
+    assert not (job / "started").exists()
+    assert done.stderr.count("FAILED") == 1
+
+
+def test_python_that_starts_no_trainer_keeps_its_environment(job: Path) -> None:
+    code = "import sys; print(sys.executable, sys.prefix)"
+    done = gate(job, ["bash", "-c", f"python -c '{code}'; python3 -c '{code}'"], job, job)
+    folder = Path(sys.executable).parent
+    assert done.stdout.splitlines() == [f"{folder / name} {sys.prefix}" for name in ("python", "python3")]
+
+
 def test_a_command_that_starts_no_trainer_says_so_and_keeps_its_exit_code(job: Path) -> None:
     done = gate(job, ["bash", "-c", "python3 -c 'print(5)'; exit 3"], job, job)
     assert (done.returncode, done.stdout) == (3, "5\n")

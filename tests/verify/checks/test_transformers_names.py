@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from safetensors.torch import load_file, save_file
 from support.other_models import class_for, save_small
 
 from ckptkit.app.cli import cli
+from ckptkit.core.specs import TensorSpec
 from converters.registry import FAMILIES
 from verify.run import verify
-from verify.witnesses.reference.job import NamedTensor, NamesJob, NamesReport
-from verify.witnesses.reference.names import load_names
+from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.reference.job import NamesJob, NamesReport
+from verify.witnesses.reference.names import load_names, run
 
 # Outside our families: language models dense and with experts, encoders, classifiers, vision, audio.
 TYPES = (
@@ -32,19 +35,21 @@ TYPES = (
 )
 
 
-def _stored(path: Path) -> dict[str, NamedTensor]:
+def _stored(path: Path) -> dict[str, TensorSpec]:
     found = {}
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as shard:
             for name in shard.keys():  # noqa: SIM118 - it is no mapping
                 tensor = shard.get_tensor(name)
-                found[name] = NamedTensor(str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+                found[name] = TensorSpec.of(name, tensor)
     return found
 
 
-def _loaded(path: Path, tensors: Mapping[str, NamedTensor], scratch: Path) -> NamesReport:
+def _loaded(path: Path, tensors: Mapping[str, TensorSpec], scratch: Path) -> NamesReport:
     scratch.mkdir()
-    return load_names(NamesJob(json.loads((path / "config.json").read_text()), tensors, str(scratch / "report.json")))
+    return load_names(
+        NamesJob(json.loads((path / "config.json").read_text()), list(tensors.values()), str(scratch / "report.json"))
+    )
 
 
 def _is_clean(report: NamesReport) -> bool:
@@ -66,9 +71,9 @@ def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_name
     lacking = [*without.missing, *without.errors]
     assert len(lacking) == 1, without
     assert lacking[0].endswith(leaf) or "experts" in name, (name, lacking)
-    more = _loaded(path, tensors | {f"{module}.extra": tensors[name]}, tmp_path / "added")
+    more = _loaded(path, tensors | {"extra": replace(tensors[name], name=f"{module}.extra")}, tmp_path / "added")
     assert [one.rpartition(".")[2] for one in more.unexpected] == ["extra"], more
-    turned = NamedTensor(tensors[name].dtype, tensors[name].shape[::-1])
+    turned = replace(tensors[name], shape=tensors[name].shape[::-1])
     other = _loaded(path, tensors | {name: turned}, tmp_path / "transposed")
     assert [one.stored for one in other.other_shapes] == [list(turned.shape)] or other.errors, other
 
@@ -158,3 +163,29 @@ def test_an_engine_that_was_asked_for_is_inconclusive_for_a_type_of_no_family(co
     report = verify(cohere, against=frozenset({"sglang"}))
     assert report.status == "inconclusive"
     assert any("CK501" in reason for reason in report.reasons)
+
+
+@pytest.mark.parametrize("name", ["pipeline", "AutoTokenizer", "logging", "PretrainedConfig", "NoSuchForCausalLM"])
+def test_what_is_no_model_class_is_not_asked(name: str, cohere: Path, tmp_path: Path) -> None:
+    config = json.loads((cohere / "config.json").read_text()) | {"architectures": [name]}
+    assert load_names(NamesJob(config, [], str(tmp_path / "report.json"))) == NamesReport()
+
+
+def test_a_config_that_transformers_refuses_is_a_finding_and_a_fault_of_ours_is_not(
+    cohere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((cohere / "config.json").read_text())
+
+    def asked(more: Mapping[str, object], folder: str) -> NamesReport:
+        (tmp_path / folder).mkdir()
+        job = NamesJob({**config, **more}, [], str(tmp_path / folder / "report.json"))
+        return run(job, PhaseLog(tmp_path / folder / "report.json"))
+
+    assert "hidden_size" in asked({"hidden_size": "wide"}, "refused").refused
+    monkeypatch.setattr(transformers.Cohere2ForCausalLM, "from_pretrained", _without_values)
+    with pytest.raises(RuntimeError, match="meta tensors"):
+        asked({}, "ours")
+
+
+def _without_values(*_: object, **__: object) -> None:
+    torch.empty(1, device="meta").item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 from ckptkit.core.specs import TensorSpec, summarize
@@ -15,7 +15,7 @@ from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.process.run import ask
-from verify.witnesses.reference.job import NamedTensor, NamesJob, NamesReport
+from verify.witnesses.reference.job import NamesJob, NamesReport
 
 _WITNESS = "verify.witnesses.reference.names"
 _LIMIT_S = 900  # importing transformers on a busy machine, and building a large class
@@ -58,7 +58,7 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     where = subject.path / INDEX if subject.hf_files.index is not None else subject.path
     yield Issue(
         f"a tensor for each weight of {found.model_class}",
-        "missing: transformers leaves this weight at random numbers",
+        "missing: transformers fills this weight with random numbers",
         names=found.missing,
         file=where,
     )
@@ -83,21 +83,18 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"tensors that become this weight of {found.model_class}", text, names=[name], file=where)
 
 
-def _plain_specs(subject: Subject) -> dict[str, TensorSpec]:
+def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
     """The tensors as their weights are when nothing is packed, which is how transformers' class has them."""
-    if not is_quantized(subject.hf_files.config):
-        return dict(names_of(subject))
-    return dict(plain(subject.path).specs)
+    quantized = is_quantized(subject.hf_files.config)
+    return list((plain(subject.path).specs if quantized else names_of(subject)).values())
 
 
-def _asked(subject: Subject, specs: dict[str, TensorSpec]) -> NamesReport:
+def _asked(subject: Subject, specs: Sequence[TensorSpec]) -> NamesReport:
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
             raise Unable(f"{module} is not installed, so transformers' class was not asked for names and shapes")
-    tensors = {name: NamedTensor(one.dtype, one.shape) for name, one in specs.items()}
-    report, failed = ask(
-        NamesJob(without_quantization(subject.hf_files.config), tensors), _WITNESS, NamesReport, _LIMIT_S
-    )
+    job = NamesJob(without_quantization(subject.hf_files.config), specs)
+    report, failed = ask(job, _WITNESS, NamesReport, _LIMIT_S)
     if report is None:
         raise Unable(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
     return report

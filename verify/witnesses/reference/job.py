@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.specs import TensorSpec
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -73,19 +75,11 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class NamedTensor:
-    """A tensor by its dtype, as torch calls it, and its shape."""
-
-    dtype: str
-    shape: Sequence[int]
-
-
-@dataclass(frozen=True)
 class NamesJob:
     """Asks transformers which tensors its class misses, does not know, or has in another shape."""
 
     config: Mapping[str, Any]  # config.json, without a quantization_config
-    tensors: Mapping[str, NamedTensor]
+    tensors: Sequence[TensorSpec]
     report: str = ""
 
 

@@ -22,7 +22,7 @@ from quant.selection.meta_model import hub_offline
 from verify.witnesses.process.exit_report import Phase, PhaseLog, described, is_verdict, run_job
 from verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
-BUILD = Phase("building the class in transformers", ("transformers", "huggingface_hub"))
+BUILD = Phase("building the class in transformers", deciders=("transformers", "huggingface_hub"))
 
 
 def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
@@ -31,8 +31,9 @@ def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
     phases.enter(BUILD)
     try:
         return load_names(job)
-    except Exception as error:  # whatever a class raises about its config is its verdict
-        if not is_verdict(error, BUILD):
+    except Exception as error:  # what a class says of its config in words of its own is its verdict
+        # What it cannot do without values says nothing about the checkpoint.
+        if "meta" in str(error) or not is_verdict(error, BUILD):
             raise
         return NamesReport(refused=described(error))
 
@@ -47,10 +48,7 @@ def load_names(job: NamesJob) -> NamesReport:
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
     if (model_class := _class_of(config)) is None:
         return NamesReport()
-    weights = {
-        name: torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta")
-        for name, one in job.tensors.items()
-    }
+    weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in job.tensors}
     with _recorded() as loads, hub_offline():
         model_class.from_pretrained(
             None,
@@ -91,7 +89,11 @@ def _recorded() -> Iterator[list[Any]]:
     `modeling_utils.log_state_dict_report` of transformers 5 gets it as `utils.loading_report.LoadStateDictInfo`.
     """
     loads: list[Any] = []
-    with patch.object(modeling_utils, "log_state_dict_report", lambda **given: loads.append(given["loading_info"])):
+
+    def record(*given: Any, **named: Any) -> None:
+        loads.extend(one for one in (*given, *named.values()) if hasattr(one, "conversion_errors"))
+
+    with patch.object(modeling_utils, "log_state_dict_report", record):
         yield loads
 
 
@@ -106,9 +108,10 @@ def _class_of(config: Any) -> Any | None:
     """transformers' class that `architectures` names first, or that of a causal model; None: it has neither."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if config.architectures:
-        return getattr(transformers, config.architectures[0], None)
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    if not config.architectures:
+        return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    found = getattr(transformers, str(config.architectures[0]), None)
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
 
 
 if __name__ == "__main__":
