@@ -89,7 +89,7 @@ def has_shards(root: Path) -> bool:
     return (root / _INDEX).exists() or any(not any(fnmatch(name, other) for other in others) for name in names)
 
 
-def of_file(path: Path) -> str:
+def _hint_for_file(path: Path) -> str:
     """What to do about a file that was given instead of a directory."""
     for pattern, advice in _OTHER_WEIGHTS.items():
         if pattern != _SHARDS and fnmatch(path.name, pattern):
@@ -99,7 +99,7 @@ def of_file(path: Path) -> str:
     return "give the directory that holds config.json or .metadata"
 
 
-def below(root: Path) -> str | None:
+def _hint_below(root: Path) -> str | None:
     """The checkpoints of one or two folders further down, as advice; None where there is none."""
     folders = islice(chain(root.glob("*/"), root.glob("*/*/")), _LOOKED_AT)
     found = sorted(str(one) for one in folders if _is_checkpoint(one))
@@ -247,7 +247,7 @@ def _located(path: str | Path) -> Location:
     if not root.exists():
         raise MissingError(f"{given} does not exist", _elsewhere(given))
     if not root.is_dir():
-        raise CkptkitError(f"{given} is a file, not a checkpoint directory", of_file(given))
+        raise CkptkitError(f"{given} is a file, not a checkpoint directory", _hint_for_file(given))
     if (root / TRACKER).exists() or is_nemo(root):
         return Location("megatron", iteration_of(root), root)
     is_hf = (root / "config.json").exists()
@@ -360,7 +360,7 @@ def tracked(root: Path) -> Path:
     if not path.is_dir():
         missing = f"{root / TRACKER} says {text!r}, but {path.name}/ is not there"
         if (step := root / f"global_step_{text}").is_dir():
-            raise UsageError(missing, f"this is a run of verl: {below(step) or f'look into {step}'}")
+            raise UsageError(missing, f"this is a run of verl: {_hint_below(step) or f'look into {step}'}")
         raise MissingError(missing, "the save was cut short, or the directory was moved")
     files_below(path, root)
     if (path / "model" / ".metadata").exists() and not (path / ".metadata").exists():
@@ -386,7 +386,7 @@ def _why_not(root: Path) -> str:
     if any(ITERATION.fullmatch(name) or name == "release" for name in inside):
         return f"it has iterations but no {TRACKER}: give one of them, or restore the tracker"
     expected = "expected config.json with *.safetensors, or a Megatron directory with .metadata"
-    return other_weights(root) or below(root) or expected
+    return other_weights(root) or _hint_below(root) or expected
 
 
 def tracker_fault(checkpoint: Path) -> str | None:
