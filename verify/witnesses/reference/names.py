@@ -17,6 +17,7 @@ import torch
 import transformers
 from transformers import modeling_utils
 
+from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
 from quant.selection.meta_model import hub_offline
 from verify.witnesses.process.exit_report import Phase, PhaseLog, described, is_verdict, run_job
@@ -33,7 +34,7 @@ def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
         return load_names(job)
     except Exception as error:  # what a class says of its config in words of its own is its verdict
         # What it cannot do without values says nothing about the checkpoint.
-        if "meta" in str(error) or not is_verdict(error, BUILD):
+        if "meta" in words_of(error) or not is_verdict(error, BUILD):
             raise
         return NamesReport(refused=described(error))
 
