@@ -30,11 +30,13 @@ class Gpus:
     """How many GPUs a role has, None where that is not known, and where it is written.
 
     node: GPUs of one node, where an engine must have whole nodes or a part of one.
+    first: the position of the first of them, counted from the first GPU of the first node.
     """
 
     count: int | None = None
     source: str = ""
     node: int | None = None
+    first: int = 0
 
     @staticmethod
     def read(settings: Settings, nodes: str, each: str) -> Gpus:
@@ -44,6 +46,11 @@ class Gpus:
             return Gpus()
         source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
         return Gpus(sizes[0] * sizes[1], source)
+
+    def less(self, count: int, what: str) -> Gpus:
+        """Those that are left when another role has taken `count` of them; none at all if it takes more."""
+        left = None if self.count is None else max(self.count - count, 0)
+        return replace(self, count=left, source=f"{self.source}, less {count} {what}")
 
 
 @dataclass(frozen=True)
@@ -61,18 +68,22 @@ class Group:
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
-        count = self.gpus.count
+        count, node = self.gpus.count, self.gpus.node
+        if count is None:
+            return
         least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
-        for names, sizes in self.products if count is not None else ():
-            if count is not None and (count < 1 or count % math.prod(sizes)):
-                product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(math.prod(sizes))
-                expected = f"GPUs of the {self.role} that divide by {names} = {product}"
-                message = f"{expected} ({self.source})" if self.source else expected
+        source = f" ({self.source})" if self.source else ""
+        for names, sizes in self.products:
+            ranks = math.prod(sizes)
+            if count < 1 or count % ranks:
+                product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(ranks)
+                expected = f"GPUs of the {self.role} that divide by {names} = {product}{source}"
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
-                yield Issue(message, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
-            elif count and self.gpus.node and (found := across_nodes(math.prod(sizes), self.gpus.node, count)):
-                expected = f"engines that fit on nodes of {self.gpus.node} GPUs ({self.source})"
-                yield Issue(expected, f"{found}: {self.gpus.source}", "choose sizes that divide a node, or whole nodes")
+                yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
+            elif node and (found := across_nodes(ranks, node, count, self.gpus.first)):
+                expected = f"engines that fit on nodes of {node} GPUs{source}"
+                hint = "choose sizes that divide a node, or whole nodes"
+                yield Issue(expected, f"{found}: {self.gpus.source}", hint, file=self.file)
 
 
 def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | None:
@@ -126,16 +137,14 @@ class Cut:
 class Placement:
     """How the sizes of a job go with its GPUs.
 
-    groups: GPUs of a role, and what must divide them.
+    groups: the GPUs of each role or group of engines, and what must divide them.
     issues: more that is wrong with sizes.
     cuts: how engines and trainers without Megatron share a model out.
-    counted: the launch itself was judged as a whole, so that nothing further need be known.
     """
 
     groups: tuple[Group, ...] = ()
     issues: tuple[Issue, ...] = ()
     cuts: tuple[Cut, ...] = ()
-    counted: bool = False
 
 
 @dataclass(frozen=True)
