@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ NAMES = {
 class Gpus:
     """How many GPUs a role has, None where that is not known, and where it is written.
 
-    node: GPUs of one node, where an engine must have whole nodes or a part of one.
+    node: GPUs of one node.
     first: the position of the first of them, counted from the first GPU of the first node.
     """
 
@@ -45,7 +45,7 @@ class Gpus:
         if sizes[0] is None or sizes[1] is None:
             return Gpus()
         source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
-        return Gpus(sizes[0] * sizes[1], source)
+        return Gpus(sizes[0] * sizes[1], source, sizes[1])
 
     def less(self, count: int, what: str) -> Gpus:
         """Those that are left when another role has taken `count` of them; none at all if it takes more."""
@@ -58,6 +58,7 @@ class Group:
     """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`.
 
     source: where the sizes are written, in `file` where that is known.
+    is_engine: each product is an engine, which must have whole nodes or a part of one.
     """
 
     role: str
@@ -65,10 +66,11 @@ class Group:
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
     source: str = ""
     file: Path | None = None
+    is_engine: bool = False
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
-        count, node = self.gpus.count, self.gpus.node
+        count, node = self.gpus.count, self.gpus.node if self.is_engine else None
         if count is None:
             return
         least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
@@ -161,9 +163,9 @@ class Sizes:
     file: Path | None = None
 
     @staticmethod
-    def read(settings: Settings, key_of: Callable[[str], str]) -> Sizes:
-        """Those that `settings` have under the key that `key_of` gives for one of `NAMES`."""
-        keys = {short: key_of(name) for short, name in NAMES.items()}
+    def read(settings: Settings, *prefixes: str) -> Sizes:
+        """Those that `settings` have under the first of these prefixes that has one."""
+        keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in NAMES.items()}
         tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
         if not settings.resolved(keys["etp"]):

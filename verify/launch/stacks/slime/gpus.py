@@ -3,20 +3,17 @@
 Source: Megatron-LM `validate_args`, megatron-core `initialize_model_parallel`; SGLang `ServerArgs`; slime 624b824 and
 miles 31f1ca9: `ray/placement_group.py` (_get_placement_group_layout), `utils/arguments.py`,
 `backends/sglang_utils/sglang_config.py`, `ray/rollout` (_make_group, _resolve_sglang_config). Actor and critic share
-GPUs. Engines follow the trainer's GPUs, or share them with --colocate; groups of engines follow one another.
+GPUs. Engines follow the trainer's GPUs, or share them with --colocate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from ckptkit.core.errors import CkptkitError
 from verify.issue import Issue
 from verify.launch.arguments import server_of
 from verify.launch.options.given import GivenArguments
-from verify.launch.settings.config import Tree, read_yaml
 from verify.launch.sides import ENGINE
 from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes
 from verify.launch.words import Word, at_places, first_file, places_of
@@ -35,7 +32,7 @@ _ALSO = {
 # Without --rollout-num-gpus, engines are counted by one of these, or there are none.
 _NO_NUMBER = (
     *("colocate", "debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs"),
-    *("resource", "custom_config_path"),
+    "custom_config_path",
 )
 _NUMBER = "give the number of GPUs of the engines, or --colocate: without a number the trainer stops at the start"
 
@@ -58,16 +55,6 @@ def placement_of(
     issues = (*sizes.vocabulary(), *number, *sizes.engine_sizes(), *sizes.shared_nodes())
     cut = sizes.cut()
     return Placement(groups, issues, (cut,) if cut else ())
-
-
-def _listed(tree: Tree | None) -> list[Tree]:
-    return tree if isinstance(tree, list) else []
-
-
-def _whole(tree: Tree, name: str) -> int | None:
-    """A whole number under a name of a mapping, or None if there is none."""
-    word = tree.get(name) if isinstance(tree, dict) else None
-    return int(word.text) if isinstance(word, Word) and word.text.isdecimal() and len(word.text) < 7 else None
 
 
 def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
@@ -101,6 +88,7 @@ class _Sizes:
         self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.where = words[0].file if words else None
+        self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
 
     def _size(self, name: str, default: int | None) -> int | None:
         names = (name, *_ALSO.get(name, ()))
@@ -135,62 +123,30 @@ class _Sizes:
     def number(self) -> Iterator[Issue]:
         """Engines with GPUs of their own whose number is missing: slime and miles add None to the trainer's GPUs.
 
-        With 0 slime starts a router only, and miles waits for engines that it never starts. Both assert that the groups
-        of --sglang-config take all of the number.
+        With 0 slime starts a router only, and miles waits for engines that it never starts.
         """
-        name, total = "rollout_num_gpus", self._rollout()
-        taken = sum(group.gpus.count or 0 for group in self._server_groups(Gpus(total)))
-        if taken and total and taken != total and self.given.lacks("eval_num_gpus"):
-            expected = f"server groups that take {name} = {total} GPUs"
-            hint = "make the sum of num_gpus in --sglang-config the number of GPUs of the rollout"
-            yield self.issue(expected, f"{taken} GPUs ({self.given.values['sglang_config']})", hint, (name, *_JOB))
-        zero = self.is_miles and self.given.known(name) == 0
-        if self.ranks or not (zero or self.given.lacks(name)) or not all(map(self.given.lacks, _NO_NUMBER)):
-            return
-        yield self.given.issue((name, *_JOB), f"--{name.replace('_', '-')} above 0 without --colocate", _NUMBER)
+        name = "rollout_num_gpus"
+        is_missing = self.given.lacks(name) or (self.is_miles and self.given.known(name) == 0)
+        if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
+            expected = f"--{name.replace('_', '-')} above 0 without --colocate"
+            yield self.given.issue((name, *_JOB), expected, _NUMBER)
 
     def engines(self) -> Iterator[Group]:
         """The rollout's GPUs on nodes of `num_gpus_per_node`, by which slime and miles compute where an engine is.
 
         vime takes the trainer's number instead where they share GPUs.
         """
-        given, total = self.given, self._rollout()
-        shared = self._shares_nodes or given.get("debug_rollout_only", False)
-        first = 0 if shared else self.world
-        is_placed = not (given.anything or self.ranks or "rollout_external_engine_addrs" in given.places)
-        is_placed = is_placed and first is not None and not any(True for _ in self.shared_nodes())
-        if not total or not self.engine:
-            return
+        given, total, name = self.given, self._rollout(), _ENGINE[0]
+        first = 0 if self._shares_nodes or given.get("debug_rollout_only", False) else self.world
+        is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))
         words = _spelled(given, ("rollout_num_gpus", "num_gpus_per_node", *_JOB, *_ENGINE))
-        gpus = Gpus(total, "those of the rollout", self.node if is_placed else None, first or 0)
-        of = (places_of(words), first_file(words) or self.where)
+        gpus = Gpus(total, "those of the rollout", self.node, first or 0)
+        group = Group(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
         prefill = given.known("prefill_num_servers", 0)
-        yield from self._server_groups(gpus)
-        if prefill and "sglang_config" not in given.places:
-            taken = prefill * self.engine
-            decode = replace(gpus.less(taken, "for prefill_num_servers"), first=gpus.first + taken)
-            yield Group("engines for decoding", decode, ((_ENGINE[0], (self.engine,)),), *of)
-        elif not any(name in given.places for name in ("sglang_config", "vllm_config", "prefill_num_servers")):
-            yield Group(ENGINE, gpus, ((_ENGINE[0], (self.engine,)),), *of)
-
-    def _server_groups(self, gpus: Gpus) -> Iterator[Group]:
-        """The groups of engines of --sglang-config, one behind another; a placeholder has GPUs and no engine."""
-        path, taken = Path(self.given.get("sglang_config", None) or ""), 0
-        try:
-            models = read_yaml(path).get("sglang") if path.is_file() else None
-        except CkptkitError:
-            return  # a line in `unread` says that nothing of it is read
-        for model in (one for one in _listed(models) if isinstance(one, dict)):
-            for group in _listed(model.get("server_groups") or model.get("engine_groups")):
-                count = _whole(group, "num_gpus")
-                engine = _whole(group, "num_gpus_per_engine") or _whole(model, "num_gpus_per_engine") or self.engine
-                kind = group.get("worker_type") if isinstance(group, dict) else None
-                if count is None or engine is None or not isinstance(kind, Word):
-                    return
-                part = replace(gpus, count=count, source=f"num_gpus ({kind.place})", first=gpus.first + taken)
-                products = ((_ENGINE[0], (engine,)),) if kind.text != "placeholder" else ()
-                yield Group(f"{kind.text} engines", part, products, file=kind.file)
-                taken += count
+        is_known = total and self.engine and "vllm_config" not in given.places and "sglang_config" not in given.places
+        if is_known and self.engine and prefill is not None:
+            left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
+            yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
 
     def engine_sizes(self) -> Iterator[Issue]:
         """Sizes of an engine that must divide one another."""
