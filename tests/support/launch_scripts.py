@@ -145,27 +145,29 @@ FAMILIES = {
         "Qwen/Qwen2.5-7B-Instruct",
         QWEN2,
         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2",
-        "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 4",
+        "--rollout-num-gpus 8 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 4",
     ),
     "qwen3": Family(
         "Qwen/Qwen3-4B",
         QWEN3,
         "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
-        "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2",
+        "--rollout-num-gpus 8 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2",
     ),
     "qwen3_moe": Family(
         "Qwen/Qwen3-30B-A3B",
         QWEN3_MOE,
         "--tensor-model-parallel-size 4 --sequence-parallel --expert-model-parallel-size 8 "
         "--expert-tensor-parallel-size 1",
-        "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 8 --sglang-ep-size 8",
+        "--rollout-num-gpus 8 --actor-num-nodes 1 --actor-num-gpus-per-node 8 "
+        "--rollout-num-gpus-per-engine 8 --sglang-ep-size 8",
     ),
     "glm4_moe": Family(
         "zai-org/GLM-4.5",
         GLM,
         "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
         "--context-parallel-size 2 --expert-model-parallel-size 16 --expert-tensor-parallel-size 1",
-        "--actor-num-nodes 8 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 32 --sglang-ep-size 32 "
+        "--rollout-num-gpus 64 --actor-num-nodes 8 --actor-num-gpus-per-node 8 "
+        "--rollout-num-gpus-per-engine 32 --sglang-ep-size 32 "
         "--sglang-dp-size 4 --sglang-enable-dp-attention",
     ),
     "deepseek_v3": Family(
@@ -173,21 +175,23 @@ FAMILIES = {
         DEEPSEEK,
         "--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 4 "
         "--decoder-last-pipeline-num-layers 13 --expert-model-parallel-size 32 --expert-tensor-parallel-size 1",
-        "--actor-num-nodes 16 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 64 --sglang-ep-size 64 "
+        "--rollout-num-gpus 128 --actor-num-nodes 16 --actor-num-gpus-per-node 8 "
+        "--rollout-num-gpus-per-engine 64 --sglang-ep-size 64 "
         "--sglang-dp-size 8 --sglang-enable-dp-attention --sglang-moe-dense-tp-size 1",
     ),
     "llama": Family(
         "meta-llama/Meta-Llama-3.1-8B",
         LLAMA,
         "--tensor-model-parallel-size 8 --sequence-parallel",
-        "--actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 8",
+        "--rollout-num-gpus 16 --actor-num-nodes 2 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 8",
     ),
     "kimi_k2": Family(
         "moonshotai/Kimi-K2-Instruct",
         KIMI,
         "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 8 --decoder-last-pipeline-num-layers 5 "
         "--sequence-parallel --expert-model-parallel-size 32 --expert-tensor-parallel-size 1",
-        "--actor-num-nodes 32 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 16 --sglang-ep-size 16",
+        "--rollout-num-gpus 256 --actor-num-nodes 32 --actor-num-gpus-per-node 8 "
+        "--rollout-num-gpus-per-engine 16 --sglang-ep-size 16",
     ),
 }
 

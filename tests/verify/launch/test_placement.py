@@ -31,6 +31,13 @@ NODES = [
     (3, 8, "--colocate --rollout-num-gpus-per-engine 3", "an engine on GPUs 6 to 8 of the job"),
     (1, 4, "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 8", "an engine on GPUs 4 to 11 of the job"),
     (3, 2, "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", "an engine on GPUs 6 to 9 of the job"),
+    (1, 8, "--colocate --prefill-num-servers 4 --rollout-num-gpus-per-engine 2", "0 GPUs"),
+    (1, 8, "--rollout-num-gpus 6 --prefill-num-servers 1 --rollout-num-gpus-per-engine 4", "2 GPUs"),
+    *(
+        (1, 4, words, "no --rollout-num-gpus")
+        for words in ("", "--critic-num-nodes 1", "--rollout-num-gpus-per-engine 2")
+    ),
+    (1, 4, "--rollout-num-gpus 0 --ci-check-model-hash", "--rollout-num-gpus 0"),
 ]
 SOUND = [
     *("2 4 --colocate --num-gpus-per-node 4 --rollout-num-gpus-per-engine 2", "1 4 --colocate", "2 8 --colocate"),
@@ -40,6 +47,8 @@ SOUND = [
     *("1 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16", "1 4 --rollout-num-gpus 12"),
     "2 4 --colocate --vllm-tensor-parallel-size 1",
     "3 8 --colocate --debug-train-only --rollout-num-gpus-per-engine 3",
+    *("1 4 --debug-train-only", "1 4 --load-debug-rollout-data a.pt", "1 4 --rollout-external-engine-addrs a:1"),
+    *("1 4 --rollout-num-gpus 0", "1 8 --colocate --prefill-num-servers 2 --rollout-num-gpus-per-engine 2"),
     *("2 4 --colocate --rollout-external-engine-addrs a:1", "2 4 --colocate --num-gpus-per-node $UNKNOWN"),
 ]
 

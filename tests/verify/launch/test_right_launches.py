@@ -19,7 +19,7 @@ from converters.megatron.flags import launch_flags
 
 NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
 DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0"
-GPUS = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
+GPUS = "--rollout-num-gpus 8 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
 BRIDGE = "--megatron-to-hf-mode bridge --ref-load {hf}"
 VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
   actor_rollout_ref.model.path={hf} actor_rollout_ref.actor.use_kl_loss=True trainer.resume_mode=disable \\

@@ -222,10 +222,10 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     groups = [group for group in placement.groups if group.gpus.count is not None and group.products]
     roots = [(cut, job.models.get(cut.role, job.hf)) for cut in placement.cuts]
     cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
-    if not (placement.counted or groups or placement.issues or cuts):
+    if not (groups or placement.issues or cuts):
         raise Skip("the number of GPUs, or a size, is not known")
     conditions = len(cuts) + sum(len(group.products) for group in groups)
-    tally.compared(0, max(conditions + (0 if placement.counted else len(placement.issues)), 1))
+    tally.compared(0, max(conditions + len(placement.issues), 1))
     for group in groups:
         yield from group.issues()
     yield from placement.issues

@@ -26,7 +26,13 @@ from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, hf_side, iterations_in, teacher_sides
+from verify.launch.stacks.directories import (
+    LOAD,
+    STEP,
+    hf_side,
+    iterations_in,
+    teacher_sides,
+)
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 
@@ -34,6 +40,7 @@ _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
 _DTENSOR = "policy.dtensor_cfg"
 _GENERATION = "policy.generation"
+_APART = "on_policy_distillation.non_colocated_teachers"
 # The file that makes a directory of this format an iteration.
 _MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}
 _STATE = "latest_train_state.pt"
@@ -65,13 +72,9 @@ def read(launch: Launch) -> Job:
         actor = _resumed(settings, start, megatron)
         resumed = actor is not start
         sides += [actor, *(replace(start, role=role) for role in roles[1:])]
-    train, generate = _gpus(settings)
-    rollout, engine, asked, served = _engine(settings, generate)
+    rollout, engine, served = _engine(settings)
     sizes = _sizes(settings) if megatron else Sizes()
-    groups = [sizes.group(role, train) for role in roles] if megatron else []
     cuts = () if megatron else tuple(_dtensor(settings, roles))
-    context = (settings.size(f"{_DTENSOR}.context_parallel_size") or 1) if cuts else 1
-    groups += [Group(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where) for cut in cuts]
     layers = {end: f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
     ends: dict[str, Any] = {end: settings.number(key) for end, key in layers.items()} if megatron else {}
     arguments = replace(sizes.arguments(engine), **ends) if megatron else engine
@@ -84,7 +87,8 @@ def read(launch: Launch) -> Job:
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
         placement=Placement(
-            (*groups, *([asked] if asked else [])), cuts=(*(cut for cut in cuts if cut.ranks > 1), *served)
+            tuple(_groups(settings, roles, sizes if megatron else None)),
+            cuts=(*(cut for cut in cuts if cut.ranks > 1), *served),
         ),
         speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
     )
@@ -213,46 +217,98 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
 
 
-def _gpus(settings: Settings) -> tuple[Gpus, Gpus]:
-    """The GPUs of training and of generation, which share them or part them; a reward model has its own.
+def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> Iterator[Group]:
+    """The GPUs of every role: a reward model and teachers have theirs, training and generation share or part the rest.
 
-    Nodes of teachers are not counted, so that with such teachers no GPUs are known.
+    On one node, be it all that is left of several, generation takes GPUs of it, else whole nodes. The teacher of
+    distillation and the value model share those of training.
 
-    Source: NeMo-RL `algorithms/grpo.py` (setup), as of 2026-08.
+    Source: NeMo-RL 7ea279a `algorithms/grpo.py`, `distillation.py`, `ppo.py` (setup), `opd.py` (TeacherResourceConfig).
     """
-    nodes, each = settings.size("cluster.num_nodes", None), settings.size("cluster.gpus_per_node", None)
-    if nodes is None or each is None:
-        _missing(settings, "cluster.num_nodes", "cluster.gpus_per_node")
-        return Gpus(), Gpus()
-    where = f"{settings.place('cluster.num_nodes')} {nodes} x {settings.place('cluster.gpus_per_node')} {each}"
+    keys = ("cluster.num_nodes", "cluster.gpus_per_node")
+    nodes, each = (settings.size(key, None) for key in keys)
     rewards = _reward_model(settings, alone=nodes == 1)
-    if rewards is None or _has_teacher_nodes(settings):
-        return Gpus(), Gpus()
+    if nodes is None or each is None or rewards is None:
+        _missing(settings, *keys)
+        return
+    left = Gpus(nodes * each, f"{settings.place(keys[0])} {nodes} x {settings.place(keys[1])} {each}", each)
     if rewards:
-        where += f", less {rewards} {'GPUs' if nodes == 1 else 'nodes'} for the reward model"
-    each, nodes = (each - rewards, 1) if nodes == 1 else (each, nodes - rewards)
-    all_of_them = Gpus(max(nodes, 0) * max(each, 0), where)
-    if settings.switch(f"{_GENERATION}.colocated.enabled", True):
-        return all_of_them, all_of_them
-    resources = f"{_GENERATION}.colocated.resources"
-    key = f"{resources}.{'gpus_per_node' if nodes == 1 else 'num_nodes'}"
-    own = settings.number(key)
-    if own is None:
-        return Gpus(), Gpus()
-    apart = own if nodes == 1 else own * each
-    left = Gpus(
-        nodes * each - apart, f"{all_of_them.source}, less {apart} for generation by {settings.place(key)} {own}"
-    )
-    return left, Gpus(apart, f"{settings.place(key)} {own}")
+        left = left.less(rewards if nodes == 1 else rewards * each, "for the reward model")
+    for alias in _teachers(settings):
+        own = [f"{_APART}.teacher_overrides.{alias}", f"{_APART}.default_teacher_cfg"]
+        names = [settings.first(*(f"{one}.{name}" for one in own)) for name in ("num_nodes", "gpus_per_node")]
+        gpus, role = Gpus.read(settings, *names), f"teacher of {alias}"
+        if gpus.count is None or gpus.node is None:
+            return
+        etp = settings.size(settings.first(*(f"{one}.{NAMES['etp']}" for one in (*own, _MEGATRON))), None)
+        yield replace(Sizes.read(settings, *own), etp=etp).group(role, gpus)
+        if gpus.node > each:
+            products = (("gpus_per_node", (gpus.node,)),)
+            yield Group(f"node of the {role}", Gpus(each, settings.place(keys[1])), products, settings.place(names[1]))
+        left = left.less(gpus.count // gpus.node * each, f"for the {role}")
+    train = generate = left
+    if not settings.switch(f"{_GENERATION}.colocated.enabled", True):
+        is_one = (left.count or 0) <= each
+        key = f"{_GENERATION}.colocated.resources.{'gpus_per_node' if is_one else 'num_nodes'}"
+        if (count := settings.number(key)) is None:
+            return
+        generate = Gpus(count if is_one else count * each, f"{settings.place(key)} {count}", each)
+        train = left.less(generate.count or 0, f"for generation by {generate.source}")
+    yield from (sizes.group(role, train) for role in roles if sizes)
+    for cut in () if sizes else _dtensor(settings, roles):
+        context = settings.size(f"{_DTENSOR}.context_parallel_size") or 1
+        yield Group(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where)
+    for role, prefix in (("teacher", "teacher.megatron_cfg"), ("critic", "value.megatron_cfg")):
+        if settings.switch(f"{prefix}.enabled"):
+            yield Sizes.read(settings, prefix).group(role, train)
+    yield from _engines(settings, generate, sizes)
 
 
-def _has_teacher_nodes(settings: Settings) -> bool:
-    """Whether teachers of on-policy distillation take nodes from the policy; a note says that GPUs are not judged."""
-    key = "on_policy_distillation.non_colocated_teachers.enabled"
-    if not (settings.switch("on_policy_distillation.enabled") and settings.switch(key)):
-        return False
-    settings.notes.append(f"{settings.place(key)}: nodes of teachers are not counted, so no number of GPUs is judged")
-    return True
+def _teachers(settings: Settings) -> list[str]:
+    """The names of agents whose teachers have nodes of their own; agents with the same one share it."""
+    opd = "on_policy_distillation"
+    if not (settings.switch(f"{opd}.enabled") and settings.switch(f"{_APART}.enabled")):
+        return []
+    models = f"{opd}.teacher_model_by_agent_name"
+    aliases = [name.removeprefix(f"{models}.") for name in settings.config.names(models)]
+    if not settings.switch(f"{opd}.deduplicate_shared_teacher_checkpoints", True):
+        return aliases
+    return list({settings.text(f"{models}.{alias}"): alias for alias in reversed(aliases)}.values())
+
+
+def _engines(settings: Settings, gpus: Gpus, trained: Sizes | None) -> Iterator[Group]:
+    """What must divide the GPUs of generation.
+
+    Megatron takes the policy's sizes for those that mcore_generation_config does not give, and no context parallelism
+    where it shares GPUs. vLLM spreads experts over tensor x data parallel ranks, and has an engine of at most a node
+    inside of one. Source: NeMo-RL `models/generation/megatron/config.py`, `models/generation/vllm/vllm_generation.py`.
+    """
+    backend = settings.text(f"{_GENERATION}.backend")
+    if backend == "megatron":
+        sizes = Sizes.read(settings, f"{_GENERATION}.mcore_generation_config", _MEGATRON)
+        shares = settings.switch(f"{_GENERATION}.colocated.enabled", True)
+        sizes = replace(sizes, cp=1) if shares else sizes
+        yield from [sizes.group(ENGINE, gpus)] if sizes != trained else []
+    elif backend:
+        keys = _engine_keys(backend)
+        tp, pp, ep = (settings.size(one) for one in keys)
+        if tp is None or pp is None:
+            return
+        products, spread = [("tp x pp", (tp, pp))], backend == "vllm" and ep is not None and ep > 1
+        if spread and ep and ep % tp:
+            where = f"{settings.place(keys[2])} {ep}"
+            yield Group("expert parallel ranks", Gpus(ep, where), (("tp", (tp,)),), settings.place(keys[0]))
+        elif spread and ep:
+            products.append(("ep x pp", (ep, pp)))
+        is_inside = backend == "vllm" and tp * pp <= (gpus.node or 0) and len(products) == 1
+        yield Group(ENGINE, gpus, tuple(products), places(settings, keys), is_engine=is_inside)
+
+
+def _engine_keys(backend: str) -> list[str]:
+    """The settings of an engine's tensor, pipeline and expert parallel sizes."""
+    vllm = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+    names = ("tp_size", "pp_size", "ep_size") if backend == "sglang" else vllm
+    return [f"{_GENERATION}.{backend}_cfg.{name}" for name in names]
 
 
 def _reward_model(settings: Settings, alone: bool) -> int | None:
@@ -272,27 +328,25 @@ def _missing(settings: Settings, *keys: str) -> None:
 def _sizes(settings: Settings) -> Sizes:
     """Those of Megatron. NeMo-RL stops where one is not given."""
     _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
-    return Sizes.read(settings, lambda name: f"{_MEGATRON}.{name}")
+    return Sizes.read(settings, _MEGATRON)
 
 
-def _engine(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:
-    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
+def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, tuple[Cut, ...]]:
+    """The engine: what it loads, its sizes, and how it cuts the model."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
-        return None, engine_of(backend, None, None), None, ()
+        return None, engine_of(backend, None, None), ()
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.word(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
     side = hf_side(ENGINE, settings, key, why)
-    vllm = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
-    keys = [f"{config}.{name}" for name in (("tp_size", "pp_size", "ep_size") if backend == "sglang" else vllm)]
+    keys = _engine_keys(backend)
     tp, pp, ep = (settings.size(one) for one in keys)
     if tp is None or pp is None:
-        return side, engine_of(backend, None, None), None, ()
-    group = Group(ENGINE, gpus, (("tp x pp", (tp, pp)),), places(settings, keys[:2]))
+        return side, engine_of(backend, None, None), ()
     fp8 = backend == "vllm" and _packs_all(settings)
-    return side, engine_of(backend, tp, pp, ep), group, engine_cut(backend, tp, ep, settings.place(keys[0]), fp8=fp8)
+    return side, engine_of(backend, tp, pp, ep), engine_cut(backend, tp, ep, settings.place(keys[0]), fp8=fp8)
 
 
 def _packs_all(settings: Settings) -> bool:

@@ -217,7 +217,7 @@ def _config(role: str, name: str) -> str:
 
 
 def _sizes(settings: Settings, role: str) -> Sizes:
-    return Sizes.read(settings, lambda name: _config(role, name))
+    return Sizes.read(settings, _config(role, "")[:-1])
 
 
 def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
@@ -318,7 +318,7 @@ def read_supervised(launch: Launch) -> Job:
         elif side := _loaded(settings, role, key, megatron):
             sides[role] = _resumed(settings, side)
         if megatron:
-            sizes[role] = Sizes.read(settings, lambda name, at=prefix: f"{at}.strategy_config.{name}")  # type: ignore[misc]
+            sizes[role] = Sizes.read(settings, f"{prefix}.strategy_config")
     return Job(
         SUPERVISED,
         sides=tuple(sides.values()),

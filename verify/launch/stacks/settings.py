@@ -66,6 +66,10 @@ class Settings:
         self.word(key)
         return key not in self._unresolved
 
+    def first(self, *keys: str) -> str:
+        """The first of these keys that has a value; the last one if none has."""
+        return next((key for key in keys if self.word(key) is not None), keys[-1])
+
     def text(self, key: str, default: str = "") -> str:
         """The value of a key, `default` where there is none."""
         word = self.word(key)

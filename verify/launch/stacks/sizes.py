@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -29,12 +29,14 @@ NAMES = {
 class Gpus:
     """How many GPUs a role has, None where that is not known, and where it is written.
 
-    node: GPUs of one node, where an engine must have whole nodes or a part of one.
+    node: GPUs of one node.
+    first: the position of the first of them, counted from the first GPU of the first node.
     """
 
     count: int | None = None
     source: str = ""
     node: int | None = None
+    first: int = 0
 
     @staticmethod
     def read(settings: Settings, nodes: str, each: str) -> Gpus:
@@ -43,7 +45,12 @@ class Gpus:
         if sizes[0] is None or sizes[1] is None:
             return Gpus()
         source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
-        return Gpus(sizes[0] * sizes[1], source)
+        return Gpus(sizes[0] * sizes[1], source, sizes[1])
+
+    def less(self, count: int, what: str) -> Gpus:
+        """Those that are left when another role has taken `count` of them; none at all if it takes more."""
+        left = None if self.count is None else max(self.count - count, 0)
+        return replace(self, count=left, source=f"{self.source}, less {count} {what}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class Group:
     """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`.
 
     source: where the sizes are written, in `file` where that is known.
+    is_engine: each product is an engine, which must have whole nodes or a part of one.
     """
 
     role: str
@@ -58,21 +66,26 @@ class Group:
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
     source: str = ""
     file: Path | None = None
+    is_engine: bool = False
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
-        count = self.gpus.count
+        count, node = self.gpus.count, self.gpus.node if self.is_engine else None
+        if count is None:
+            return
         least = math.lcm(*(math.prod(sizes) for _, sizes in self.products))
-        for names, sizes in self.products if count is not None else ():
-            if count is not None and (count < 1 or count % math.prod(sizes)):
-                product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(math.prod(sizes))
-                expected = f"GPUs of the {self.role} that divide by {names} = {product}"
-                message = f"{expected} ({self.source})" if self.source else expected
+        source = f" ({self.source})" if self.source else ""
+        for names, sizes in self.products:
+            ranks = math.prod(sizes)
+            if count < 1 or count % ranks:
+                product = f"{' x '.join(map(str, sizes))} = " * (len(sizes) > 1) + str(ranks)
+                expected = f"GPUs of the {self.role} that divide by {names} = {product}{source}"
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
-                yield Issue(message, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
-            elif count and self.gpus.node and (found := across_nodes(math.prod(sizes), self.gpus.node, count)):
-                expected = f"engines that fit on nodes of {self.gpus.node} GPUs ({self.source})"
-                yield Issue(expected, f"{found}: {self.gpus.source}", "choose sizes that divide a node, or whole nodes")
+                yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
+            elif node and (found := across_nodes(ranks, node, count, self.gpus.first)):
+                expected = f"engines that fit on nodes of {node} GPUs{source}"
+                hint = "choose sizes that divide a node, or whole nodes"
+                yield Issue(expected, f"{found}: {self.gpus.source}", hint, file=self.file)
 
 
 def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | None:
@@ -126,16 +139,14 @@ class Cut:
 class Placement:
     """How the sizes of a job go with its GPUs.
 
-    groups: GPUs of a role, and what must divide them.
+    groups: the GPUs of each role or group of engines, and what must divide them.
     issues: more that is wrong with sizes.
     cuts: how engines and trainers without Megatron share a model out.
-    counted: the launch itself was judged as a whole, so that nothing further need be known.
     """
 
     groups: tuple[Group, ...] = ()
     issues: tuple[Issue, ...] = ()
     cuts: tuple[Cut, ...] = ()
-    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,9 +163,9 @@ class Sizes:
     file: Path | None = None
 
     @staticmethod
-    def read(settings: Settings, key_of: Callable[[str], str]) -> Sizes:
-        """Those that `settings` have under the key that `key_of` gives for one of `NAMES`."""
-        keys = {short: key_of(name) for short, name in NAMES.items()}
+    def read(settings: Settings, *prefixes: str) -> Sizes:
+        """Those that `settings` have under the first of these prefixes that has one."""
+        keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in NAMES.items()}
         tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
         if not settings.resolved(keys["etp"]):

@@ -283,12 +283,7 @@ def _rollout_gpus(settings: Settings) -> Gpus | None:
 
 def _sizes(settings: Settings, role: str) -> Sizes:
     """Those of a role: the reference takes the actor's where it has none of its own."""
-
-    def key(name: str) -> str:
-        own = f"{_ROLES[role][1]}.{name}"
-        return f"{_AR}.actor.megatron.{name}" if role == "reference" and settings.word(own) is None else own
-
-    return Sizes.read(settings, key)
+    return Sizes.read(settings, _ROLES[role][1], *([f"{_AR}.actor.megatron"] if role == "reference" else []))
 
 
 def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
@@ -333,14 +328,12 @@ def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArgumen
     )
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
-    own = "rollout.n_gpus_per_node" if _rollout_gpus(settings) else "trainer.n_gpus_per_node"
-    each = settings.size(own, 8)
     if tp is None or dp is None or pp is None:
         return side, engine_of(name, None, None), Group(ENGINE), ()
     spread = f"{prefix}.expert_parallel_size"
     ep = settings.size(spread, None)
     # Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
-    group = Group(ENGINE, replace(gpus, node=each), (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys))
+    group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
     alone = dp == 1 and settings.resolved(spread)
     fp8 = settings.text(f"{prefix}.quantization") == "fp8"
     cuts = engine_cut(name, tp, ep or 1 if alone else None, settings.place(keys[0]), fp8=fp8)
@@ -443,7 +436,7 @@ def read_sft(launch: Launch) -> Job:
         side = hf_side("actor", settings, _TUNED, f"{_TUNED}, through a bridge" if megatron else _TUNED)
     _resumes_elsewhere(settings)
     settings.not_looked_at(_TUNED_ELSEWHERE)
-    sizes = Sizes.read(settings, lambda name: f"engine.{name}") if megatron else None
+    sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     if sizes:
         placement = Placement((sizes.group("actor", gpus),))

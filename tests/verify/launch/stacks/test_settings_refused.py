@@ -95,6 +95,11 @@ TRAINS = "++actor_train.model_args.lora_target=all-linear ++actor_train.model_ar
 SERVES = "++actor_infer.model_args.lora_target=q_proj"
 LORA, ENGINE, FITS = f"{AR}.model.lora_rank", f"{ROLLOUT}.engine_kwargs", "engines that fit on nodes of 8 GPUs"
 HEADS = "num_attention_heads that divides over 4"
+GENERATES = "policy.generation.colocated"
+APART_ON_ONE = f"cluster.gpus_per_node=4 {GENERATES}.enabled=false {GENERATES}.resources.gpus_per_node=2"
+OWN = "++policy.generation.mcore_generation_config"
+BY, TP, EP = "policy.generation.backend=megatron", "tensor_model_parallel_size", f"++{VLLM}.expert_parallel_size"
+ALL = " ".join(NEMO_RL_MEGATRON)
 # Of each stack: what the right job has besides, what breaks it, the check that finds it, and what is expected.
 BROKEN = {
     "verl": [
@@ -117,6 +122,21 @@ BROKEN = {
         ("", f"{VLLM}.tensor_parallel_size=4", "CK722", HEADS),
         ("", "++policy.generation.vllm_kwargs.speculative_config.method=deepseek_mtp", "CK745", "multi-token"),
         ("", "++policy.train_micro_batchsize=4", "CK721", "train_micro_batch_size"),
+        ("", f"{VLLM}.tensor_parallel_size=2 ++{VLLM}.expert_parallel_size=3", "CK722", "divide by tp = 2"),
+        (f"{APART_ON_ONE} {VLLM}.tensor_parallel_size=2", f"{VLLM}.tensor_parallel_size=1 {EP}=4", "CK722", "ep x pp"),
+        (
+            f"{ALL} {APART_ON_ONE} {BY} {OWN}.{TP}=2",
+            f"{OWN}.expert_model_parallel_size=8",
+            "CK722",
+            "the rollout engine",
+        ),
+        (f"{ALL} {BY} {OWN}.{TP}=4", f"{OWN}.{TP}=16", "CK722", "the rollout engine"),
+        (
+            ALL,
+            "++value.megatron_cfg.enabled=true ++value.megatron_cfg.pipeline_model_parallel_size=3",
+            "CK722",
+            "critic",
+        ),
     ],
     "ROLL": [
         ("", TRAINS, "CK746", "actor_infer.model_args.lora_target with actor_train"),
@@ -231,23 +251,33 @@ def test_nodes_of_a_reward_model_are_taken_from_the_trainer(releases: PathOf) ->
     assert found.startswith("32 GPUs")  # no data asks for the reward model
     alone = [*reward[:1], "++env.reward_model.resources.gpus_per_node=2"]
     assert gpus(hf, *NEMO_RL_MEGATRON, *alone, f"{PIPELINE}=3") == []
-    assert gpus(hf, *NEMO_RL_MEGATRON, *alone, f"{PIPELINE}=4") == ["6 GPUs, less 2 GPUs for the reward model"]
+    assert gpus(hf, *NEMO_RL_MEGATRON, *alone, f"{PIPELINE}=4") == ["6 GPUs, less 2 for the reward model"]
 
 
-def test_nodes_of_teachers_are_not_counted_and_make_nothing_inconclusive(releases: PathOf) -> None:
-    """2 teachers take 2 of 4 nodes: 16 GPUs train, which 2 stages divide and 3 do not. It is noted, and not judged."""
-    apart = "on_policy_distillation.non_colocated_teachers"
-    teachers = [
-        *("cluster.num_nodes=4", "++on_policy_distillation.enabled=true", f"++{apart}.enabled=true"),
-        f"++on_policy_distillation.teacher_model_by_agent_name.a={releases(DENSE)}",
-    ]
-    for stages in (2, 3):
-        given = [*NEMO_RL_MEGATRON, *teachers, f"{PIPELINE}={stages}", f"policy.model_name={releases(MIXTURE)}"]
-        Path("job.yaml").write_text(yaml.safe_dump(NEMO_RL))
-        report = preflight(script="job.yaml", arguments=given)
-        assert [one for one in report.findings if "GPUs" in one.expected] == []
-        assert list(report.reasons) == []
-        assert sum(apart in line for line in report.facts["notes"]) == 1
+APART = "on_policy_distillation.non_colocated_teachers"
+TEACHER = ["cluster.num_nodes=4", "++on_policy_distillation.enabled=true", f"++{APART}.enabled=true"]
+
+
+@pytest.mark.parametrize(
+    ("words", "stages", "expected"),
+    [
+        ([], 3, []),  # 4 nodes of 8, less one: 24 GPUs
+        ([f"++{APART}.default_teacher_cfg.num_nodes=2"], 2, []),
+        ([f"++{APART}.default_teacher_cfg.num_nodes=2"], 3, [("CK722", "16")]),
+        ([f"++{APART}.teacher_overrides.a.num_nodes=4"], 2, [("CK722", "0")] * 2),
+        ([f"++{APART}.default_teacher_cfg.tensor_model_parallel_size=16"], 3, [("CK722", "8")]),
+        ([f"++{APART}.default_teacher_cfg.gpus_per_node=4"], 3, []),
+        (["cluster.gpus_per_node=4"], 3, [("CK722", "4")]),
+        (["cluster.gpus_per_node=4", f"++{APART}.teacher_overrides.a.gpus_per_node=4"], 3, []),
+    ],
+)
+def test_nodes_of_teachers_are_taken_from_the_trainer(
+    words: list[str], stages: int, expected: list[str], releases: PathOf
+) -> None:
+    """A teacher has one node of 8 GPUs by default. Source: NeMo-RL `opd.py` (TeacherResourceConfig)."""
+    model = f"++on_policy_distillation.teacher_model_by_agent_name.a={releases(DENSE)}"
+    found = nemo_rl(releases(MIXTURE), *NEMO_RL_MEGATRON, *TEACHER, model, *words, f"{PIPELINE}={stages}")
+    assert [(one.code, one.actual.partition(" GPUs")[0].partition(":")[0]) for one in found] == expected
 
 
 def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, copy_of: CopyOf) -> None:

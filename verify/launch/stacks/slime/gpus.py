@@ -1,18 +1,21 @@
 """How the sizes of a job of slime or miles go with its GPUs, by the options of its launch.
 
-Source: Megatron-LM `validate_args`, megatron-core `initialize_model_parallel`; slime `sglang_utils/arguments.py`,
-SGLang `ServerArgs`; slime and miles `ray/placement_group.py`.
+Source: Megatron-LM `validate_args`, megatron-core `initialize_model_parallel`; SGLang `ServerArgs`; slime 624b824 and
+miles 31f1ca9: `ray/placement_group.py` (_get_placement_group_layout), `utils/arguments.py`,
+`backends/sglang_utils/sglang_config.py`, `ray/rollout` (_make_group, _resolve_sglang_config). Actor and critic share
+GPUs. Engines follow the trainer's GPUs, or share them with --colocate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from verify.issue import Issue
 from verify.launch.arguments import server_of
 from verify.launch.options.given import GivenArguments
 from verify.launch.sides import ENGINE
-from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, across_nodes
+from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes
 from verify.launch.words import Word, at_places, first_file, places_of
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
@@ -26,8 +29,18 @@ _ALSO = {
 }
 
 
-def placement_of(given: GivenArguments, words: Sequence[Word], ranks: Word | None = None) -> Placement | None:
-    """GPUs against TP x PP x CP and EP x ETP x PP, engines against their sizes and nodes; None where none are counted.
+# Without --rollout-num-gpus, engines are counted by one of these, or there are none.
+_NO_NUMBER = (
+    *("colocate", "debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs"),
+    "custom_config_path",
+)
+_NUMBER = "give the number of GPUs of the engines, or --colocate: without a number the trainer stops at the start"
+
+
+def placement_of(
+    given: GivenArguments, words: Sequence[Word], ranks: Word | None = None, is_miles: bool = False
+) -> Placement | None:
+    """The GPUs of trainer and engines against their sizes and nodes, or None if a launch counts none.
 
     `ranks`: the processes that torchrun or its like starts, where the launch counts no nodes itself.
     """
@@ -35,11 +48,13 @@ def placement_of(given: GivenArguments, words: Sequence[Word], ranks: Word | Non
     ranks = ranks if set(_JOB).isdisjoint(given.places) else None
     if names.isdisjoint(given.values) and ranks is None:
         return None
-    sizes = _Sizes(given, words, ranks)
+    sizes = _Sizes(given, words, ranks, is_miles)
     is_counted = ranks is not None or not set(_JOB).isdisjoint(given.values)
-    issues = (*(sizes.trainer() if is_counted else ()), *sizes.vocabulary(), *sizes.engines(), *sizes.nodes())
+    groups = (*([sizes.trainer()] if is_counted else []), *sizes.engines())
+    number = sizes.number() if is_counted else ()
+    issues = (*sizes.vocabulary(), *number, *sizes.engine_sizes(), *sizes.shared_nodes())
     cut = sizes.cut()
-    return Placement(issues=issues, cuts=(cut,) if cut else (), counted=True)
+    return Placement(groups, issues, (cut,) if cut else ())
 
 
 def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
@@ -51,8 +66,8 @@ def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
 class _Sizes:
     """The sizes of a launch; None for one that is given and not known."""
 
-    def __init__(self, given: GivenArguments, words: Sequence[Word], ranks: Word | None = None) -> None:
-        self.given, self.ranks = given, ranks
+    def __init__(self, given: GivenArguments, words: Sequence[Word], ranks: Word | None, is_miles: bool) -> None:
+        self.given, self.ranks, self.is_miles = given, ranks, is_miles
         of = self._size
         self.actor_nodes, self.each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
         self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
@@ -73,6 +88,7 @@ class _Sizes:
         self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.where = words[0].file if words else None
+        self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
 
     def _size(self, name: str, default: int | None) -> int | None:
         names = (name, *_ALSO.get(name, ()))
@@ -87,14 +103,14 @@ class _Sizes:
         words = _spelled(self.given, names)
         return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.where)
 
-    def trainer(self) -> Iterator[Issue]:
+    def trainer(self) -> Group:
         """The trainer's GPUs."""
         words = _spelled(self.given, (*_JOB, *_RANKS))
         source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
         places, file = places_of(words), first_file(words) or self.where
         ep = self.ep if self.etp else None  # an etp that is not known is not that of tp
         sizes = Sizes(self.tp, self.pp, self.cp, ep, self.etp, source=places, file=file)
-        return sizes.group("actor", Gpus(self.world, source)).issues()
+        return sizes.group("actor", Gpus(self.world, source))
 
     def vocabulary(self) -> Iterator[Issue]:
         """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""
@@ -104,13 +120,37 @@ class _Sizes:
             hint = "leave --padded-vocab-size out, so that Megatron pads by --make-vocab-size-divisible-by x TP"
             yield self.issue(expected, f"padded_vocab_size = {rows}, at {self.given.place('padded_vocab_size')}", hint)
 
-    def engines(self) -> Iterator[Issue]:
-        """The rollout's GPUs, and sizes of an engine that must divide one another."""
+    def number(self) -> Iterator[Issue]:
+        """Engines with GPUs of their own whose number is missing: slime and miles add None to the trainer's GPUs.
+
+        With 0 slime starts a router only, and miles waits for engines that it never starts.
+        """
+        name = "rollout_num_gpus"
+        is_missing = self.given.lacks(name) or (self.is_miles and self.given.known(name) == 0)
+        if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
+            expected = f"--{name.replace('_', '-')} above 0 without --colocate"
+            yield self.given.issue((name, *_JOB), expected, _NUMBER)
+
+    def engines(self) -> Iterator[Group]:
+        """The rollout's GPUs on nodes of `num_gpus_per_node`, by which slime and miles compute where an engine is.
+
+        vime takes the trainer's number instead where they share GPUs.
+        """
+        given, total, name = self.given, self._rollout(), _ENGINE[0]
+        first = 0 if self._shares_nodes or given.get("debug_rollout_only", False) else self.world
+        is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))
+        words = _spelled(given, ("rollout_num_gpus", "num_gpus_per_node", *_JOB, *_ENGINE))
+        gpus = Gpus(total, "those of the rollout", self.node, first or 0)
+        group = Group(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
+        prefill = given.known("prefill_num_servers", 0)
+        is_known = total and self.engine and "vllm_config" not in given.places and "sglang_config" not in given.places
+        if is_known and self.engine and prefill is not None:
+            left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
+            yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
+
+    def engine_sizes(self) -> Iterator[Issue]:
+        """Sizes of an engine that must divide one another."""
         names = ("rollout_num_gpus", *_JOB, *_ENGINE)
-        words = _spelled(self.given, names)
-        if self.engine:
-            gpus, products = Gpus(self._rollout(), "those of the rollout"), ((_ENGINE[0], (self.engine,)),)
-            yield from Group(ENGINE, gpus, products, places_of(words), first_file(words) or self.where).issues()
         if self.engine and self.engine_pp and self.engine % self.engine_pp:
             expected = f"rollout_num_gpus_per_engine that divides by {self.pp_name} = {self.engine_pp}"
             actual = f"rollout_num_gpus_per_engine = {self.engine}"
@@ -126,29 +166,20 @@ class _Sizes:
                 hint = f"give an --sglang-{short}-size that divides the engine's GPUs"
                 yield self.issue(expected, f"{tp} ranks", hint, names)
 
-    def nodes(self) -> Iterator[Issue]:
-        """Engines on nodes of `num_gpus_per_node` GPUs, by which slime and miles compute where each engine is.
-
-        vime takes the trainer's number instead where they share GPUs.
-        """
-        names = ("num_gpus_per_node", "colocate", "rollout_num_gpus", *_JOB, _ENGINE[0])
-        node, each, external = self.node, self.each, "rollout_external_engine_addrs" in self.given.places
-        if not node or not each or not self.engine or self.given.anything or self.ranks or external:
-            return
-        shared = bool(self.given.get("colocate", False)) and self.server != "vllm"
-        if shared and (self.actor_nodes or 0) > 1 and node != each:
+    def shared_nodes(self) -> Iterator[Issue]:
+        """Engines on the trainer's nodes, whose size the launch gives twice."""
+        names, node, each = ("num_gpus_per_node", "colocate", *_JOB), self.node, self.each
+        is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.places)
+        shared = self._shares_nodes and self.server != "vllm" and self.engine and is_read
+        if shared and (self.actor_nodes or 0) > 1 and node and each and node != each:
             default = "" if "num_gpus_per_node" in self.given.places else ", by default"
             expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
             hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
-            return
-        total, apart = self._rollout(), not self.given.get("colocate", False)
-        groups = any(name in self.given.places for name in ("sglang_config", "vllm_config"))
-        offset = 0 if not apart or self.given.get("debug_rollout_only", False) else self.world
-        if total and offset is not None and not groups and (found := across_nodes(self.engine, node, total, offset)):
-            expected = f"engines that fit on nodes of num_gpus_per_node = {node} GPUs"
-            hint = "choose --rollout-num-gpus-per-engine that divides a node, or that is a multiple of it"
-            yield self.issue(expected, found, f"{hint}; --num-gpus-per-node says how large a node is", names)
+
+    @property
+    def _shares_nodes(self) -> bool:
+        return bool(self.given.get("colocate", False))
 
     @property
     def pp_name(self) -> str:
@@ -156,10 +187,14 @@ class _Sizes:
         return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
 
     def _rollout(self) -> int | None:
-        if self.given.get("debug_train_only", False) or self.given.anything:
+        """The GPUs of local engines, or None if there are none, or how many is not known."""
+        elsewhere = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
+        if not all(map(self.given.lacks, elsewhere)):
             return None
         given = self.given.get("rollout_num_gpus", 0)
-        return given or (self.world if given == 0 and self.given.get("colocate", False) else None)
+        if self._shares_nodes and (given == 0 or self.is_miles):
+            return self.world
+        return given or None
 
     @property
     def tp_of_engine(self) -> int | None:

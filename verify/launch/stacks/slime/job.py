@@ -62,7 +62,7 @@ def read(launch: Launch) -> Job:
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
         sizes_at={name: given.places[one] for name in _CUTS if (one := NAMES[name]) in given.places},
         sharing=sharing_of(paths, sides),
-        placement=placement_of(given, text.words, text.ranks),
+        placement=placement_of(given, text.words, text.ranks, _is_miles(text)),
         speculation=of_options(given, text.words),
         updates=updates,
         arguments=given,
@@ -108,7 +108,9 @@ def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, 
 
 
 def _is_miles(text: LaunchText) -> bool:
-    """Whether an option is given that of these trainers only miles has."""
+    """Whether the program is in a directory of miles, or an option is given that of these trainers only miles has."""
+    if "miles" in text.program.split("/")[:-1]:
+        return True
     miles, *others = (names(one).every for one in ("miles", "slime", "megatron-lm", "sglang-router"))
     given = {one.name.removeprefix("--") for one in options_of(text.words)}
     return not given.isdisjoint(miles.difference(*others))
