@@ -286,6 +286,21 @@ OTHERS: list[tuple[str, str, Change]] = [
     ("additional_chat_templates/tool_use.jinja", "'tool_use'", added("additional_chat_templates/tool_use.jinja")),
     (
         "tokenizer_config.json",
+        "a question is rendered as",
+        settings(chat_template="{% for m in messages %}<|im_start|>{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"),
+    ),
+    (
+        "tokenizer_config.json",
+        "reasoning apart is rendered as",
+        settings(chat_template=TEMPLATE.replace("{{ m", "{{ m['thinking'] }}{{ m")),
+    ),
+    (
+        "tokenizer_config.json",
+        "a question with a tool is rendered as",
+        settings(chat_template="{% if tools %}tools{% endif %}" + TEMPLATE),
+    ),
+    (
+        "tokenizer_config.json",
         "chat template 'rag'",
         settings(chat_template=[{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "x"}]),
     ),
@@ -360,6 +375,9 @@ SOUND: dict[str, Change] = {
     "added tokens again": added("added_tokens.json", {text: number for number, text in SPECIAL.items()}),
     "tokenizer.json only": lost("vocab.json", "merges.txt"),
     "template in a file": moved_template,
+    "template that renders the same": settings(
+        chat_template="{%- for m in messages -%}\n{{ '<|im_start|>' + m.content + '<|im_end|>\\n' }}\n{%- endfor -%}"
+    ),
     "template in a list": settings(chat_template=[{"name": "default", "template": TEMPLATE}]),
     "version": settings("generation_config.json", transformers_version="5.12.1", _from_model_config=True),
     "defaults of generation": settings("generation_config.json", top_k=50, repetition_penalty=1.0, num_beams=1),

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 from ckptkit.core.printable import shortened
 from verify.evidence.side_files import TOKENIZER
@@ -48,7 +49,7 @@ class TextJob:
     """Two directories with a tokenizer, the library to ask, and texts of the tokenizers' own, such as added tokens.
 
     Where `here` and `there` are one directory, what transformers' class makes of its tokenizer.json is compared with
-    tokenizer.json itself, without the ids around a text.
+    tokenizer.json itself, without the ids around a text, and without texts that have one of `strings` in them.
     """
 
     library: str
@@ -101,6 +102,8 @@ def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequ
 
 def ask_library(job: TextJob) -> tuple[Answer | None, str]:
     """The answer of one library, or why there is none. A tokenizer that it refuses is an answer."""
+    if missing := [one for one in {LIBRARIES[0], job.library} if find_spec(one) is None]:
+        return None, f"the library {missing[0]} is not installed"
     answer, failed = ask(job, __name__, Answer, _LIMIT_S)
     if failed.startswith(f"while {_LOADING_HERE}: ") and "install" not in failed:
         answer = Answer(job.library, refused=failed.partition(": ")[2].partition(" (at ")[0])
@@ -156,7 +159,11 @@ def run(job: TextJob, phases: PhaseLog) -> Answer:
     here = _Loaded(Path(job.here), job.library, around=not is_own)
     phases.enter(Phase("encoding texts"))
     if is_own:
-        texts = list(_short_texts(there, job.strings))
+        texts = [
+            text
+            for text in _short_texts(there, job.strings)
+            if _is_plain(text) and not any(one in text for one in job.strings)
+        ]
         return Answer(job.library, len(texts), _other_ids(here, there, texts))
     return _compare(job.library, here, there, job.strings)
 
@@ -199,6 +206,14 @@ def _strings_in(value: Any) -> Iterator[str]:
     """Every text in a part: what a Replace replaces, a Strip strips."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     yield from [value] if isinstance(value, str) else (text for one in inner for text in _strings_in(one))
+
+
+def _is_plain(text: str) -> bool:
+    """Whether it has no white space but single spaces between words, and no character that is written in other ways.
+
+    Of others some classes make more or fewer spaces than the tokenizer.json of their own releases.
+    """
+    return text.isprintable() and text == " ".join(text.split()) and is_normalized("NFKC", text)
 
 
 def _other_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:
@@ -247,18 +262,19 @@ def _around(here: Any, there: Any) -> tuple[Any, Any]:
     """Two values, of long texts and lists what is around their first difference."""
     if type(here) is not type(there) or not isinstance(here, str | list):
         return here, there
-    start = max(0, _apart(here, there) - 24)
+    start = max(0, first_apart(here, there) - 24)
     return here[start : start + 48], there[start : start + 48]
 
 
-def _apart(one: Sequence[Any], other: Sequence[Any]) -> int:
+def first_apart(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Where two sequences first differ."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _listed(ids: Sequence[int], other: Sequence[int]) -> str:
     """The ids of a text, of a long one those up to the first that differs."""
-    start = max(0, _apart(ids, other) - 2) if len(ids) > _SHOWN else 0
+    start = max(0, first_apart(ids, other) - 2) if len(ids) > _SHOWN else 0
     part = list(ids[start : start + _SHOWN])
     return f"{'[… ' if start else '['}{', '.join(map(str, part))}{' …]' if start + _SHOWN < len(ids) else ']'}"
 
