@@ -174,7 +174,8 @@ def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
     unlike = _unlike(tensor, origin)
     named, unlike_named = (rows_named(some) if 0 < len(some) < len(tensor) else "" for some in (rows, unlike))
     shift = _shift(tensor, origin)
-    return Difference(source, actual, unequal, largest, *distinct, named, shift, len(unlike), unlike_named)
+    numbers = source, actual, unequal, largest, distinct[0], distinct[1]
+    return Difference(*numbers, named, shift, len(unlike), unlike_named)
 
 
 def _shift(tensor: Tensor, origin: Tensor) -> int:
@@ -202,7 +203,7 @@ def _unlike(tensor: Tensor, origin: Tensor) -> Collection[int]:
         sums.append(torch.stack([(one - other).norm(dim=1), other.norm(dim=1)]))
     distance, length = torch.cat(sums, dim=1)
     is_unlike = (distance > length) & (length > _NEXT_TO_ZERO * length.median())
-    return is_unlike.nonzero().flatten().tolist()
+    return [int(row) for row in is_unlike.nonzero().flatten()]
 
 
 def rows_named(rows: Collection[int]) -> str:

@@ -200,8 +200,8 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     side = side_of(subject)
     answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), list(side.added_tokens)))
-    if answer is None:
-        raise Unable(reason)
+    if answer is None or answer.refused:  # because of config.json too, which CK541 judges
+        raise Unable(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
     tally.compared(0, answer.texts)
     stated = side.tokenizer_config.get("tokenizer_class")
     name = (
@@ -213,11 +213,9 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     is_same = there is not None and all(
         there.content(file) == side.content(file) for file in (TOKENIZER, TOKENIZER_CONFIG)
     )
-    if answer.refused or answer.ids:
-        actual = f"transformers refuses it: {answer.refused}" if answer.refused else f"{answer.ids} in {TOKENIZER}"
-        expected = f"a class that takes {TOKENIZER} as it is"
-        where = side.root / TOKENIZER_CONFIG
-        yield Issue(expected, f"{name}: {actual}", file=where, severity=warning_if(is_same))
+    if answer.ids:
+        expected, actual = f"a class that takes {TOKENIZER} as it is", f"{name}: {answer.ids} in {TOKENIZER}"
+        yield Issue(expected, actual, file=side.root / TOKENIZER_CONFIG, severity=warning_if(is_same))
 
 
 _KINDS = ("eos", "pad", "bos")
@@ -278,7 +276,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 expected = f"{kind}_token_id below {rows}, the rows of the embedding"
                 yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
         # A file that is known to be wrong has no vote on the others.
-        yield from _disagreements(kind, sound, side.root, hint)
+        yield from _disagreements(kind, sound, side.root, hint, _written(side, sound) if kind == "eos" else set())
     for kind, file, value in _unread(side):
         tally.compared(0)
         yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
@@ -339,9 +337,19 @@ def _unread(side: SideFiles) -> Iterator[tuple[str, str, str]]:
             yield from ((kind, file, shortened(one)) for one in values if type(one) is not int)
 
 
-def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Issue]:
+def _written(side: SideFiles, by_file: Mapping[str, set[int]]) -> set[int]:
+    """The ids that files state whose token a chat template writes, as at the end of a turn."""
+    texts = {number: text for text, number in side.ids.items()}
+    stated = {number: texts[number] for numbers in by_file.values() for number in numbers if texts.get(number)}
+    return {number for number, text in stated.items() if any(text in one for one in side.templates.values())}
+
+
+def _disagreements(
+    kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str, written: set[int]
+) -> Iterator[Issue]:
     """Files whose ids have nothing in common with those of the others: the one that is outvoted, or all where none is.
 
+    Where only the outvoted file has one of `written`, which a chat template writes, that one is right.
     An engine ends at any id of config and generation_config. Some releases have a tokenizer that ends texts and a
     generation_config that ends turns, so a tokenizer of another opinion is only a warning.
     """
@@ -353,6 +361,11 @@ def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint:
     severity = warning_if(kind != "eos" or not apart)
     (odd, *more), most = groups[0], groups[-1]
     if len(most) > 1 and not more:
+        if written & by_file[odd] and not written & set().union(*(by_file[file] for file in most)):
+            expected = f"{kind}_token_id {_listed(written)}, which the chat template writes, as in {odd}"
+            file = GENERATION if GENERATION in most else most[0]
+            yield Issue(expected, _listed(by_file[file]), hint, file=root / file, severity=severity)
+            return
         usual = _listed(set().union(*(by_file[file] for file in most)))
         expected = f"{kind}_token_id {usual}, as in {' and '.join(most)}"
         yield Issue(expected, _listed(by_file[odd]), hint, file=root / odd, severity=severity)

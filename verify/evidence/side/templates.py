@@ -27,7 +27,7 @@ _CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", 
 _SYSTEM, _USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": " What is 2 + 2?\n"}
 _ANSWER = {"role": "assistant", "content": "<think>\n2 and 2\n</think>\n\nIt is 4."}
 _REASONED = {"role": "assistant", "reasoning_content": "2 and 2", "thinking": "2 and 2", "content": "It is 4."}
-_TOOLS = [
+_TOOLS: list[Mapping[str, Any]] = [
     {"role": "user", "content": "How is Rome?"},
     {"role": "assistant", "content": "", "tool_calls": [_CALL]},
     {"role": "tool", "name": "weather", "tool_call_id": "call00001", "content": '{"sky": "clear"}'},

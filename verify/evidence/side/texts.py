@@ -192,8 +192,8 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
         token = next(one for one in {**both[1], **both[0]} if both[0].get(one) != both[1].get(one))
         ids = f"{token!r} is {here.vocabulary.get(token, 'missing')} but {there.vocabulary.get(token, 'missing')}"
     models = [side.parts.get("model", {}) for side in (here, there)]
-    ranks = [{key: model.get(key) for key in ("merges", "vocab")} for model in models]
-    ids = ids or first_other(*ranks, "model")  # which a text may need to meet in a row
+    mine, its = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
+    ids = ids or first_other(mine, its, "model")  # which a text may need to meet in a row
     names = {**there.special, **here.special}
     special = {name: (here.special.get(name), there.special.get(name)) for name in names}
     special = {name: pair for name, pair in special.items() if pair[0] != pair[1]}

@@ -18,6 +18,7 @@ from verify.evidence.side_files import (
     VOCABULARY_LINES,
     SideFiles,
 )
+from verify.report import Severity
 from verify.skip import Unable
 
 SPECIAL = ("eos", "bos", "pad", "unk")
@@ -85,7 +86,7 @@ def _by_answer(
             is_named = name.endswith("_token")
             values = (show(mine), show(its)) if is_named else (mine or "not special", its or "not special")
             words = f"{name if is_named else repr(name)} is {values[0]} but {values[1]} {place}"
-            severity = "warning" if name == "pad_token" and its is None else "error"
+            severity: Severity = "warning" if name == "pad_token" and its is None else "error"
             yield Difference(file, name, words, severity, count=len(answer.special), is_presentation=True)
     if answer.lengths and answer.lengths[1] < _UNLIMITED:
         lengths = ["without a limit" if one >= _UNLIMITED else str(one) for one in answer.lengths]
