@@ -478,14 +478,7 @@ KINDS: list[tuple[str, Any, Callable[[Any], object], str]] = [
         lambda t: t["pre_tokenizer"].update(add_prefix_space=False),
         "add_prefix_space does not match",
     ),
-    ("spelling of metaspace", UNIGRAM, lambda t: t["pre_tokenizer"].update(prepend_scheme="always", split=True), ""),
     ("case", WORDPIECE, lambda t: t["normalizer"].update(lowercase=False), "normalizer.lowercase is False but True"),
-    (
-        "prefix",
-        WORDPIECE,
-        lambda t: t["model"].update(continuing_subword_prefix="@@"),
-        "model.continuing_subword_prefix",
-    ),
     (
         "ends",
         WORDPIECE,
@@ -493,30 +486,6 @@ KINDS: list[tuple[str, Any, Callable[[Any], object], str]] = [
         "post_processor is missing",
     ),
     ("other sides", WORDPIECE, lambda t: t["post_processor"].update(sep=["b", 2], cls=["a", 1]), "sep[0] is 'b'"),
-    (
-        "spelling of the ends",
-        WORDPIECE,
-        lambda t: t.update(
-            post_processor={
-                "type": "TemplateProcessing",
-                "single": [
-                    {"SpecialToken": {"id": "b", "type_id": 0}},
-                    {"Sequence": {"id": "A", "type_id": 0}},
-                    {"SpecialToken": {"id": "a", "type_id": 0}},
-                ],
-                "pair": [
-                    *(
-                        {"SpecialToken": {"id": "b", "type_id": 0}},
-                        {"Sequence": {"id": "A", "type_id": 0}},
-                        {"SpecialToken": {"id": "a", "type_id": 0}},
-                    ),
-                    *({"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": "a", "type_id": 1}}),
-                ],
-                "special_tokens": {key: {"id": key, "ids": [n], "tokens": [key]} for key, n in (("a", 1), ("b", 2))},
-            }
-        ),
-        "",
-    ),
 ]
 
 
