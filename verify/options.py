@@ -57,6 +57,7 @@ class VerifyOptions:
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
     adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.
+    trained: the checkpoint was trained from the source, so its values may differ from the source's.
     ray: the address of a Ray cluster that reads all the bytes; None: threads of this process do.
     rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
     rollout_temperature: what the rollout was sampled at; None: as the file says, or 1.
@@ -77,6 +78,7 @@ class VerifyOptions:
     readers: tuple[str, ...] | None = None
     manifest: Path | None = None
     adapter: Path | None = None
+    trained: bool = False
     ray: str | None = None
     rollout_data: Path | None = None
     rollout_temperature: float | None = None
@@ -90,6 +92,11 @@ class VerifyOptions:
         if "engine" in self.against and self.against >= {one.name for one in ENGINES}:
             raise UsageError(
                 "--engine serves the checkpoint with one engine", "give --against-sglang or --against-vllm, not both"
+            )
+        if self.trained and self.adapter is not None:
+            raise UsageError(
+                "trained and an adapter exclude each other",
+                "what an adapter adds is compared bit for bit: leave out trained",
             )
         if "megatron" not in self.against:
             self.megatron.refuse(self.vpp)
@@ -120,6 +127,7 @@ class GivenVerifyOptions(TypedDict, total=False):
     readers: Sequence[str] | None
     manifest: str | Path | None
     adapter: str | Path | None
+    trained: bool
     ray: str | None
     rollout_data: str | Path | None
     rollout_temperature: float | None

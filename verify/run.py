@@ -102,6 +102,8 @@ def subject_of(
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
     if subject.options.adapter is not None and source is None:
         raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
+    if subject.options.trained and source is None:
+        raise UsageError("trained without a source", "give the release that training started from too (--source)")
     if subject.options.adapter is not None and not subject.source_is_hf:
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if stage := _stage_of_its_own(subject.path):
@@ -173,7 +175,8 @@ def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     """The heat map of what the checks compared; bytes that no check read are not read for it."""
     values, steps = subject.found(read_values), subject.found(rounding_of)
     floats = subject.found(float_weights)
-    measured = [*of_values(values, floats.judged if floats else ())] if values else []
+    judged = floats.judged if floats else ()
+    measured = [*of_values(values, judged, is_trained=subject.options.trained)] if values else []
     measured += [*of_rounding(steps or {}), *of_float_rounding(subject.found(float_rounding_of) or {})]
     return heat_map(measured, findings)
 

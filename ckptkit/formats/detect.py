@@ -140,6 +140,9 @@ LOADED = frozenset(
         *("config.json", "generation_config.json", "adapter_config.json", "params.json", "metadata.json"),
         *("model.safetensors.index.json", "pytorch_model.bin.index.json"),
         *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+        # What a class of tokenizers reads besides its vocabulary. Source: transformers 5.12, each `VOCAB_FILES_NAMES`.
+        *("normalizer.json", "byte_maps.json", "emoji.json", "entity_vocab.json", "word_shape.json"),
+        *("word_pronunciation.json", "bpe.codes", "dict.txt"),
         *("vocab.json", "merges.txt", "vocab.txt", "tekken.json", "chat_template.json", "chat_template.jinja"),
         *("processor_config.json", "preprocessor_config.json", "image_processor.json"),
         *("video_preprocessor_config.json", "feature_extractor.json"),

@@ -57,6 +57,16 @@ EXAMPLES = {
         "a draft model whose d2t holds tokens where engines add the place",
         "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are others, 4 stand twice",
     ),
+    "CK216": (
+        "a trained mixture of experts whose experts 3 and 7 were exchanged on the way out of Megatron",
+        "model.layers.5.mlp.experts.{3,7}.down_proj.weight: expected rows that are near the source's, as training "
+        "leaves them; actual 64 of 64 rows: they have little in common with the source's",
+    ),
+    "CK732": (
+        "a byte-level tokenizer.json under LlamaTokenizerFast",
+        "tokenizer_config.json: expected a class that takes tokenizer.json as it is; actual tokenizer_class "
+        "'LlamaTokenizerFast': 'a b' is [64, 65] but [64, 294] in tokenizer.json",
+    ),
     "CK215": (
         "a table of DeepSeek-V4 that went through bfloat16",
         "layers.1.ffn.gate.tid2eid: expected numbers from 0 to 11; actual 0 to 12",

@@ -183,7 +183,7 @@ def in_split(old: str, new: str) -> Change:
 
 # What a finding names, and what is done to tokenizer.json.
 TOKENIZERS: list[tuple[str, Change]] = [
-    ("pre_tokenizer is Whitespace but [Split, ByteLevel]", tokenizer(pre_tokenizer={"type": "Whitespace"})),
+    ("pre_tokenizer.type is 'Whitespace' but 'Sequence'", tokenizer(pre_tokenizer={"type": "Whitespace"})),
     ("pre_tokenizer is missing", tokenizer(pre_tokenizer=None)),
     ("Regex", in_split(r"|\p{N}|", r"|\p{N}{1,3}|")),
     ("Regex", in_split("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "")),
@@ -191,26 +191,26 @@ TOKENIZERS: list[tuple[str, Change]] = [
         "add_prefix_space is True but False",
         inside(lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
     ),
-    ("normalizer is Lowercase but NFC", tokenizer(normalizer={"type": "Lowercase"})),
-    ("normalizer is missing but NFC", tokenizer(normalizer=None)),
-    ("normalizer is NFKC but NFC", tokenizer(normalizer={"type": "NFKC"})),
-    ("normalizer is Prepend 'z'", tokenizer(normalizer={"type": "Prepend", "prepend": "z"})),
-    ("normalizer is Strip", tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True})),
-    ("normalizer is StripAccents", tokenizer(normalizer={"type": "StripAccents"})),
+    ("normalizer.type is 'Lowercase' but 'NFC'", tokenizer(normalizer={"type": "Lowercase"})),
+    ("normalizer is missing", tokenizer(normalizer=None)),
+    ("normalizer.type is 'NFKC' but 'NFC'", tokenizer(normalizer={"type": "NFKC"})),
+    ("normalizer.type is 'Prepend'", tokenizer(normalizer={"type": "Prepend", "prepend": "z"})),
+    ("normalizer.type is 'Strip'", tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True})),
+    ("normalizer.type is 'StripAccents'", tokenizer(normalizer={"type": "StripAccents"})),
     (
-        "normalizer is [NFC, Replace]",
+        "normalizer.type is 'Sequence'",
         tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("qzxw", "a")]}),
     ),
-    ("decoder is Fuse but ByteLevel", tokenizer(decoder={"type": "Fuse"})),
-    ("decoder is missing but ByteLevel", tokenizer(decoder=None)),
+    ("decoder.type is 'Fuse' but 'ByteLevel'", tokenizer(decoder={"type": "Fuse"})),
+    ("decoder is missing", tokenizer(decoder=None)),
     (
-        "decoder is [ByteLevel, Replace]",
+        "decoder.type is 'Sequence'",
         tokenizer(decoder={"type": "Sequence", "decoders": [BYTES, replaced("hello", "bye")]}),
     ),
-    ("ids around a text [301, 'A']", tokenizer(post_processor=BEGIN)),
-    ("ids around a text [301, 'A']", tokenizer(post_processor={"type": "Sequence", "processors": [BYTES, BEGIN]})),
-    ("merge 0 is", inside(lambda content: content["model"]["merges"].reverse())),
-    ("9 merges but 10", inside(lambda content: content["model"]["merges"].pop())),
+    ("post_processor.type is 'TemplateProcessing'", tokenizer(post_processor=BEGIN)),
+    ("post_processor.type is 'Sequence'", tokenizer(post_processor={"type": "Sequence", "processors": [BYTES, BEGIN]})),
+    ("model.merges[0][0] is", inside(lambda content: content["model"]["merges"].reverse())),
+    ("model.merges is", inside(lambda content: content["model"]["merges"].pop())),
     ("2 of the 303 tokens in the source have other ids", inside(swap)),
     (
         "another model's tokenizer: 300 of the 303 tokens",
@@ -223,10 +223,10 @@ TOKENIZERS: list[tuple[str, Change]] = [
     ("'<|im_end|>'", inside(lambda content: content["added_tokens"].pop())),
     ("'ball'", inside(lambda content: content["added_tokens"].append({"id": 303, "content": "ball", **FLAGS}))),
     ("'hello'", inside(lambda content: content["added_tokens"].append({"id": 303, "content": "hello", **FLAGS}))),
-    ("special of '<|im_start|>' is False but True", flag("special", False)),
-    ("lstrip of '<|im_start|>' is True but False", flag("lstrip", True)),
-    ("rstrip of '<|im_start|>' is True but False", flag("rstrip", True)),
-    ("single_word of '<|im_start|>' is True but False", flag("single_word", True)),
+    ("special is False but True", flag("special", False)),
+    ("lstrip is True but False", flag("lstrip", True)),
+    ("rstrip is True but False", flag("rstrip", True)),
+    ("single_word is True but False", flag("single_word", True)),
     ("model.dropout is 0.9", inside(lambda content: content["model"].update(dropout=0.9))),
     ("model.end_of_word_suffix is 'h'", inside(lambda content: content["model"].update(end_of_word_suffix="h"))),
 ]
@@ -244,7 +244,7 @@ OTHERS: list[tuple[str, str, Change]] = [
     ("tokenizer_config.json", "'hello'", settings(extra_special_tokens=["hello"])),
     (
         "tokenizer_config.json",
-        "lstrip of '<|im_start|>' is True but False",
+        "lstrip is True but False",
         changed("tokenizer_config.json", lambda content: content["added_tokens_decoder"]["301"].update(lstrip=True)),
     ),
     ("vocab.json", "its content", settings("vocab.json", a=1)),
@@ -284,6 +284,21 @@ OTHERS: list[tuple[str, str, Change]] = [
     ("chat_template.json", "chat template 'default'", added("chat_template.json", {"chat_template": "x"})),
     ("processor_config.json", "chat template 'default'", settings("processor_config.json", chat_template="x")),
     ("additional_chat_templates/tool_use.jinja", "'tool_use'", added("additional_chat_templates/tool_use.jinja")),
+    (
+        "tokenizer_config.json",
+        "a question is rendered as",
+        settings(chat_template="{% for m in messages %}<|im_start|>{{ m['content'] | trim }}<|im_end|>\n{% endfor %}"),
+    ),
+    (
+        "tokenizer_config.json",
+        "reasoning apart is rendered as",
+        settings(chat_template=TEMPLATE.replace("{{ m", "{{ m['thinking'] }}{{ m")),
+    ),
+    (
+        "tokenizer_config.json",
+        "a question with a tool is rendered as",
+        settings(chat_template="{% if tools %}tools{% endif %}" + TEMPLATE),
+    ),
     (
         "tokenizer_config.json",
         "chat template 'rag'",
@@ -336,6 +351,8 @@ SOUND: dict[str, Change] = {
     "defaults left out": inside(lambda c: [c["model"].pop(key) for key in ("dropout", "unk_token", "ignore_merges")]),
     "offsets": inside(lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(trim_offsets=True)),
     "no offsets": tokenizer(post_processor=None),
+    "a flag for a normalizer that changes no added token": flag("normalized", True),
+    "a token for unknown bytes, of which there are none": inside(lambda c: c["model"].update(unk_token="a")),  # noqa: S106
     "sequence of one": inside(lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [c["normalizer"]]})),
     "decoder as transformers 5 has it": tokenizer(decoder={**BYTES, "add_prefix_space": True, "use_regex": True}),
     "truncation": tokenizer(
@@ -351,13 +368,16 @@ SOUND: dict[str, Change] = {
     ),
     "class of transformers 4": settings(tokenizer_class="Qwen2TokenizerFast"),
     "class that takes the file": settings(tokenizer_class="PreTrainedTokenizerFast"),
-    "longest text": settings(model_max_length=4096, padding_side="left", name_or_path="/somewhere"),
+    "longest text": settings(padding_side="left", name_or_path="/somewhere"),
     "special tokens again": added(
         "special_tokens_map.json", {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}
     ),
     "added tokens again": added("added_tokens.json", {text: number for number, text in SPECIAL.items()}),
     "tokenizer.json only": lost("vocab.json", "merges.txt"),
     "template in a file": moved_template,
+    "template that renders the same": settings(
+        chat_template="{%- for m in messages -%}\n{{ '<|im_start|>' + m.content + '<|im_end|>\\n' }}\n{%- endfor -%}"
+    ),
     "template in a list": settings(chat_template=[{"name": "default", "template": TEMPLATE}]),
     "version": settings("generation_config.json", transformers_version="5.12.1", _from_model_config=True),
     "defaults of generation": settings("generation_config.json", top_k=50, repetition_penalty=1.0, num_beams=1),
@@ -406,18 +426,6 @@ def test_code_outside_the_checkpoint_is_never_the_same(source: Path, tmp_path: P
     assert (found.severity, found.file, "/srv/evil.Evil" in found.words) == ("error", "config.json", True)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (flag("normalized", True), "normalized of '<|im_start|>' is True but False"),
-        (inside(lambda content: content["model"].update({"unk_token": "a"})), "model.unk_token is 'a' but missing"),
-    ],
-)
-def test_what_no_text_shows_is_a_warning(change: Change, words: str, compare: Callable[..., list[Difference]]) -> None:
-    (found,) = compare(change)
-    assert (found.severity, words in found.words, "texts shows it" in found.words) == ("warning", True, True)
-
-
 def test_without_the_libraries_values_decide(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verify.evidence.side.texts.find_spec", lambda name: None)
     copy = shutil.copytree(source, tmp_path / "copy")
@@ -461,54 +469,23 @@ KINDS: list[tuple[str, Any, Callable[[Any], object], str]] = [
         "scores",
         UNIGRAM,
         lambda t: t["model"]["vocab"][3].__setitem__(1, -4.0),
-        "scores of 1 tokens: 'ab' is -4.0 but -2.5",
+        "model.vocab[3][1] is -4.0 but -2.5",
     ),
     ("order", UNIGRAM, lambda t: t["model"]["vocab"].reverse(), "have other ids"),
     (
         "metaspace",
         UNIGRAM,
         lambda t: t["pre_tokenizer"].update(add_prefix_space=False),
-        "prepend_scheme is 'never' but 'always'",
+        "add_prefix_space does not match",
     ),
-    ("spelling of metaspace", UNIGRAM, lambda t: t["pre_tokenizer"].update(prepend_scheme="always", split=True), ""),
     ("case", WORDPIECE, lambda t: t["normalizer"].update(lowercase=False), "normalizer.lowercase is False but True"),
-    (
-        "prefix",
-        WORDPIECE,
-        lambda t: t["model"].update(continuing_subword_prefix="@@"),
-        "model.continuing_subword_prefix",
-    ),
     (
         "ends",
         WORDPIECE,
         lambda t: t.update(post_processor=None),
-        "post_processor is missing but ids around a text [2, 'A', 1]",
+        "post_processor is missing",
     ),
-    ("other sides", WORDPIECE, lambda t: t["post_processor"].update(sep=["b", 2], cls=["a", 1]), "[1, 'A', 2]"),
-    (
-        "spelling of the ends",
-        WORDPIECE,
-        lambda t: t.update(
-            post_processor={
-                "type": "TemplateProcessing",
-                "single": [
-                    {"SpecialToken": {"id": "b", "type_id": 0}},
-                    {"Sequence": {"id": "A", "type_id": 0}},
-                    {"SpecialToken": {"id": "a", "type_id": 0}},
-                ],
-                "pair": [
-                    *(
-                        {"SpecialToken": {"id": "b", "type_id": 0}},
-                        {"Sequence": {"id": "A", "type_id": 0}},
-                        {"SpecialToken": {"id": "a", "type_id": 0}},
-                    ),
-                    *({"Sequence": {"id": "B", "type_id": 1}}, {"SpecialToken": {"id": "a", "type_id": 1}}),
-                ],
-                "special_tokens": {key: {"id": key, "ids": [n], "tokens": [key]} for key, n in (("a", 1), ("b", 2))},
-            }
-        ),
-        "",
-    ),
+    ("other sides", WORDPIECE, lambda t: t["post_processor"].update(sep=["b", 2], cls=["a", 1]), "sep[0] is 'b'"),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verify.evidence.side import processors, texts
+from verify.evidence.side import processors, templates, texts
 from verify.witnesses.process.exit_report import PhaseLog, exit_report_of
 
 
@@ -18,7 +18,7 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[Any]:
     def ask(job: Any, module: str, *_: Any) -> tuple[Any, str]:
         jobs.append(job)
         report = scratch / "report.json"
-        run: Any = {one.__name__: one for one in (texts, processors)}[module].run
+        run: Any = {one.__name__: one for one in (texts, processors, templates)}[module].run
         try:
             with PhaseLog(report) as phases:
                 return run(job, phases), ""
@@ -27,6 +27,6 @@ def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[Any]:
             return None, f"while {ending.phase}: {ending.message or error}"
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for one in (texts, processors):
+    for one in (texts, processors, templates):
         monkeypatch.setattr(one, "ask", ask)
     return jobs

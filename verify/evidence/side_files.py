@@ -25,7 +25,6 @@ SETTINGS_FILES = (TOKENIZER_CONFIG, SPECIAL_TOKENS)  # of a tokenizer, without a
 _TIKTOKEN, _SENTENCEPIECE = "tiktoken.model", "tokenizer.model"
 # What holds a vocabulary, or is code that does. transformers makes a tokenizer of no words of the settings alone.
 _VOCABULARY_FILES = (TOKENIZER, "tokenizer.*", "vocab*", "tekken.json", "*.model", "*.tiktoken", "*.spm")
-_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
 _TOKENIZER_CODE = "tokenization_*.py"
 PROCESSOR_CONFIG = "processor_config.json"
 _TEMPLATE, _TEMPLATE_JSON = "chat_template.jinja", "chat_template.json"
@@ -111,11 +110,12 @@ class SideFiles:
         return any(file in self.vocabularies for file in (TOKENIZER, VOCABULARY, _TIKTOKEN))
 
     @cached_property
-    def added_tokens(self) -> Mapping[str, Mapping[str, bool]]:
-        """The flags of each added token as transformers has them: those of tokenizer_config.json where it has some."""
+    def added_tokens(self) -> Sequence[str]:
+        """The tokens that are added to the vocabulary, by tokenizer.json and by tokenizer_config.json."""
         decoder = self.tokenizer_config.get("added_tokens_decoder")
         stated = list(decoder.values()) if isinstance(decoder, Mapping) else []
-        return {**flags_in(self.tokenizer.get("added_tokens")), **flags_in(stated)}
+        both = [*_objects(self.tokenizer.get("added_tokens")), *_objects(stated)]
+        return list(dict.fromkeys(str(one["content"]) for one in both if "content" in one))
 
     @property
     def has_vocabulary(self) -> bool:
@@ -249,15 +249,6 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
     if isinstance(content, list):
         return [(file, str(one.get("name")), str(one.get("template"))) for one in _objects(content)]
     return [(file, "default", content)] if isinstance(content, str) else []
-
-
-def flags_in(tokens: Any) -> Mapping[str, Mapping[str, bool]]:
-    """The flags of each of a list of added tokens; one that is not special is normalized unless it says otherwise."""
-    found = {str(one["content"]): one for one in _objects(tokens) if "content" in one}
-    return {
-        token: {flag: bool(one.get(flag, flag == "normalized" and not one.get("special", False))) for flag in _FLAGS}
-        for token, one in found.items()
-    }
 
 
 def _model_vocabulary(vocab: Any) -> dict[str, int]:

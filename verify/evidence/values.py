@@ -26,6 +26,8 @@ Groups = Sequence[tuple[str, ...]]
 
 _PIECE = 1 << 24  # elements of a tensor that are compared at a time
 _RUNS = 6  # runs of rows that are named one by one
+_SHORT = 32  # elements of a row
+_NEXT_TO_ZERO = 0.1  # of the length of the usual row
 _COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
 
 
@@ -41,6 +43,8 @@ class Difference:
     distinct_actual: int
     rows: str = ""  # rows with unequal elements, `rows 3..5` or `row 7`; empty where that is every row, or none
     shift: int = 0  # 1 or -1 where every element of a vector is that much more than the source's, rounded
+    unlike: int = 0  # rows of a matrix of floats that are further from the source's than training moves them
+    unlike_rows: str = ""  # the same, as `rows`
 
 
 @dataclass
@@ -167,8 +171,11 @@ def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
         largest = max(largest, float((found.double() - true.double()).abs().max()))
     few = origin.numel() <= _COUNTED
     distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]
-    named = rows_named(rows) if 0 < len(rows) < len(tensor) else ""
-    return Difference(source, actual, unequal, largest, distinct[0], distinct[1], named, _shift(tensor, origin))
+    unlike = _unlike(tensor, origin)
+    named, unlike_named = (rows_named(some) if 0 < len(some) < len(tensor) else "" for some in (rows, unlike))
+    shift = _shift(tensor, origin)
+    numbers = source, actual, unequal, largest, distinct[0], distinct[1]
+    return Difference(*numbers, named, shift, len(unlike), unlike_named)
 
 
 def _shift(tensor: Tensor, origin: Tensor) -> int:
@@ -176,6 +183,27 @@ def _shift(tensor: Tensor, origin: Tensor) -> int:
     if tensor.dim() != 1 or not tensor.is_floating_point():
         return 0
     return next((by for by in (1, -1) if bool(((origin.float() + by).to(tensor.dtype) == tensor).all())), 0)
+
+
+def _unlike(tensor: Tensor, origin: Tensor) -> Collection[int]:
+    """The rows that are further from the source's row than zero is, but those that are short, or next to zero there.
+
+    Training moves a row by less than its length, and one that is next to zero anywhere.
+    """
+    import torch
+
+    if not (tensor.dim() > 1 and tensor.numel() and tensor.is_floating_point() and origin.is_floating_point()):
+        return ()
+    here, there = (one.reshape(len(one), -1) for one in (tensor, origin))
+    if (width := here.shape[1]) < _SHORT:
+        return ()
+    step, sums = max(1, _PIECE // width), []
+    for start in range(0, len(here), step):
+        one, other = (rows[start : start + step].float() for rows in (here, there))
+        sums.append(torch.stack([(one - other).norm(dim=1), other.norm(dim=1)]))
+    distance, length = torch.cat(sums, dim=1)
+    is_unlike = (distance > length) & (length > _NEXT_TO_ZERO * length.median())
+    return [int(row) for row in is_unlike.nonzero().flatten()]
 
 
 def rows_named(rows: Collection[int]) -> str:

@@ -90,17 +90,20 @@ class _Cell:
         return cell | {"experts": 1 + max(self.experts | self.wrong_experts), "failed_experts": wrong}
 
 
-def of_values(values: Values, rounded: Collection[str] = ()) -> Iterator[tuple[str, Measured]]:
+def of_values(
+    values: Values, rounded: Collection[str] = (), *, is_trained: bool = False
+) -> Iterator[tuple[str, Measured]]:
     """What the pass over all bytes (CK2xx) found of each tensor: unreadable, not finite, or its difference.
 
-    `rounded`: weights whose difference from the source is for CK305 to judge.
+    `rounded`: weights whose difference from the source is for CK305 to judge. `is_trained`: values may differ.
     """
     for name in values.unreadable:
         yield name, Measured(failed=True)
     for name, stats in values.stats.items():
         difference = None if name in rounded else values.differences.get(name)
         error = difference.largest if difference else 0.0 if name in values.compared and name not in rounded else None
-        yield name, Measured(error, failed=not stats.finite or (difference is not None and difference.unequal > 0))
+        is_wrong = difference is not None and difference.unequal > 0 and not is_trained
+        yield name, Measured(error, failed=not stats.finite or is_wrong)
 
 
 def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measured]]:

@@ -43,7 +43,7 @@ GROUPS = {
 }
 # The sections of the help of verbs that compare; what is in none of them comes last.
 _SECTIONS = {
-    "Compare with": {"--source", "--adapter", "--hf", "--manifest"},
+    "Compare with": {"--source", "--trained", "--adapter", "--hf", "--manifest"},
     "Ask real programs": {
         *("--against-megatron", "--against-sglang", "--against-vllm", "--against-transformers"),
         *("--engine", "--update", "--release-resume"),
@@ -90,6 +90,7 @@ EXCLUDES = (
     (("quiet", "verbose"), "one says less, the other more: give one of them"),
     (("every", "as_json"), "--json has every check and all details as it is: leave --all out"),
     (("resume", "overwrite"), "--resume goes on with what is there, --overwrite replaces it: give one of them"),
+    (("trained", "adapter"), "what an adapter adds is compared bit for bit: leave --trained out"),
     (("like", "preset"), "both say what is packed: give one of them"),
 )
 

@@ -25,6 +25,12 @@ _asking = common.together(
     click.argument("checkpoint", type=common.PATH),
     option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
     option(
+        "--trained",
+        is_flag=True,
+        needs=Needs(("source",), "add --source RELEASE, which training started from"),
+        help="It was trained from --source: values may differ, names, shapes, configuration and tokenizer may not.",
+    ),
+    option(
         "--adapter",
         type=common.PATH,
         needs=Needs(("source",), "add --source BASE, which it was merged into"),

@@ -29,9 +29,9 @@ ARGUMENTS = {"explain": [], "doctor": [], "gate": [], "preflight": ["--hf-checkp
 # Options that have an effect only beside others; every other one has one whatever else is given.
 NEEDING = {
     "convert": "group_size grid asymmetric search scale_dtype rounding exact like preset tp readers device ignore",
-    "verify": "vpp cp pipeline_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers adapter ranks "
-    "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split trainer_loader dp_attention "
-    "rollout_temperature megatron_python sglang_python vllm_python",
+    "verify": "vpp cp pipeline_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers adapter "
+    "trained ranks account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split trainer_loader "
+    "dp_attention rollout_temperature megatron_python sglang_python vllm_python",
     "preflight": "ckpt_step",
 }
 

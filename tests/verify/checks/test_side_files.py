@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from support.fixture_types import PathOf, RunAlone
+from tokenizers import Tokenizer, decoders, models
+from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 # Of 352 rows: 350 words, and two special tokens behind them.
@@ -182,6 +184,15 @@ def test_end_of_the_source_that_the_template_writes_is_an_end(
     assert alone("CK707", hf)[1] == []
 
 
+def test_the_end_that_the_template_writes_is_right(hf: Path, alone: RunAlone) -> None:
+    change(hf, "tokenizer_config.json", chat_template="{{ messages }}<end>")
+    for file in ("config.json", "generation_config.json"):
+        change(hf, file, eos_token_id=3)
+    (finding,) = alone("CK707", hf)[1]
+    assert (finding.file, finding.actual) == (str(hf / "generation_config.json"), "3")
+    assert finding.expected.startswith("eos_token_id 350")
+
+
 def test_pad_token_id_of_minus_one_means_none(hf: Path, alone: RunAlone) -> None:
     write(hf, "tokenizer_config.json", {"eos_token": "<end>"})
     for file in ("config.json", "generation_config.json"):
@@ -329,6 +340,70 @@ def test_a_source_tokenizer_that_cannot_be_read(pair: tuple[Path, Path], alone: 
     (source / "tokenizer.json").write_text("{")
     _, (finding,) = alone("CK708", here, source_path=source)
     assert finding.expected == "files that can be read"
+
+
+@pytest.mark.parametrize("file", ["normalizer.json", "emoji.json"])
+def test_a_file_that_a_class_of_tokenizers_reads_is_compared(
+    file: str, pair: tuple[Path, Path], alone: RunAlone
+) -> None:
+    here, source = pair
+    write(source, file, {"colour": "color"})
+    (finding,) = alone("CK708", here, source_path=source)[1]
+    assert (finding.severity, finding.file, finding.actual) == ("warning", str(here / file), "missing")
+    (here / file).write_text('{ "colour":"color" }')
+    assert alone("CK708", here, source_path=source)[1] == []
+    write(here, file, {"colour": "colour"})
+    assert alone("CK708", here, source_path=source)[1][0].severity == "error"
+
+
+def test_the_hint_names_the_file_that_has_the_template(pair: tuple[Path, Path], alone: RunAlone) -> None:
+    here, source = pair
+    template = json.loads((source / "tokenizer_config.json").read_text())["chat_template"]
+    (source / "chat_template.jinja").write_text(template)
+    change(source, "tokenizer_config.json", chat_template=None)
+    change(here, "tokenizer_config.json", chat_template=template + " more")
+    (finding,) = alone("CK708", here, source_path=source)[1]
+    assert finding.file == str(here / "tokenizer_config.json")
+    assert finding.hint.startswith(f"copy chat_template.jinja from {source}")
+
+
+# CK732
+
+
+@pytest.fixture
+def own_class(hf: Path) -> Path:
+    """Words of bytes, as in the tokenizer.json of Qwen2; of its own model_type transformers knows better names."""
+    write(hf, "config.json", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    (hf / "tokenizer.model").unlink(missing_ok=True)
+    made = Tokenizer(models.BPE({char: at for at, char in enumerate(sorted(ByteLevel.alphabet()))}, []))
+    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<end>"])
+    made.save(str(hf / "tokenizer.json"))
+    return hf
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "severities"),
+    [
+        ("LlamaTokenizerFast", (), ["error"]),
+        ("XLMRobertaTokenizer", (), []),  # transformers 5 takes the file as it is under this model_type
+        ("GPT2Tokenizer", ("transformers",), []),
+        ("PreTrainedTokenizerFast", ("transformers",), None),
+        ("Qwen2Tokenizer", (), None),
+    ],
+)
+def test_the_class_of_a_tokenizer_takes_its_file(
+    name: str, asked: tuple[str, ...], severities: list[str] | None, own_class: Path, tmp_path: Path, alone: RunAlone
+) -> None:
+    write(own_class, "tokenizer_config.json", {"eos_token": "<end>", "tokenizer_class": name})
+    result, found = alone("CK732", own_class, against=frozenset(asked))
+    assert (result is None) == (severities is None)
+    assert [one.severity for one in found] == (severities or [])
+    if found:
+        source = shutil.copytree(own_class, tmp_path / "source")
+        assert [one.severity for one in alone("CK732", own_class, source_path=source, against=frozenset(asked))[1]] == [
+            "warning"
+        ]
 
 
 # CK720

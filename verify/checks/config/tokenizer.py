@@ -1,7 +1,8 @@
-"""CK706 to CK708 and CK720: compares the files next to the weights with one another, the weights and the source."""
+"""CK706 to CK708, CK720, CK732: compares the files next to the weights with one another, the weights, the source."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from os.path import lexists
@@ -13,10 +14,12 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
 from converters.config.values import language_part
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check, only
+from verify.check import Skip, Tally, Unable, check, only
 from verify.evidence.expected import is_of_no_family, require_config
 from verify.evidence.side.compare import side_differences
-from verify.evidence.side_files import GENERATION, TOKENIZER_CONFIG, SideFiles
+from verify.evidence.side.texts import TextJob, ask_library
+from verify.evidence.side.tokenizers import ONLY_NEW
+from verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
@@ -113,16 +116,17 @@ def _nothing_to_carry(subject: Subject) -> str | None:
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file that loaders read, besides config.json (CK702) and the files of a quantizer.
 
-    A tokenizer is compared by the ids of its tokens, its merges and scores, and its parts and settings by value; where
-    these differ, the installed tokenizers and transformers are asked for the ids of texts. A chat template is compared
-    by its text, generation_config.json by what it changes, code by its bytes.
+    A tokenizer is compared by its tokens and, where a file differs, by what the installed tokenizers and transformers
+    make of texts; a chat template by what transformers renders; generation_config.json by what it changes; code by its
+    bytes.
     """
     here, there = side_of(subject), source_side(subject)
     tally.compared(0)
     try:
         for one in side_differences(here, there, "in the source"):
-            copied = (there.root / one.file).exists()
-            hint = f"copy {one.file} from {there.root}" if copied else f"remove it, or compare it with {there.root}"
+            copied = one.source or (one.file if (there.root / one.file).exists() else None)
+            hint = f"copy {copied} from {there.root}" if copied else f"remove it, or compare it with {there.root}"
+            hint += f", and remove {one.what} from {one.file}" if copied not in (None, one.file) else ""
             what = f"the {one.what} of the source"
             yield Issue(what, one.words, hint, file=here.root / one.file, severity=one.severity, count=one.count)
     except CkptkitError as error:
@@ -152,6 +156,66 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = f"copy the tokenizer files from {there.root}" if there and known else ""
     expected, severity = "a tokenizer, which engines load from here", warning_if(not known)
     yield Issue(expected, "no tokenizer file", hint, severity=severity)
+
+
+# Starts of names of classes that build their own parts around the vocabulary, and whether these are of bytes.
+# Source: transformers 5.12, `__init__` of each.
+_OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "GPT2": True, "Roberta": True}
+
+
+def _class_is_not_asked(subject: Subject) -> str | None:
+    """Why transformers' class is not held to tokenizer.json: it takes seconds, so only where it may differ."""
+    side = side_of(subject)
+    if not subject.is_hf or not lexists(side.root / TOKENIZER):
+        return f"there is no {TOKENIZER} next to the weights"
+    with suppress(CkptkitError):
+        name = str(side.tokenizer_config.get("tokenizer_class") or "")
+        if "AutoTokenizer" in str(side.tokenizer_config.get("auto_map")):
+            return "the class of the tokenizer is code of the checkpoint, which is not run"
+        if name in ("PreTrainedTokenizerFast", ONLY_NEW):
+            return f"{name} takes {TOKENIZER} as it is"
+        of_bytes = next((of_bytes for start, of_bytes in _OF_BYTES.items() if name.startswith(start)), None)
+        stated = [side.tokenizer.get(part) for part in ("pre_tokenizer", "decoder")]
+        if of_bytes is not None and of_bytes != ("ByteLevel" in json.dumps(stated)):
+            return None
+    if "transformers" in subject.against or subject.once(is_of_no_family):
+        return None
+    return "--against-transformers was not given"
+
+
+@check(
+    "CK732",
+    "transformers' class of the tokenizer gives the ids of tokenizer.json",
+    stage="configuration",
+    rationale="A class builds its own parts around the vocabulary of tokenizer.json. Under the class of another model "
+    "spaces and words get other ids than in training, and the text that comes back is garbled.",
+    fix="Take tokenizer_class in tokenizer_config.json from the release, or make it PreTrainedTokenizerFast, which "
+    "takes tokenizer.json as it is.",
+    unless=_class_is_not_asked,
+)
+def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The ids of texts by AutoTokenizer against those by tokenizers of the same directory, without the ids around them.
+
+    It is a warning where the source has the same files.
+    """
+    side = side_of(subject)
+    answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), ()))
+    if answer is None or answer.refused:  # because of config.json too, which CK541 judges
+        raise Unable(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
+    tally.compared(0, answer.texts)
+    stated = side.tokenizer_config.get("tokenizer_class")
+    name = (
+        f"tokenizer_class {stated!r}"
+        if stated
+        else f"no tokenizer_class, under model_type {side.config.get('model_type')!r}"
+    )
+    there = source_side(subject) if subject.source_path else None
+    is_same = there is not None and all(
+        there.content(file) == side.content(file) for file in (TOKENIZER, TOKENIZER_CONFIG)
+    )
+    if answer.ids:
+        expected, actual = f"a class that takes {TOKENIZER} as it is", f"{name}: {answer.ids} in {TOKENIZER}"
+        yield Issue(expected, actual, file=side.root / TOKENIZER_CONFIG, severity=warning_if(is_same))
 
 
 _KINDS = ("eos", "pad", "bos")
@@ -212,7 +276,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 expected = f"{kind}_token_id below {rows}, the rows of the embedding"
                 yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
         # A file that is known to be wrong has no vote on the others.
-        yield from _disagreements(kind, sound, side.root, hint)
+        yield from _disagreements(kind, sound, side.root, hint, _written(side, sound) if kind == "eos" else set())
     for kind, file, value in _unread(side):
         tally.compared(0)
         yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
@@ -273,9 +337,19 @@ def _unread(side: SideFiles) -> Iterator[tuple[str, str, str]]:
             yield from ((kind, file, shortened(one)) for one in values if type(one) is not int)
 
 
-def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str) -> Iterator[Issue]:
+def _written(side: SideFiles, by_file: Mapping[str, set[int]]) -> set[int]:
+    """The ids that files state whose token a chat template writes, as at the end of a turn."""
+    texts = {number: text for text, number in side.ids.items()}
+    stated = {number: texts[number] for numbers in by_file.values() for number in numbers if texts.get(number)}
+    return {number for number, text in stated.items() if any(text in one for one in side.templates.values())}
+
+
+def _disagreements(
+    kind: str, by_file: Mapping[str, set[int]], root: Path, hint: str, written: set[int]
+) -> Iterator[Issue]:
     """Files whose ids have nothing in common with those of the others: the one that is outvoted, or all where none is.
 
+    Where only the outvoted file has one of `written`, which a chat template writes, that one is right.
     An engine ends at any id of config and generation_config. Some releases have a tokenizer that ends texts and a
     generation_config that ends turns, so a tokenizer of another opinion is only a warning.
     """
@@ -287,6 +361,11 @@ def _disagreements(kind: str, by_file: Mapping[str, set[int]], root: Path, hint:
     severity = warning_if(kind != "eos" or not apart)
     (odd, *more), most = groups[0], groups[-1]
     if len(most) > 1 and not more:
+        if written & by_file[odd] and not written & set().union(*(by_file[file] for file in most)):
+            expected = f"{kind}_token_id {_listed(written)}, which the chat template writes, as in {odd}"
+            file = GENERATION if GENERATION in most else most[0]
+            yield Issue(expected, _listed(by_file[file]), hint, file=root / file, severity=severity)
+            return
         usual = _listed(set().union(*(by_file[file] for file in most)))
         expected = f"{kind}_token_id {usual}, as in {' and '.join(most)}"
         yield Issue(expected, _listed(by_file[odd]), hint, file=root / odd, severity=severity)

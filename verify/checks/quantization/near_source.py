@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from quant.formats.part_names import SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
+from verify.checks.values.source import may_differ
 from verify.evidence.expected import is_quantized
 from verify.evidence.floats.rounding import FloatRounding, float_rounding_of, float_weights
 from verify.evidence.folding import group_by_pattern
@@ -31,7 +32,7 @@ _HINT = "quantize again from this source"
         "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
         "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
     ),
-    unless=not_quantized,
+    unless=lambda subject: may_differ(subject) or not_quantized(subject),
 )
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every quantized weight against the source; `verify.evidence.rounding` and `floats.rounding` derive the bounds."""

@@ -29,6 +29,11 @@ _FLOATS = frozenset({*COMPUTED, "float64"})
 _MOST, _FEW = 0.9, 3
 
 
+def may_differ(subject: Subject) -> str | None:
+    """Why values need not be the source's, or None where they must be."""
+    return "values may differ from the source's with --trained (CK216)" if subject.options.trained else None
+
+
 @check(
     "CK202",
     "values equal the source's, bit for bit",
@@ -39,6 +44,7 @@ _MOST, _FEW = 0.9, 3
     "right.",
     fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
     "two is the defect.",
+    unless=may_differ,
 )
 def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
@@ -50,6 +56,19 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip(UNREAD)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
+    yield from other_names(subject)
+    judged = subject.once(float_weights).judged
+    wrong = {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
+    for issue in list(other_places(subject, wrong)):
+        yield issue
+        for name in issue.names or ():
+            del wrong[name]
+    yield from _differing(subject, wrong, values)
+
+
+def other_names(subject: Subject) -> Iterator[Issue]:
+    """Tensors that only one of the two sides has, but those that other checks judge."""
+    values = subject.once(read_values)
     quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
     config = usable_config(subject) or {}
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
@@ -58,25 +77,29 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue("the tensor of the source", "missing", names=lost)
     hint = "name the release that these tensors are from as --source, or convert again from this one"
     yield Issue("only tensors that the source has", "the source has no tensor of this name", hint, names=extra)
-    wrong = {name: one for name, one in values.differences.items() if one.unequal and name not in floats.judged}
+
+
+def other_places(subject: Subject, wrong: Mapping[str, Difference]) -> Iterator[Issue]:
+    """Tensors of `wrong` that have the bits of another tensor of the source, what one mistake explains together."""
+    judged = subject.once(float_weights).judged | _judged_by_steps(subject)
     for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
         expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
         layers = set(layers_of(moved.names)) if moved.is_layers else set()
-        packed = [name for name in floats.judged | quantized if layer_of(name) in layers]
+        packed = [name for name in judged if layer_of(name) in layers]
         yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, explains=packed)
-        for name in moved.names:
-            del wrong[name]
-    yield from _differing(subject, wrong, values)
 
 
 def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values) -> Iterator[Issue]:
     """Tensors that have neither the expected values nor those of another tensor."""
     hint = "convert again from the source; if that does not help, name the right --source"
     expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
+    share = f"{len(wrong)} of {len(values.compared)} tensors differ"
+    if subject.adapter is None and _is_trained(wrong, values):
+        hint = "add --trained if this was trained from the source: then values may differ; else convert again from it"
+        yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, together=True)
+        return
     if _is_another_model(wrong, values.compared):
-        share = f"{len(wrong)} of {len(values.compared)} tensors differ"
-        actual = f"{share}: another model, or another step of its training"
-        yield Issue(expected, actual, hint, names=wrong, together=True)
+        yield Issue(expected, f"{share}: another model", hint, names=wrong, together=True)
         return
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
@@ -120,6 +143,18 @@ def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool
     """Whether nearly all tensors of nearly all kinds differ: no mistake in a mapping does that."""
     kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (compared, wrong))
     return len(wrong) > _MOST * len(compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds))
+
+
+def _is_trained(wrong: Mapping[str, Difference], values: Values) -> bool:
+    """Whether most matrices of most kinds differ, and each by as little as training moves it."""
+    matrices = [name for name, one in values.stats.items() if one.rows > 1 and name in values.compared]
+    moved = [name for name in matrices if name in wrong]
+    kinds, moved_kinds = ({pattern_of(name) for name in names} for names in (matrices, moved))
+    is_most = 2 * len(moved) > len(matrices) and len(moved_kinds) > max(_FEW, len(kinds) / 2)
+    return is_most and all(
+        one.source.shape == one.actual.shape and not one.unlike and not _is_broken(values.stats[name])
+        for name, one in wrong.items()
+    )
 
 
 def _is_broken(stats: Extremes) -> bool:

@@ -41,7 +41,7 @@ from verify.report import Severity
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
-_VOCABULARY = (
+VOCABULARY = (
     *("embed_tokens.weight", "lm_head.weight", "word_embeddings.weight", "output_layer.weight"),
     *("embed.weight", "head.weight", "embed_tokens_per_layer.weight"),
 )
@@ -142,7 +142,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)
         if stats.constant:
             constant += [] if stats.low != 0 and one_number else [name]
-        elif stats.zero_rows and not name.endswith((*_VOCABULARY, "bias")):
+        elif stats.zero_rows and not name.endswith((*VOCABULARY, "bias")):
             verdicts["warning", f"{stats.zero_rows} of {stats.rows} rows are all zero"].append(name)
     initial = frozenset(_initial(subject, values, constant)) if constant else ()
     for name in constant:

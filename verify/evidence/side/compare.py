@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
 from verify.evidence.side.difference import Difference, of_keys
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
-from verify.evidence.side.tokenizers import tokenizer_differences
+from verify.evidence.side.templates import Rendered, is_refusal, render
+from verify.evidence.side.texts import first_apart
+from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
 from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
@@ -58,7 +60,10 @@ def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
 
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
-    """Chat templates by name and text, wherever they are; a second text under a name is a difference too."""
+    """Chat templates by name and what they make of conversations, wherever they are.
+
+    A second text under a name is a difference too. Where transformers is not installed, another text is one.
+    """
     names = dict.fromkeys(name for side in (there, here) for _, name, _ in side.template_places)
     for name in names:
         mine, its = (
@@ -74,10 +79,29 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
             continue
         odd = [text for text in mine if text not in its] or list(mine)
         words = f"{what} has {len(odd[-1])} characters"
-        other = there.templates.get(name, next(iter(its), None))
-        its_words = f"but {len(other)} {place}" if other is not None else f"and there is none {place}"
-        where = f", {_apart(odd[-1], other)}" if other is not None else ""
-        yield Difference(mine[odd[-1]], what, f"{words} {its_words}{where}", is_presentation=True)
+        if (other := there.templates.get(name, next(iter(its), None))) is None:
+            yield Difference(mine[odd[-1]], what, f"{words} and there is none {place}", is_presentation=True)
+            continue
+        tokens = {f"{kind}_token": token for kind in SPECIAL if (token := there.special(kind)) is not None}
+        found = render([other, *odd], tokens)
+        shown = [_rendered(texts, found) for texts in found.texts[1:]] if found else []
+        if found and not any(shown):
+            yield from _unread_template(here, there, name)
+            continue
+        odd, shown = (odd, shown) if not any(shown) else ([odd[shown.index(max(shown))]], [max(shown)])
+        words = f"{what} has {len(odd[-1])} characters but {len(other)} {place}, {_apart(odd[-1], other)}"
+        words += f"; {shown[-1]} {place}" if shown else ""
+        yield Difference(mine[odd[-1]], what, words, source=its.get(other), is_presentation=True)
+
+
+def _rendered(texts: Sequence[str], found: Rendered) -> str:
+    """The first conversation that is rendered otherwise than by the first template, in words."""
+    for name, text, other in zip(found.names, texts, found.texts[0], strict=True):
+        if text != other and not (is_refusal(text) and is_refusal(other)):
+            start = max(0, first_apart(text, other) - 12)
+            shown = [shortened(one[start : start + 48]) for one in (text, other)]
+            return f"{name} is rendered as {shown[0]} but {shown[1]}"
+    return ""
 
 
 def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[Difference]:
@@ -94,8 +118,7 @@ def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[D
 
 
 def _apart(text: str, other: str) -> str:
-    at = next((at for at, pair in enumerate(zip(text, other, strict=False)) if pair[0] != pair[1]), None)
-    at = min(len(text), len(other)) if at is None else at
+    at = first_apart(text, other)
     return f"from character {at} on {shortened(text[at : at + 24])} instead of {shortened(other[at : at + 24])}"
 
 

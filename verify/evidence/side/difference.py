@@ -19,6 +19,7 @@ class Difference:
     words: str  # "pre_tokenizer is Whitespace but Split in the source; 'a b' is [1, 2] but [3]"
     severity: Severity = "error"
     count: int = 1
+    source: str | None = None  # the file of the other one that has it, where that is another file
     is_presentation: bool = False  # of how a text is put together or shown: no text has other ids
 
 

@@ -5,10 +5,11 @@ As a program, `python -m verify.evidence.side.texts JOB.json`, it loads both. No
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from verify.evidence.side_files import TOKENIZER
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
-_LIBRARIES = ("tokenizers", "transformers")
+LIBRARIES = ("tokenizers", "transformers")
 _LOADING_HERE = "loading the tokenizer"
 _LIMIT_S = 180
-_TOKENS = 400  # of the vocabulary that are tried
-_STRINGS = 64  # of the parts that differ
+_TOKENS = 400  # of the vocabulary that are decoded, one by one and in a row
 _SHOWN = 12  # ids of a text that are printed
 _TEXTS = (
     "a b",
@@ -35,11 +35,22 @@ _TEXTS = (
     "def f(x):\n    return x['a'] + 0x1F  # 3.14e-5\n",
     "abc\u200bdef\ufeff\u0000\u2028A",
 )
+_WORDS = 2  # of these are words and single spaces alone
+# A piece of each kind that pre-tokenizers tell apart; every three of them in a row are a text.
+_PIECES = ("a", "Bc", "é", "e\u0301", "中", "1", "234", " ", "  ", "\n", "\r\n", ".", "'s", "_", "</", "\U0001f600")
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+_ROW = 32  # texts that are tried together at first
+_PLANES = 0x20000  # characters that are tried one by one: those of the first two planes
+_NO_TEXT = (range(0xD800, 0xF900), range(0xF0000, 0x110000))  # surrogates and private use
 
 
 @dataclass(frozen=True)
 class TextJob:
-    """Two directories with a tokenizer, the library to ask, and strings that the parts of the tokenizers name."""
+    """Two directories with a tokenizer, the library to ask, and texts of the tokenizers' own, such as added tokens.
+
+    Where `here` and `there` are one directory, what transformers' class makes of its tokenizer.json is compared with
+    tokenizer.json itself, without the ids around a text, of words alone: in rarer texts sound releases differ.
+    """
 
     library: str
     here: str
@@ -57,8 +68,15 @@ class Answer:
     ids: str = ""  # of a text
     text: str = ""  # of ids
     shown: str = ""  # of ids, with special tokens left out
-    special: str = ""  # the id of an `eos_token` or the like
+    special: Mapping[str, Sequence[str | None]] = field(default_factory=dict)  # `eos_token` and the like, on both sides
     refused: str = ""  # why it loads only the tokenizer that should be equalled
+    parts: str = ""  # where tokenizer.json first differs, as tokenizers writes it
+    lengths: Sequence[int] = ()  # model_max_length of both
+
+    @property
+    def first(self) -> str:
+        """The first difference of ids and texts."""
+        return self.ids or self.text or self.shown
 
 
 def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequence[Answer], str]:
@@ -68,48 +86,61 @@ def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequ
     """
     answers: list[Answer] = []
     reason = "the library tokenizers is not installed"
-    for library in _LIBRARIES:
+    for library in LIBRARIES:
         alone = library == "tokenizers" and not all((root / TOKENIZER).exists() for root in (here, there))
         if find_spec(library) is None or alone:
             continue
-        job = TextJob(library, str(here), str(there), list(dict.fromkeys(strings))[:_STRINGS])
-        answer, failed = ask(job, __name__, Answer, _LIMIT_S)
-        if failed.startswith(f"while {_LOADING_HERE}: ") and "install" not in failed:
-            answer = Answer(library, refused=failed.partition(": ")[2].partition(" (at ")[0])
+        answer, failed = ask_library(TextJob(library, str(here), str(there), list(dict.fromkeys(strings))))
         if answer is None:
-            reason = f"{library} did not answer {failed}"
+            reason = failed
             continue
         answers.append(answer)
-        if answer.ids or answer.text or answer.refused:
+        if answer.first or answer.refused:
             break
     return answers, "" if answers else reason
 
 
-class _Loaded:
-    """A tokenizer of either library: ids of a text, the text of ids, and ids of special tokens."""
+def ask_library(job: TextJob) -> tuple[Answer | None, str]:
+    """The answer of one library, or why there is none. A tokenizer that it refuses is an answer."""
+    if missing := [one for one in {LIBRARIES[0], job.library} if find_spec(one) is None]:
+        return None, f"the library {missing[0]} is not installed"
+    answer, failed = ask(job, __name__, Answer, _LIMIT_S)
+    if failed.startswith(f"while {_LOADING_HERE}: ") and "install" not in failed:
+        answer = Answer(job.library, refused=failed.partition(": ")[2].partition(" (at ")[0])
+    return answer, "" if answer else f"{job.library} did not answer {failed}"
 
-    def __init__(self, root: Path, library: str) -> None:
-        self.special: Mapping[str, Any] = {}
+
+class _Loaded:
+    """A tokenizer of either library: ids of texts, the text of ids, and special tokens."""
+
+    def __init__(self, root: Path, library: str, *, around: bool = True) -> None:
+        self.special: Mapping[str, str | None] = {}
         self.split: Callable[[str], list[str]] = lambda text: []
+        self.parts: Mapping[str, Any] = {}
+        self.length, self.is_fast = 0, True
         if library == "tokenizers":
             from tokenizers import Tokenizer
 
             own = Tokenizer.from_file(str(root / TOKENIZER))
             own.no_truncation()  # transformers sets both anew for every call
             own.no_padding()
-            self.encode: Callable[[str], list[int]] = lambda text: list(own.encode(text).ids)
+            self.encode: Callable[[list[str]], list[list[int]]] = lambda texts: [
+                one.ids for one in own.encode_batch(texts, add_special_tokens=around)
+            ]
             self.decode: Callable[[list[int], bool], str] = own.decode
             self.vocabulary: Mapping[str, int] = own.get_vocab()
             self.split = lambda text: _pieces(own, text)
+            self.parts = json.loads(own.to_str())
             return
         from transformers import AutoTokenizer
 
         made = AutoTokenizer.from_pretrained(root, trust_remote_code=False, local_files_only=True)
-        self.encode = lambda text: list(made(text)["input_ids"])
+        self.encode = lambda texts: made(texts, add_special_tokens=around)["input_ids"] if texts else []
         self.decode = lambda ids, skip: str(made.decode(ids, skip_special_tokens=skip))
         self.vocabulary = made.get_vocab()
-        self.special = {kind: getattr(made, f"{kind}_token_id", None) for kind in ("eos", "bos", "pad", "unk")}
-        self.special["all"] = sorted(made.all_special_ids)
+        self.special = {f"{kind}_token": getattr(made, f"{kind}_token", None) for kind in ("eos", "bos", "pad", "unk")}
+        self.special |= dict.fromkeys(map(str, made.all_special_tokens), "special")
+        self.length, self.is_fast = made.model_max_length, made.is_fast
 
 
 def _pieces(tokenizer: Any, text: str) -> list[str]:
@@ -121,45 +152,68 @@ def _pieces(tokenizer: Any, text: str) -> list[str]:
 
 def run(job: TextJob, phases: PhaseLog) -> Answer:
     """Loads both tokenizers and compares them."""
+    is_own = job.here == job.there
     phases.enter(Phase(f"loading {job.there}"))
-    there = _Loaded(Path(job.there), job.library)
+    there = _Loaded(Path(job.there), LIBRARIES[0] if is_own else job.library, around=not is_own)
     phases.enter(Phase(_LOADING_HERE))
-    here = _Loaded(Path(job.here), job.library)
+    here = _Loaded(Path(job.here), job.library, around=not is_own)
     phases.enter(Phase("encoding texts"))
+    if is_own:
+        texts = _TEXTS[:_WORDS]
+        return Answer(job.library, len(texts), _other_ids(here, there, texts))
     return _compare(job.library, here, there, job.strings)
 
 
 def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]) -> Answer:
-    texts = list(dict.fromkeys(_texts(there, strings)))
-    ids, text, shown = "", "", ""
-    for one in texts:
-        ids_here, ids_there = here.encode(one), there.encode(one)
-        if not ids and ids_here != ids_there:
-            ids = f"{shortened(one)} is {_listed(ids_here, ids_there)} but {_listed(ids_there, ids_here)}"
-        elif not ids and here.split(one) != there.split(one):  # which ids another vocabulary shows
+    own = [text for side in (here, there) for part in _PARTS for text in _strings_in(side.parts.get(part))]
+    strings = list(dict.fromkeys([*strings, *own]))
+    short = list(dict.fromkeys(_short_texts(there, strings)))
+    texts = list(_all_texts(there)) if here.is_fast and there.is_fast else []
+    rows = [" ".join(texts[at : at + _ROW]) for at in range(0, len(texts), _ROW)]
+    ids, text, shown = _other_ids(here, there, short), "", ""
+    if not ids and (ids := _other_ids(here, there, rows)):
+        ids = _other_ids(here, there, texts) or ids
+    for one in short if not ids else ():
+        if here.split(one) != there.split(one):  # which ids another vocabulary shows
             ids = f"{shortened(one)} is split into {shortened(here.split(one))} but {shortened(there.split(one))}"
+            break
+    for numbers in there.encode(short[: len(_TEXTS) + 3 * len(strings) + _TOKENS]):
         for skip in (False, True):
-            decoded = here.decode(ids_there, skip), there.decode(ids_there, skip)
+            decoded = here.decode(numbers, skip), there.decode(numbers, skip)
             if decoded[0] != decoded[1]:
-                words = f"{_listed(ids_there, ids_there)} is {shortened(decoded[0])} but {shortened(decoded[1])}"
+                words = f"{_listed(numbers, numbers)} is {shortened(decoded[0])} but {shortened(decoded[1])}"
                 text, shown = (text, shown or words) if skip else (text or words, shown)
-    moved = [kind for kind, number in there.special.items() if here.special[kind] != number]
-    special = "".join(
-        f"{kind}_token_id is {here.special[kind]} but {there.special[kind]}" for kind in moved[:1] if kind != "all"
-    )
-    if moved == ["all"]:
-        odd = sorted({*here.special["all"]} ^ {*there.special["all"]})
-        mine, its = ("special" if odd[0] in side.special["all"] else "not special" for side in (here, there))
-        special = f"{shortened(there.decode(odd[:1], False))} is {mine} but {its}"
     if not ids and here.vocabulary != there.vocabulary:
         both = here.vocabulary, there.vocabulary
         token = next(one for one in {**both[1], **both[0]} if both[0].get(one) != both[1].get(one))
         ids = f"{token!r} is {here.vocabulary.get(token, 'missing')} but {there.vocabulary.get(token, 'missing')}"
-    return Answer(library, len(texts), ids, text, shown, special)
+    models = [side.parts.get("model", {}) for side in (here, there)]
+    mine, its = ({key: model.get(key) for key in ("merges", "vocab")} for model in models)
+    ids = ids or first_other(mine, its, "model")  # which a text may need to meet in a row
+    names = {**there.special, **here.special}
+    special = {name: (here.special.get(name), there.special.get(name)) for name in names}
+    special = {name: pair for name, pair in special.items() if pair[0] != pair[1]}
+    parts = first_other(here.parts, there.parts, "") if ids or text or shown else ""
+    lengths = (here.length, there.length) if here.length != there.length else ()
+    return Answer(library, len(short) + len(texts), ids, text, shown, special, "", parts, lengths)
 
 
-def _texts(there: _Loaded, strings: Sequence[str]) -> Iterator[str]:
-    """Fixed texts, tokens of the vocabulary alone and in a row, and the strings of the parts that differ."""
+def _strings_in(value: Any) -> Iterator[str]:
+    """Every text in a part: what a Replace replaces, a Strip strips."""
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    yield from [value] if isinstance(value, str) else (text for one in inner for text in _strings_in(one))
+
+
+def _other_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:
+    """The first text with other ids, in words."""
+    for one, mine, its in zip(texts, here.encode(list(texts)), there.encode(list(texts)), strict=True):
+        if mine != its:
+            return f"{shortened(one)} is {_listed(mine, its)} but {_listed(its, mine)}"
+    return ""
+
+
+def _short_texts(there: _Loaded, strings: Sequence[str]) -> Iterator[str]:
+    """Fixed texts, those of the tokenizers, tokens of the vocabulary alone and in a row, and pieces in a row."""
     yield from _TEXTS
     for text in strings:
         yield from (f"a{text}b {text} c", text, f"{text}A")
@@ -169,12 +223,46 @@ def _texts(there: _Loaded, strings: Sequence[str]) -> Iterator[str]:
     rows = [tokens[at : at + 8] for at in range(0, len(tokens), 8)]
     yield from tokens
     yield from (glue.join(row) for row in rows for glue in ("", " "))
+    yield from map("".join, product(_PIECES, repeat=3))
+
+
+def _all_texts(there: _Loaded) -> Iterator[str]:
+    """Every token of the vocabulary, and every character of the first planes inside a word."""
+    yield from (there.decode([number], False) for number in there.vocabulary.values())
+    numbers = (number for number in range(_PLANES) if not any(number in one for one in _NO_TEXT))
+    yield from (f"a{chr(number)}b" for number in numbers)
+
+
+def first_other(here: Any, there: Any, path: str) -> str:
+    """Where two JSON values first differ, in words: `pre_tokenizer.type is 'Whitespace' but 'Sequence'`."""
+    if isinstance(here, Mapping) and isinstance(there, Mapping):
+        pairs = {f"{path}.{key}" if path else key: (here.get(key), there.get(key)) for key in {**here, **there}}
+    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+        pairs = {f"{path}[{at}]": pair for at, pair in enumerate(zip(here, there, strict=True))}
+    else:
+        mine, its = ("missing" if one is None else shortened(one) for one in _around(here, there))
+        return f"{path} is {mine} but {its}"
+    key = next((key for key, pair in pairs.items() if pair[0] != pair[1]), None)
+    return first_other(*pairs[key], key) if key is not None else ""
+
+
+def _around(here: Any, there: Any) -> tuple[Any, Any]:
+    """Two values, of long texts and lists what is around their first difference."""
+    if type(here) is not type(there) or not isinstance(here, str | list):
+        return here, there
+    start = max(0, first_apart(here, there) - 24)
+    return here[start : start + 48], there[start : start + 48]
+
+
+def first_apart(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Where two sequences first differ."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
 
 
 def _listed(ids: Sequence[int], other: Sequence[int]) -> str:
     """The ids of a text, of a long one those up to the first that differs."""
-    at = next((at for at, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), 0)
-    start = max(0, at - 2) if len(ids) > _SHOWN else 0
+    start = max(0, first_apart(ids, other) - 2) if len(ids) > _SHOWN else 0
     part = list(ids[start : start + _SHOWN])
     return f"{'[… ' if start else '['}{', '.join(map(str, part))}{' …]' if start + _SHOWN < len(ids) else ']'}"
 

@@ -78,7 +78,7 @@ SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
         ({"added_tokens": [*ADDED, {"id": 302, "content": "<new>"}]}, "1 are only in it, such as '<new>'"),
         (
             {"model": {"type": "BPE", "vocab": WORDS, "merges": ["w 2", "w 1"]}},
-            "merge 0 is 'w 2' but 'w 1' in --hf-checkpoint",
+            "model.merges[0] is 'w 2' but 'w 1' in --hf-checkpoint",
         ),
     ],
 )
@@ -87,7 +87,7 @@ def test_another_vocabulary_beside_the_weights_is_an_error(
 ) -> None:
     write(sides[1], "tokenizer.json", tokenizer(**changes))
     (finding,) = found(sides)
-    assert (finding.severity, finding.actual) == ("error", actual)
+    assert (finding.severity, finding.actual.partition("; no text")[0]) == ("error", actual)
     assert finding.file == str(sides[1] / "tokenizer.json")
 
 
@@ -101,7 +101,7 @@ def test_another_vocabulary_beside_the_weights_is_an_error(
             "tokenizer.json",
             tokenizer(added_tokens=[ADDED[0], ADDED[1] | {"special": False, "normalized": False}]),
             "error",
-            "special of '<turn>' is False but True",
+            "added_tokens[1].special is False but True",
         ),
     ],
 )

@@ -1,0 +1,165 @@
+"""`verify --source RELEASE --trained`: training moves values by little, and what else differs is found as ever."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from support import models
+from support.fixture_types import OnlyFinding, PathOf
+from torch import Tensor
+
+from ckptkit.app.api import convert
+from ckptkit.core.errors import UsageError
+from verify.report import Report
+from verify.run import verify
+
+LAYER = "model.layers.5."
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Tensor]], None]) -> Path:
+    """All tensors of a directory in one file, changed."""
+    tensors = models.tensors(path)
+    change(tensors)
+    for file in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
+        file.unlink()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def train(path: Path, frozen: Collection[str] = (), size: float = 0.02) -> Path:
+    """A step of training: noise of a part of each tensor's own size, but in tensors whose names begin as `frozen`."""
+
+    def step(tensors: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for name, one in tensors.items():
+            if one.is_floating_point() and not name.startswith(tuple(frozen)):
+                noise = torch.randn(one.shape, generator=generator) * size * one.float().square().mean().sqrt()
+                tensors[name] = (one.float() + noise).to(one.dtype)
+
+    return rewrite(path, step)
+
+
+def exchange(first: str, second: str) -> Callable[[dict[str, Tensor]], None]:
+    def apply(tensors: dict[str, Tensor]) -> None:
+        tensors[first], tensors[second] = tensors[second], tensors[first]
+
+    return apply
+
+
+def errors(report: Report) -> list[tuple[str, str | None]]:
+    return [(one.code, one.tensor) for one in report.findings if one.severity == "error"]
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("frozen", [(), ("model.layers.0.", "model.layers.1."), ("model.embed_tokens", "lm_head")])
+def test_a_trained_checkpoint_passes(name: str, frozen: tuple[str, ...], releases: PathOf, fresh: PathOf) -> None:
+    report = verify(train(fresh(name), frozen), source=releases(name), trained=True)
+    assert (report.findings, report.status) == ([], "passed")
+    assert {"CK202", "CK305"}.isdisjoint(one.code for one in report.checks)
+    assert any(note.startswith("training left") for note in report.facts.get("notes", ())) == bool(frozen)
+
+
+def test_a_trained_megatron_checkpoint_passes_and_its_swapped_experts_are_found(
+    releases: PathOf, fresh: PathOf, tmp_path: Path
+) -> None:
+    path = train(fresh("glm4_moe"))
+    convert(path, tmp_path / "megatron")
+    assert verify(tmp_path / "megatron", source=releases("glm4_moe"), trained=True).findings == []
+    first, second = (f"{LAYER}mlp.experts.{number}.down_proj.weight" for number in (3, 7))
+    convert(rewrite(path, exchange(first, second)), tmp_path / "swapped")
+    report = verify(tmp_path / "swapped", source=releases("glm4_moe"), trained=True)
+    assert errors(report) == [("CK216", f"{LAYER}mlp.experts.{{3,7}}.down_proj.weight")]
+
+
+def interleave(tensors: dict[str, Tensor]) -> None:
+    name = f"{LAYER}self_attn.q_proj.weight"
+    tensors[name] = torch.cat([tensors[name][0::2], tensors[name][1::2]])
+
+
+def shift_rows(tensors: dict[str, Tensor]) -> None:
+    name = f"{LAYER}self_attn.o_proj.weight"
+    tensors[name][:16] = tensors[name][:16].roll(1, 0)
+
+
+def drop(tensors: dict[str, Tensor]) -> None:
+    del tensors[f"{LAYER}self_attn.q_proj.weight"]
+
+
+def lose(tensors: dict[str, Tensor]) -> None:
+    tensors[f"{LAYER}self_attn.o_proj.weight"][0, 0] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "tensor"),
+    [
+        (exchange(f"{LAYER}mlp.gate_proj.weight", f"{LAYER}mlp.up_proj.weight"), "CK216", "*"),
+        (exchange(f"{LAYER}mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight"), "CK216", "*"),
+        (interleave, "CK216", f"{LAYER}self_attn.q_proj.weight"),
+        (shift_rows, "CK216", f"{LAYER}self_attn.o_proj.weight"),
+        (drop, "CK104", f"{LAYER}self_attn.q_proj.weight"),
+        (lose, "CK204", f"{LAYER}self_attn.o_proj.weight"),
+    ],
+)
+def test_what_training_does_not_do_is_found(
+    change: Callable[[dict[str, Tensor]], None], code: str, tensor: str, releases: PathOf, fresh: PathOf
+) -> None:
+    report = verify(rewrite(train(fresh("qwen2-tied")), change), source=releases("qwen2-tied"), trained=True)
+    found = [one for one in report.findings if one.severity == "error"]
+    assert {one.code for one in found} == {code}
+    assert tensor == "*" or tensor in {name for one in found for name in one.names}
+
+
+def test_another_model_is_one_error(releases: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
+    finding = only(verify(train(fresh("qwen2-tied"), size=3.0), source=releases("qwen2-tied"), trained=True))
+    assert (finding.code, finding.severity) == ("CK216", "error")
+    assert finding.actual.endswith("another model")
+
+
+def test_rows_of_new_words_are_no_fault(releases: PathOf, fresh: PathOf) -> None:
+    def add_words(tensors: dict[str, Tensor]) -> None:
+        tensors["model.embed_tokens.weight"][:40] = torch.randn(40, tensors["model.embed_tokens.weight"].shape[1])
+
+    path = rewrite(train(fresh("qwen2-tied")), add_words)
+    assert verify(path, source=releases("qwen2-tied"), trained=True).findings == []
+
+
+def test_a_frequency_table_does_not_move(fresh: PathOf, tmp_path: Path) -> None:
+    source, name = fresh("qwen2-tied"), "model.layers.0.self_attn.rotary_emb.inv_freq"
+    rewrite(source, lambda tensors: tensors.update({name: torch.rand(8)}))
+    path = train(shutil.copytree(source, tmp_path / "trained"), [name])
+    assert ("CK216", name) not in errors(verify(path, source=source, trained=True))
+    rewrite(path, lambda tensors: tensors.update({name: torch.rand(8)}))
+    assert ("CK216", name) in errors(verify(path, source=source, trained=True))
+
+
+def test_nothing_that_moved_is_a_warning(releases: PathOf, only: OnlyFinding) -> None:
+    finding = only(verify(releases("qwen2-tied"), source=releases("qwen2-tied"), trained=True))
+    assert (finding.code, finding.severity) == ("CK216", "warning")
+
+
+def test_other_settings_are_found_as_ever(releases: PathOf, fresh: PathOf, edit_json: Callable[..., None]) -> None:
+    path = train(fresh("qwen2-tied"))
+    edit_json(path / "config.json", rms_norm_eps=1e-3)
+    (path / "chat_template.jinja").write_text("{{ messages }} and more")
+    found = {one.code for one in verify(path, source=releases("qwen2-tied"), trained=True).findings}
+    assert found == {"CK702", "CK708"}
+
+
+def test_without_it_one_finding_names_it(releases: PathOf, fresh: PathOf, only: OnlyFinding) -> None:
+    finding = only(verify(train(fresh("glm4_moe")), source=releases("glm4_moe")))
+    assert (finding.code, finding.severity) == ("CK202", "error")
+    assert "--trained" in finding.hint
+
+
+@pytest.mark.parametrize("options", [{}, {"adapter": "adapter"}])
+def test_it_goes_with_a_source_and_no_adapter(options: dict[str, Any], releases: PathOf) -> None:
+    source = releases("qwen2-tied") if options else None
+    with pytest.raises(UsageError):
+        verify(releases("qwen2-tied"), source=source, trained=True, **options)
