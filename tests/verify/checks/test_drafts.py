@@ -186,6 +186,18 @@ def test_zeros_alone_are_a_warning(tmp_path: Path) -> None:
     assert [(one.code, one.severity) for one in report.findings] == [("CK142", "warning")]
 
 
+def test_the_first_tokens_of_the_target_in_both_tables_are_a_warning(tmp_path: Path) -> None:
+    tables = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.arange(TOKENS) < 64}
+    report = verify(save_draft(tmp_path / "draft", tensors_of("SpecForge") | tables, KINDS["SpecForge"][0]))
+    assert [(one.code, one.severity) for one in report.findings] == [("CK142", "warning")]
+
+
+def test_a_draft_model_as_the_target_is_inconclusive(tmp_path: Path) -> None:
+    report = verify(made_draft("ModelOpt", tmp_path / "draft"), source=made_draft("speculators", tmp_path / "other"))
+    assert (report.status, report.findings, len(report.reasons)) == ("inconclusive", [], 1)
+    assert "CK144" in report.reasons[0]
+
+
 @pytest.mark.parametrize(
     "config",
     [

@@ -13,7 +13,7 @@ import transformers
 from click.testing import CliRunner
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.other_models import class_for, save_small
+from support.other_models import class_for, save_small, small_config
 
 from ckptkit.app.cli import cli
 from ckptkit.core.specs import TensorSpec
@@ -137,6 +137,79 @@ def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path: Path) -> Non
     save_file(weights, tmp_path / "reward/model.safetensors", {"format": "pt"})
     report = verify(tmp_path / "reward")
     assert [(one.code, one.tensor) for one in report.findings if one.severity == "error"] == [("CK541", "score.weight")]
+
+
+def _randomized(model: torch.nn.Module) -> torch.nn.Module:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape) * 0.02 + (parameter.dim() == 1)
+    return model
+
+
+def _small(model_class: str, model_type: str, path: Path) -> Path:
+    config = small_config(transformers.CONFIG_MAPPING[model_type])
+    _randomized(getattr(transformers, model_class)(config)).save_pretrained(path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("saved", "model_type", "named"),
+    [
+        ("RTDetrForObjectDetection", "rt_detr", "RTDetrModel"),
+        ("SEWDModel", "sew-d", "SEWDForCTC"),
+    ],
+)
+def test_architectures_of_another_class_of_the_same_config_are_one_finding(
+    saved: str, model_type: str, named: str, tmp_path: Path
+) -> None:
+    path = _small(saved, model_type, tmp_path / "model")
+    assert verify(path).status == "passed"
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": [named]}))
+    errors = [one for one in verify(path).findings if one.severity == "error"]
+    assert [(one.code, one.file) for one in errors] == [("CK541", "config.json")]
+    assert saved in errors[0].expected
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+def test_whole_numbers_where_the_class_has_floats_are_named(tmp_path: Path) -> None:
+    """The class has whole numbers too: the batches that its norms have seen."""
+    path = _small("RTDetrForObjectDetection", "rt_detr", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    name = next(one for one in weights if one.endswith("running_mean"))
+    weights[name] = torch.arange(weights[name].numel())
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert ("CK541", name) in {(one.code, one.tensor) for one in verify(path).findings}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_weight_that_is_not_stored_takes_one_of_several_values(same: bool, tmp_path: Path) -> None:
+    path = _small("T5ForConditionalGeneration", "t5", tmp_path / "model")
+    assert verify(path).status == "passed"
+    weights = load_file(path / "model.safetensors")
+    shared = weights.pop("shared.weight")
+    weights |= {"decoder.embed_tokens.weight": shared, "lm_head.weight": shared.clone() if same else shared * 100}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    found = {one.tensor for one in verify(path).findings if one.code == "CK541"}
+    assert found == (set() if same else {"shared.weight", "encoder.embed_tokens.weight"})
+
+
+def test_an_own_head_of_tied_embeddings_is_no_fault_of_names(tmp_path: Path) -> None:
+    path = _small("T5ForConditionalGeneration", "t5", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    weights["lm_head.weight"] = weights["shared.weight"] * 2
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    assert "CK541" in {one.code for one in verify(path).checks if one.status == "passed"}
+
+
+def test_a_tower_that_is_not_stored_is_one_finding(tmp_path: Path) -> None:
+    path = save_small("qwen2_vl", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    tower = [name for name in weights if name.startswith("visual.")]
+    save_file({k: v for k, v in weights.items() if k not in tower}, path / "model.safetensors", {"format": "pt"})
+    found = [one for one in verify(path).findings if one.code == "CK541"]
+    assert [one.count for one in found] == [len(tower)]
 
 
 def test_a_type_that_transformers_does_not_have_either_is_inconclusive_once(cohere: Path, tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from mutations import edits
 from safetensors.torch import save_file
 from support import models
 from support.fixture_types import OnlyFinding, PathOf, RunAlone
+from support.other_models import save_small
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -71,6 +73,53 @@ def test_norms_that_another_convention_shifts_are_said_to_be(
     finding = only(verify(path, source=releases("qwen2-tied")))
     assert (finding.code, finding.tensor) == ("CK202", name)
     assert words in finding.actual
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small("starcoder2", tmp_path_factory.mktemp("starcoder2"))
+
+
+@pytest.mark.parametrize("kind", ["input_layernorm", "mlp.c_fc", "self_attn.q_proj"])
+def test_tensors_of_another_name_with_the_values_of_the_source_are_said_to_be(
+    kind: str, other: Path, tmp_path: Path
+) -> None:
+    path, new = tmp_path / "renamed", kind + "_b"
+    shutil.copytree(other, path)
+    content = {name.replace(kind, new): tensor for name, tensor in models.tensors(other).items()}
+    save_file(content, path / "model.safetensors", {"format": "pt"})
+    found = [one for one in verify(path, source=other).findings if one.code == "CK202"]
+    assert {one.tensor for one in found} == {f"model.layers.{{0..1}}.{kind}.{leaf}" for leaf in ("weight", "bias")}
+    assert all(f"model.layers.{{0..1}}.{new}" in one.actual for one in found)
+
+
+def test_a_renamed_tensor_with_other_values_is_missing_and_unknown(other: Path, tmp_path: Path) -> None:
+    path, old, new = tmp_path / "renamed", "mlp.c_fc.weight", "mlp.fc.weight"
+    shutil.copytree(other, path)
+    content = {name.replace(old, new): tensor for name, tensor in models.tensors(other).items()}
+    content[f"model.layers.1.{new}"] += 1
+    save_file(content, path / "model.safetensors", {"format": "pt"})
+    found = [one for one in verify(path, source=other).findings if one.code == "CK202"]
+    assert {one.tensor for one in found} == {f"model.layers.{{0..1}}.{name}" for name in (old, new)}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_square_tensors_that_are_transposed_are_said_to_be(fused: bool, tmp_path: Path) -> None:
+    """Of a fused tensor of experts the parts are compared, and the whole is named."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
+    experts = {"num_experts": 12, "moe_intermediate_size": 32, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts)).to(torch.bfloat16)
+    for key, parameter in model.named_parameters():
+        parameter.data = case.random(key, parameter.data, parameter.dtype)
+    source, path = tmp_path / "source", tmp_path / "path"
+    for one in (source, path):
+        model.save_pretrained(one, save_original_format=not fused)
+    name = "model.layers.1.mlp.experts.gate_up_proj" if fused else "model.layers.1.self_attn.o_proj.weight"
+    models.edit(path, name, models.tensors(path)[name].transpose(-1, -2).contiguous())
+    findings = [one for one in verify(path, source=source).findings if one.code != "CK720"]  # it has no tokenizer
+    assert {one.code for one in findings} == {"CK202"}
+    for finding in findings:
+        assert f"{name} of the source is transposed" in finding.actual
 
 
 def test_a_changed_sign_of_zero_is_a_difference(fresh: PathOf, only: OnlyFinding) -> None:

@@ -10,12 +10,12 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
 from converters.config.values import integer
-from converters.draft import EMBEDDING, ENGINES, FUSION, TOKENS, USED, Draft, draft_of, target_of
+from converters.draft import EMBEDDING, ENGINES, FUSION, TOKENS, USED, Draft, draft_of, is_draft, target_of
 from verify.check import Tally, check
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable
+from verify.skip import Inapplicable, Unable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,7 +103,7 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tables = {own: read[name] for own, name in stored.items()}
     for own, expected, actual, hint in _faults(draft, tables):
         yield Issue(expected, actual, hint, names=[stored[own]])
-    if set(tables) == {TOKENS} and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
+    if TOKENS in tables and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
         hint = "were the tables loaded before the model was saved?"
         actual = f"zeros: draft tokens are the target's first {draft.draft_vocabulary}"
         yield Issue("the tokens that it was trained on", actual, hint, names=[stored[TOKENS]], severity="warning")
@@ -176,7 +176,10 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Width, vocabulary and layers of config.json; a copy of the embedding, value by value."""
     draft, source = subject.once(draft_model), subject.source_path or Path()
-    target = target_of(read_config(source))
+    config = read_config(source)
+    if is_draft(config):
+        raise Unable(f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them")
+    target = target_of(config)
     tally.compared(0, 3)
     hint = f"is {source} the model that it was trained for?"
     if draft.target_hidden != target.hidden:

@@ -19,6 +19,7 @@ from verify.evidence.expected import (
     Expected,
     expected_of,
     has_floats,
+    is_of_no_family,
     is_quantized,
     refuse_stated,
     spelling_of,
@@ -60,6 +61,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = subject.once(expected_of) or Expected({})
     fp32 = expected.fp32
     foreign = (spelling := subject.once(spelling_of)) is not None and spelling.whose  # CK104 says so
+    of_no_family = subject.once(is_of_no_family)
     for names in subject.kinds:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
@@ -81,6 +83,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             continue
         if (
             usual not in COMPUTED
+            and not (of_no_family and usual in _INDICES)  # CK541 asks whether the class has whole numbers there
             and not upcast
             and not foreign
             and not names[0].endswith(_INTEGER_PARTS)

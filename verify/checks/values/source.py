@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
@@ -13,14 +13,14 @@ from quant.formats.part_names import PACKED, packed_in
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
 from verify.evidence.expected import fp32_names, is_cache_scale, is_quantized, tied_head_of, usable_config
-from verify.evidence.extremes import Extremes, same_bytes
+from verify.evidence.extremes import Extremes, digest_of, same_bytes
 from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Difference, Values, as_hf_view
+from verify.evidence.values import Difference, Values, as_hf_view, source_as_hf
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -74,6 +74,12 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
     extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
+    for names, others in _renamed(subject, lost, extra, values):
+        actual = f"missing: its values are those of {summarize(others)}, which the source has not"
+        hint = "rename it as the source has it: what is found under another name only, a reader does not find"
+        yield Issue("the tensor of the source", actual, hint, names=names, explains=others)
+        lost = [name for name in lost if name not in names]
+        extra = [name for name in extra if name not in others]
     yield Issue("the tensor of the source", "missing", names=lost)
     hint = "name the release that these tensors are from as --source, or convert again from this one"
     yield Issue("only tensors that the source has", "the source has no tensor of this name", hint, names=extra)
@@ -87,6 +93,28 @@ def other_places(subject: Subject, wrong: Mapping[str, Difference]) -> Iterator[
         layers = set(layers_of(moved.names)) if moved.is_layers else set()
         packed = [name for name in judged if layer_of(name) in layers]
         yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, explains=packed)
+
+
+def _renamed(
+    subject: Subject, lost: Sequence[str], extra: Sequence[str], values: Values
+) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
+    """Kinds of tensors that the source has under one name and the checkpoint under another, with equal values.
+
+    Tensors of one constant each, such as new norms, tell nothing where several kinds have it.
+    """
+    left = [names for names in group_by_pattern(extra) if all(name in values.stats for name in names)]
+    if not left or not lost:
+        return
+    stats, source = values.stats, source_as_hf(subject, subject.checkpoint.specs)
+    here = {name: spec.shape for name, spec in as_hf_view(subject.checkpoint, subject.path, source.specs).specs.items()}
+    for names in group_by_pattern(lost):
+        shapes = [source.specs[name].shape for name in names]
+        alike = [one for one in left if len(one) == len(names) and [here[name] for name in one] == shapes]
+        digests = [digest_of(source.read([name])[name]) for name in names] if alike else []
+        same = [one for one in alike if [stats[name].digest for name in one] == digests]
+        if same and (len(same) == 1 or not all(stats[name].constant for name in same[0])):
+            yield names, same[0]
+            left.remove(same[0])
 
 
 def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values) -> Iterator[Issue]:
@@ -108,7 +136,28 @@ def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values
                 continue
             worst = max(names, key=lambda name: wrong[name].largest)
             actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
+            turned = _transposed(subject, worst) if not broken else None
+            if turned is not None:
+                hint = "store it as the source has it, with the last two axes exchanged"
+                actual = f"{turned} of the source is transposed ({actual})"
             yield Issue(expected, actual, hint, names=names)
+
+
+def _transposed(subject: Subject, name: str) -> str | None:
+    """The stored tensor, this one or what it is a part of, that is the source's with the last two axes exchanged."""
+    here, source = subject.checkpoint, source_as_hf(subject, subject.checkpoint.specs)
+    if name not in here.specs and subject.source is not None:
+        source = subject.source
+    for other, spec in here.specs.items():
+        is_it = other == name or (name not in here.specs and layer_of(other) == layer_of(name))
+        if not is_it or len(spec.shape) < 2 or other not in source.specs:
+            continue
+        if (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) != tuple(source.specs[other].shape):
+            continue
+        found, true = here.read([other])[other], source.read([other])[other]
+        if same_bytes(found, true.to(found.dtype).transpose(-1, -2).contiguous()):
+            return other
+    return None
 
 
 def _against_adapter(

@@ -141,7 +141,8 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         spec = subject.specs.get(name)  # None of an expert that is stored with the others
         one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)
         if stats.constant:
-            constant += [] if stats.low != 0 and one_number else [name]
+            counts = spec is not None and spec.dtype == "int64"  # such as the batches that a norm has seen
+            constant += [] if one_number and (stats.low != 0 or counts) else [name]
         elif stats.zero_rows and not name.endswith((*VOCABULARY, "bias")):
             verdicts["warning", f"{stats.zero_rows} of {stats.rows} rows are all zero"].append(name)
     initial = frozenset(_initial(subject, values, constant)) if constant else ()

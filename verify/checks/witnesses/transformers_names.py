@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future
 from importlib.util import find_spec
+from threading import Thread
 
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
@@ -11,6 +13,8 @@ from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from verify.check import Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import expected_of, is_of_no_family
+from verify.evidence.extremes import same_bytes
+from verify.evidence.folding import pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -18,6 +22,7 @@ from verify.witnesses.process.run import ask
 from verify.witnesses.reference.job import NamesJob, NamesReport
 
 _WITNESS = "verify.witnesses.reference.names"
+_Answer = tuple[NamesReport | None, str]
 _LIMIT_S = 900  # importing transformers on a busy machine, and building a large class
 
 
@@ -37,13 +42,16 @@ def _not_asked(subject: Subject) -> str | None:
     "has no place for. It goes on with a line in its log.",
     fix="Take the named tensors and config.json from the release.",
     unless=_not_asked,
+    begin=lambda subject: subject.once(_asked),
     explained_by=("CK102", "CK103", "CK104", "CK105"),
 )
 def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes, loaded by transformers into its class on the meta device; no value is read, no code run."""
-    specs = _plain_specs(subject)
-    found = _asked(subject, specs)
-    if not found.model_class and not found.refused:
+    specs, asked = subject.once(_asked)
+    report, failed = asked.result()
+    if report is None:
+        raise Unable(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
+    if not report.model_class and not report.refused:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
         raise Unable(
             f"transformers has no class for model_type {subject.hf_files.config.get('model_type')!r} ({named}) without "
@@ -51,36 +59,79 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     tally.compared(0, len(specs))
     config = subject.path / "config.json"
-    if found.refused:
-        yield Issue("a config from which transformers builds its class", found.refused, file=config)
+    if report.refused:
+        yield Issue("a config from which transformers builds its class", report.refused, file=config)
         return
-    tally.facts["class in transformers"] = [found.model_class]
+    tally.facts["class in transformers"] = [report.model_class]
+    integers = {name.rpartition(".")[2] for name in report.integers}
     where = subject.path / INDEX if subject.hf_files.index is not None else subject.path
-    yield Issue(
-        f"a tensor for each weight of {found.model_class}",
-        "missing: transformers fills this weight with random numbers",
-        names=found.missing,
-        file=where,
-    )
+    if report.fits:
+        missed = f"{len(report.missing)} of {len(report.own)} weights of {report.model_class} are not stored"
+        actual = f"{report.model_class}: {missed}, and transformers fills them with random numbers"
+        hint = f"set architectures to [{report.fits!r}]: its weights are those that are stored"
+        yield Issue(f"architectures that name {report.fits}", actual, hint, file=config)
+        return
+    for names in _parts(report.missing, report.own):
+        yield Issue(
+            f"a tensor for each weight of {report.model_class}",
+            "missing: transformers fills this weight with random numbers",
+            names=names,
+            file=where,
+            together=True,
+        )
+    for name, (taken, *others) in report.aliases.items():
+        stored = subject.checkpoint.read([taken, *others])
+        if odd := [other for other in others if not same_bytes(stored[taken], stored[other])]:
+            actual = (
+                f"not stored: transformers takes {taken} for it, and {summarize(odd)}, which it ties too, has others"
+            )
+            hint = f"store {name}: of tied weights with several values each release of transformers takes another"
+            yield Issue("the values that it was trained with", actual, hint, names=[name], file=where)
     # What the family of ours knows to be dropped there, such as layers for multi-token prediction, engines read.
     promised = expected.shapes.keys() | expected.optional if (expected := subject.once(expected_of)) else frozenset()
-    if dropped := sorted(set(found.unexpected).intersection(promised)):
-        tally.note(f"{found.model_class} has no place for {summarize(dropped)}, which engines read")
+    if dropped := sorted(set(report.unexpected).intersection(promised)):
+        tally.note(f"{report.model_class} has no place for {summarize(dropped)}, which engines read")
     yield Issue(
-        f"only tensors that {found.model_class} has",
+        f"only tensors that {report.model_class} has",
         "stored, but not in the class: transformers drops it",
-        names=[name for name in found.unexpected if name not in promised],
+        names=[name for name in report.unexpected if name not in promised],
         file=where,
     )
-    for one in found.other_shapes:
+    for spec in specs:
+        if spec.dtype.startswith(("int", "uint")) and spec.name.rpartition(".")[2] not in integers:
+            yield Issue(
+                f"a float, as all of this name in {report.model_class}", spec.dtype, names=[spec.name], file=where
+            )
+    for one in report.other_shapes:
         yield Issue(
-            f"shape {tuple(one.built)} in {found.model_class}",
+            f"shape {tuple(one.built)} in {report.model_class}",
             f"shape {tuple(one.stored)}",
             names=[one.name],
             file=where,
         )
-    for name, text in found.errors.items():
-        yield Issue(f"tensors that become this weight of {found.model_class}", text, names=[name], file=where)
+    for name, text in report.errors.items():
+        yield Issue(f"tensors that become this weight of {report.model_class}", text, names=[name], file=where)
+
+
+def _parts(lost: Collection[str], own: Collection[str]) -> Collection[list[str]]:
+    """The names of `lost` as findings tell them: each module of which the class finds nothing, or each kind of tensor.
+
+    The same of several layers is one.
+    """
+    found = {part for name in set(own).difference(lost) for part in _homes(name)}
+    parts: dict[str, list[str]] = {}
+    for name in lost:
+        outermost = next((part for part in _homes(name) if part not in found), name)
+        parts.setdefault(pattern_of(outermost), []).append(name)
+    return parts.values()
+
+
+def _homes(name: str) -> Iterator[str]:
+    """The modules that a tensor is in, the outermost first."""
+    at = name.find(".")
+    while at >= 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
 
 
 def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
@@ -89,12 +140,23 @@ def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
     return list((plain(subject.path).specs if quantized else names_of(subject)).values())
 
 
-def _asked(subject: Subject, specs: Sequence[TensorSpec]) -> NamesReport:
+def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
+    """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
+
+    Raises Unable where transformers is not installed.
+    """
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
             raise Unable(f"{module} is not installed, so transformers' class was not asked for names and shapes")
-    job = NamesJob(without_quantization(subject.hf_files.config), specs)
-    report, failed = ask(job, _WITNESS, NamesReport, _LIMIT_S)
-    if report is None:
-        raise Unable(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
-    return report
+    specs = _plain_specs(subject)
+    job, answer = NamesJob(without_quantization(subject.hf_files.config), specs), Future[_Answer]()
+
+    def wait() -> None:
+        try:
+            answer.set_result(ask(job, _WITNESS, NamesReport, _LIMIT_S))
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            answer.set_exception(error)
+
+    # A daemon, so that nothing waits for it, or for its process, when something else ends the run.
+    Thread(target=wait, daemon=True).start()
+    return specs, answer

@@ -102,3 +102,7 @@ class NamesReport:
     other_shapes: Sequence[OtherShape] = ()
     errors: Mapping[str, str] = field(default_factory=dict)  # of weights that several tensors become
     refused: str = ""  # what it says of a config from which it builds no class
+    own: Sequence[str] = ()  # all weights of the class
+    integers: Sequence[str] = ()  # those of them that are whole numbers
+    aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # `names._aliases`
+    fits: str = ""  # a class of the same config that has these tensors, where this one has hardly any

@@ -7,8 +7,10 @@ tensors of the stored names and shapes through transformers' own renaming, as `f
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +21,7 @@ from transformers import modeling_utils
 
 from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
+from ckptkit.core.specs import TensorSpec
 from quant.selection.meta_model import hub_offline
 from verify.witnesses.process.exit_report import Phase, PhaseLog, described, is_verdict, run_job
 from verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
@@ -49,9 +52,22 @@ def load_names(job: NamesJob) -> NamesReport:
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
     if (model_class := _class_of(config)) is None:
         return NamesReport()
-    weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in job.tensors}
-    with _recorded() as loads, hub_offline():
-        model_class.from_pretrained(
+    report = _loaded(model_class, config, job.tensors)
+    if 2 * len(report.missing) <= len(report.own):
+        return report
+    module = import_module(model_class.__module__)
+    for other in (getattr(module, name) for name in module.__all__ if not name.endswith("PreTrainedModel")):
+        if _is_model(other) and other.config_class is type(config) and other is not model_class:
+            found = _loaded(other, config, job.tensors)
+            if found.own and not (found.missing or found.unexpected or found.other_shapes or found.errors):
+                return replace(report, fits=other.__name__)
+    return report
+
+
+def _loaded(model_class: Any, config: Any, tensors: Sequence[TensorSpec]) -> NamesReport:
+    weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in tensors}
+    with _recorded() as loads, hub_offline(), patch.object(torch, "equal", _equal):
+        model = model_class.from_pretrained(
             None,
             config=config,
             state_dict=weights,
@@ -59,7 +75,7 @@ def load_names(job: NamesJob) -> NamesReport:
             ignore_mismatched_sizes=True,
             attn_implementation="eager",
         )
-    info = loads[-1]
+    info, own = loads[-1], model.state_dict()
     shapes = [OtherShape(name, list(stored), list(built)) for name, stored, built in info.mismatched_keys]
     return NamesReport(
         model_class.__name__,
@@ -67,7 +83,31 @@ def load_names(job: NamesJob) -> NamesReport:
         sorted(info.unexpected_keys),
         sorted(shapes, key=lambda one: one.name),
         {name: _last_words(text) for name, text in sorted(info.conversion_errors.items())},
+        own=sorted(own),
+        integers=sorted(name for name, tensor in own.items() if not tensor.is_floating_point()),
+        aliases=_aliases(model, weights),
     )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor, equal: Callable[..., bool] = torch.equal) -> bool:
+    """torch.equal; two tied weights without values, which are compared when both are stored, are left untied."""
+    return not (one.is_meta or other.is_meta) and equal(one, other)
+
+
+def _aliases(model: Any, stored: Mapping[str, object]) -> dict[str, list[str]]:
+    """Weights that are not stored though several that the class ties to them are: the one taken instead, and those."""
+    tied: dict[str, list[str]] = {}
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        tied.setdefault(other, [other]).append(one)
+    found = {}
+    for source, names in tied.items():
+        if source in stored:
+            continue
+        here = {id(model.get_parameter_or_buffer(name)): name for name in names if name in stored}
+        for name in names:
+            if name not in stored and len(here) > 1 and (taken := here.get(id(model.get_parameter_or_buffer(name)))):
+                found[name] = [taken, *(other for other in here.values() if other != taken)]
+    return found
 
 
 def _without_code(config: Any) -> Any:
@@ -112,7 +152,11 @@ def _class_of(config: Any) -> Any | None:
     if not config.architectures:
         return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
     found = getattr(transformers, str(config.architectures[0]), None)
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    return found if _is_model(found) else None
+
+
+def _is_model(found: Any) -> bool:
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
 if __name__ == "__main__":
