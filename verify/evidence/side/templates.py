@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
+from ckptkit.core.errors import words_of
 from verify.witnesses.process.exit_report import PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
@@ -105,7 +106,7 @@ def _render(template: str, messages: list[Any], tools: Any, settings: Mapping[st
     try:
         texts, _ = render_jinja_template([messages], tools=tools, chat_template=template, **settings)
     except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return f"{_REFUSED} {type(error).__name__}: {error}"
+        return f"{_REFUSED} {words_of(error, with_class=True)}"
     return str(texts[0])
 
 
