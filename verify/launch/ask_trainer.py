@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.isolation import is_secret, is_withheld
-from ckptkit.core.printable import shortened
 from verify.issue import Issue
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import ask
-from verify.witnesses.trainer.job import MEGATRON, MILES, SLIME, Answer, TrainerJob
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, MILES, SLIME, Answer, TrainerJob
 
 _LIMIT_S = 300.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -64,7 +63,8 @@ def ask_trainer(job: Job, python: str | Path) -> Asked:
         return Asked(job, f"the trainer gave no answer: {failed or 'it ended by itself'}")
     issues = (*_refusals(answer, text), *_untaken(answer, text, job))
     more = f"; stand-ins took the place of {', '.join(answer.stand_ins)}" if answer.stand_ins else ""
-    note = f"--ask-trainer executed the code of {_NAMES[answer.trainer]} in {answer.home}{more}"
+    gpu = f"without a GPU, as on one of compute capability {'.'.join(map(str, GPU_CAPABILITY))}"
+    note = f"--ask-trainer executed the code of {_NAMES[answer.trainer]} in {answer.home} {gpu}{more}"
     return Asked(replace(job, combinations=(*(job.combinations or ()), *issues), notes=(*job.notes, note)))
 
 
@@ -115,9 +115,7 @@ def _folders(text: LaunchText) -> list[str]:
 def _variables(text: LaunchText, world: int) -> Mapping[str, str]:
     """The variables of the launch that are known and public, and those of one rank of a job without a GPU."""
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
-    public = {
-        name: value for name, value in known.items() if not is_withheld(name, value) and not _OWN.fullmatch(name)
-    }
+    public = {name: value for name, value in known.items() if not is_withheld(name, value) and not _OWN.fullmatch(name)}
     rank = {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
     return {**public, **rank, "MASTER_ADDR": "127.0.0.1"}
 
@@ -128,11 +126,11 @@ def _refusals(answer: Answer, text: LaunchText) -> Iterator[Issue]:
     messages = answer.refusal[listed.end() :].split("; ") if listed else [answer.refusal]
     for message in filter(None, messages):
         named = _named(message, text)
-        places = [f"{word.text.partition('=')[0]} at {word.place}" for word in named]
+        places = ", ".join(f"{word.text.partition('=')[0]} at {word.place}" for word in named)
         trainer = _NAMES[answer.trainer]
         yield Issue(
             f"a launch that {trainer} accepts",
-            f"{message}{f' ({', '.join(places)})' if places else ''}",
+            f"{message.rstrip('.')} ({places})" if places else message,
             f"change what the message names: {trainer} stops at {answer.at}",
             file=next((word.file for word in [*named, *text.words] if word.file), None),
         )
@@ -149,7 +147,7 @@ def _untaken(answer: Answer, text: LaunchText, job: Job) -> Iterator[Issue]:
     trainer = _NAMES[answer.trainer]
     for word in text.words:
         if word.text in answer.untaken:
-            name = shortened(word.text.partition("=")[0])
+            name = word.text.partition("=")[0]
             hint = f"correct it or leave it out: {job.stack.unknown}"
             actual = f"{name}, which no parser of {trainer} takes, at {word.place}"
             yield Issue(f"options that {trainer} takes", actual, hint, file=word.file, severity="warning")

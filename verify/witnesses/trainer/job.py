@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLIME, MILES, MEGATRON = "slime", "miles", "megatron"
+GPU_CAPABILITY = (9, 0)  # of the GPU that a trainer is told of
 
 
 @dataclass(frozen=True)

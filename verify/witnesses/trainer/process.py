@@ -16,7 +16,6 @@ import types
 import typing
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,17 +25,20 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.trainer.job import MEGATRON, Answer, TrainerJob
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, Answer, TrainerJob
 
 # What trainers import for other things than parsing. Where one of these is not installed an empty package stands in.
 _NOT_NEEDED = frozenset(
-    {"accelerate", "memray", "mlflow", "qwen_vl_utils", "ring_flash_attn", "sglang_router", "tensorboard", "wandb"}
+    {"accelerate", "memray", "mlflow", "polars", "qwen_vl_utils", "ring_flash_attn", "sglang_router", "tensorboard"}
+    | {"wandb"}
 )
 # Prefixes of options that only a package knows.
 _OPTIONS_OF = {"sglang_router": ("--router-", "--sglang-router-")}
 _REFUSES = (AssertionError, FileNotFoundError, SystemExit, ValueError)
 # What a refusal says that may be due to this machine.
-_OF_THE_MACHINE = re.compile(r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)")
+_OF_THE_MACHINE = re.compile(
+    r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)"
+)
 
 
 class _StandIn(types.ModuleType):
@@ -111,8 +113,9 @@ def run(job: TrainerJob, phases: PhaseLog) -> Answer:
         typing.override = lambda method: method  # type: ignore[attr-defined]
     trainer, home = _find_trainer(job.trainers)
     sys.argv = list(job.words)
-    _refuse_checkpoint_code()
+    sys.addaudithook(_refuse_checkpoint_code)
     parse = _parse_of(trainer)
+    _answer_for_gpu()
     parsers, refusal, at = _Parsers(job.words[1:]), "", ""
     phases.enter(Phase("parsing"))
     try:
@@ -164,14 +167,19 @@ def _parse_megatron(module: Any) -> None:
     module.validate_args(arguments, {"tokenizer_type": "GPT2BPETokenizer"})  # the default of pretrain_gpt.py
 
 
-def _refuse_checkpoint_code() -> None:
-    """Has transformers stop where it would run code of a checkpoint, which slime allows it to."""
-
-    def refuse(*_: object, **__: object) -> typing.NoReturn:
+def _refuse_checkpoint_code(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook that stops code of a checkpoint, which slime has transformers copy into a package and run."""
+    if event == "exec" and "transformers_modules" in str(getattr(arguments[0], "co_filename", "")):
         raise CkptkitError("the checkpoint's config has code of its own, which is not run here")
 
-    with suppress(ImportError):
-        importlib.import_module("transformers.dynamic_module_utils").get_cached_module_file = refuse  # type: ignore[attr-defined]
+
+def _answer_for_gpu() -> None:
+    """Has torch describe a Hopper GPU to a trainer that asks for one's compute capability as it validates."""
+    if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) is not None:
+        cuda.get_device_capability = lambda *_: GPU_CAPABILITY
+        cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+            major=GPU_CAPABILITY[0], minor=GPU_CAPABILITY[1], name="NVIDIA H100"
+        )
 
 
 def _refusal_of(error: BaseException, parsers: _Parsers, home: str) -> tuple[str, str]:
@@ -179,7 +187,9 @@ def _refusal_of(error: BaseException, parsers: _Parsers, home: str) -> tuple[str
     frames = traceback.extract_tb(error.__traceback__)[1:]
     megatron = getattr(sys.modules.get(_module_of(MEGATRON)), "__file__", None)
     homes = [home, *([os.path.dirname(os.path.dirname(megatron))] if megatron else [])]
-    theirs = [one for one in frames if os.path.abspath(one.filename).startswith(tuple(f"{path}{os.sep}" for path in homes))]
+    theirs = [
+        one for one in frames if os.path.abspath(one.filename).startswith(tuple(f"{path}{os.sep}" for path in homes))
+    ]
     is_parser = bool(frames) and frames[-1].filename == argparse.__file__
     if not theirs or not (is_parser or frames[-1] is theirs[-1]) or any(one.name == "<module>" for one in frames):
         return "", ""
