@@ -117,7 +117,9 @@ def _variables(text: LaunchText, world: int) -> Mapping[str, str]:
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
     public = {name: value for name, value in known.items() if not is_withheld(name, value) and not _OWN.fullmatch(name)}
     rank = {"WORLD_SIZE": str(world), "RANK": "0", "LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
-    return {**public, **rank, "MASTER_ADDR": "127.0.0.1"}
+    # Megatron-LM before 0.17 builds a kernel as it is imported, if it can, for the GPUs that are there.
+    capability = ".".join(map(str, GPU_CAPABILITY))
+    return {**public, **rank, "MASTER_ADDR": "127.0.0.1", "TORCH_CUDA_ARCH_LIST": capability}
 
 
 def _refusals(answer: Answer, text: LaunchText) -> Iterator[Issue]:

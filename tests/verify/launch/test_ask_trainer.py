@@ -73,7 +73,8 @@ def test_what_each_of_two_parsers_takes_is_taken(asked: Callable[..., Report]) -
 def test_what_no_parser_takes_is_a_warning_at_its_line(asked: Callable[..., Report], tmp_path: Path) -> None:
     (found,) = refused(asked(f"{RIGHT} --sglang-mem-fractoin 0.8 \\\n --rotary-base 5"))
     assert (found.severity, found.file) == ("warning", str(tmp_path / "run.sh"))
-    assert found.actual.startswith("--sglang-mem-fractoin, ") and found.actual.endswith("run.sh:4")
+    assert found.actual.startswith("--sglang-mem-fractoin, ")
+    assert found.actual.endswith("run.sh:4")
 
 
 def test_a_world_that_does_not_divide_is_refused_in_the_trainers_words(
@@ -96,7 +97,9 @@ def test_a_list_of_refusals_is_an_error_each(asked: Callable[..., Report]) -> No
 def test_a_word_that_argparse_refuses_hides_what_later_parsers_take(asked: Callable[..., Report]) -> None:
     for words in (RIGHT.replace("0.8", "much"), f"{RIGHT} --rotary-base much"):
         (found,) = [one for one in refused(asked(words)) if one.hint.startswith("change what the message names")]
-        assert found.severity == "error" and "invalid" in found.actual and "run.sh:" in found.actual
+        assert found.severity == "error"
+        assert "invalid" in found.actual
+        assert "run.sh:" in found.actual
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,8 @@ def test_unknown_words_are_not_asked_about_and_secrets_are_not_passed_on(
     asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (reason,) = reasons(asked(f"{RIGHT} --rotary-base $BASE"))
-    assert "was not asked" in reason and "$BASE" in reason
+    assert "was not asked" in reason
+    assert "$BASE" in reason
     monkeypatch.setenv("WANDB_KEY", "a value to hide")
     leaks = "assert args.wandb_key == 'hidden' and 'a value' not in str(dict(os.environ)), 'leaked'"
     leaks += "; assert os.environ['MODE'] == 'public' and os.environ['HF_HUB_OFFLINE'] == '1', 'lost'"
