@@ -18,9 +18,18 @@ from verify.launch.preflight import preflight
 from verify.report import Finding
 
 CONFIG = {
-    **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 128, "head_dim": 16},
-    **{"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "vocab_size": 512, "tie_word_embeddings": True},
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
 }
 RIGHT = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
@@ -58,9 +67,9 @@ def asked(script: Path) -> list[Finding]:
     report = preflight(script=script, ask_trainer=sys.executable)
     assert [one for one in report.reasons if one.startswith("the trainer")] == []
     assert any("executed the code of slime" in note for note in report.facts["notes"])
-    return [one for one in report.findings if one.code == "CK746" and " of slime takes" in f"{one.actual}{one.hint}"] + [
-        one for one in report.findings if one.code == "CK746" and "slime stops at" in one.hint
-    ]
+    return [
+        one for one in report.findings if one.code == "CK746" and " of slime takes" in f"{one.actual}{one.hint}"
+    ] + [one for one in report.findings if one.code == "CK746" and "slime stops at" in one.hint]
 
 
 @pytest.fixture
@@ -82,9 +91,7 @@ def write(tmp_path: Path, checkout: Callable[[str], Path]) -> Callable[[str], Pa
 
 
 @pytest.mark.parametrize(("words", "message"), WRONG)
-def test_a_wrong_launch_is_refused_in_slimes_own_words(
-    words: str, message: str, write: Callable[[str], Path]
-) -> None:
+def test_a_wrong_launch_is_refused_in_slimes_own_words(words: str, message: str, write: Callable[[str], Path]) -> None:
     (found,) = asked(write(words))
     assert found.severity == "error"
     assert message in found.actual
@@ -104,7 +111,7 @@ def test_slimes_published_launches_are_accepted(
     pytest.importorskip("sglang")
     slime, megatron = checkout("SLIME"), checkout("MEGATRON_LM")
     text = (slime / "scripts" / name).read_text().replace("/root/Megatron-LM", str(megatron))
-    text = text.replace("/root/", f"{tmp_path}/").replace("source \"${SCRIPT_DIR}", f"source \"{slime}/scripts")
+    text = text.replace("/root/", f"{tmp_path}/").replace('source "${SCRIPT_DIR}', f'source "{slime}/scripts')
     script = tmp_path / "run.sh"
     script.write_text(f"cd {slime}\n{text}")
     monkeypatch.setenv("BASE_FOLDER", str(tmp_path))

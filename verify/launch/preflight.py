@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
@@ -73,13 +74,18 @@ def preflight(
     paths = Path(load) if load else None, Path(ref_load) if ref_load else None
     given = Given(hf_checkpoint or None, *paths, **sizes)
     job = read_job(Launch(text, given, {**environment, **known}), config)
-    if ask_trainer is None:
-        return judged(job)
-    from verify.launch.ask_trainer import ask_trainer as ask
+    reasons = []
+    if ask_trainer is not None:
+        from verify.launch.ask_trainer import ask_trainer as ask
 
-    asked = ask(job, ask_trainer)
-    report = judged(asked.job)
-    return replace(report, reasons=[*report.reasons, asked.reason]) if asked.reason else report
+        try:
+            job = ask(job, ask_trainer)
+        except UsageError:
+            raise
+        except CkptkitError as error:
+            reasons = [f"{error.message}: {error.hint}"]
+    report = judged(job)
+    return replace(report, reasons=[*report.reasons, *reasons])
 
 
 def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
