@@ -18,7 +18,7 @@ from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import ask
 from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, Answer, TrainerJob
 
-_LIMIT_S = 300.0
+_LIMIT_S = 600.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
 # How slime begins a list of what it refuses: `hf_validate_args failed: a; b`.
 _LIST = re.compile(r"\w+ failed: ")
