@@ -157,7 +157,7 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     metavar="[PYTHON]",
     is_flag=False,
     flag_value=sys.executable,
-    help="Have slime, miles or Megatron-LM itself parse the launch, in this Python or another one. This executes the "
+    help="Behind SCRIPT: have slime, miles or Megatron-LM parse the launch, here or in PYTHON. This executes the "
     "trainer's code, from the launch's checkout or as it is installed, without a GPU and the network.",
 )
 @common.parallel
