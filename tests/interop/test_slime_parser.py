@@ -46,8 +46,8 @@ WRONG = [
     ("--ffn-hidden-size 96", "intermediate_size in hf config 128 is not equal to ffn_hidden_size 96"),
     ("--untie-embeddings-and-output-weights", "tie_word_embeddings in hf config True is not equal to"),
     ("--tensor-model-parallel-size 3", "world size (8) is not divisible by total_model_size"),
-    ("--tensor-model-parallel-size two", "invalid int value: 'two'"),
-    ("--ref-load /nowhere", "/nowhere"),
+    ("--kl-coef much", "invalid float value: 'much'"),
+    ("--use-kl-loss --ref-load /nowhere", "/nowhere"),
     ("--sglang-dp-size 2", "sglang_enable_dp_attention"),
     ("--rollout-num-gpus-per-engine 3 --sglang-pp-size 2", "must be divisible by"),
     ("--advantage-estimator none-such", "invalid choice: 'none-such'"),
@@ -117,12 +117,10 @@ def test_slimes_published_launches_are_accepted(
     monkeypatch.setenv("BASE_FOLDER", str(tmp_path))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("NUM_GPUS", "8")
-    for folder in re.findall(r"^\s*--(hf-checkpoint|ref-load|load) (\S+)", text, re.MULTILINE):
-        path = Path(folder[1].strip('"').replace("${BASE_FOLDER}", str(tmp_path)))
+    for option, folder in re.findall(r"^\s*--(hf-checkpoint|ref-load) (\S+)", text, re.MULTILINE):
+        path = Path(folder.strip('"').replace("${BASE_FOLDER}", str(tmp_path)))
         path.mkdir(parents=True, exist_ok=True)
-        if folder[0] == "hf-checkpoint":
+        (path / "latest_checkpointed_iteration.txt").write_text("release")
+        if option == "hf-checkpoint":
             (path / "config.json").write_text(json.dumps(load(PUBLISHED[name]).config))
-        else:
-            (path / "latest_checkpointed_iteration.txt").write_text("release")
-            (path / "release").mkdir(exist_ok=True)
     assert asked(script) == []

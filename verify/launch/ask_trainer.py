@@ -96,7 +96,11 @@ def _refusals(answer: Answer, text: LaunchText) -> Iterator[Issue]:
     messages = answer.refusal[listed.end() :].split("; ") if listed else [answer.refusal]
     for message in filter(None, messages):
         plain = message.replace("-", "_")
-        named = [word for key, word in options.items() if re.search(rf"(?<![a-z0-9]){re.escape(key)}(?!\w)", plain)]
+        named = [
+            word
+            for key, word in options.items()
+            if re.search(rf"(?<![a-z0-9])(?<![a-z0-9]_){re.escape(key)}(?!\w)", plain)
+        ]
         places = ", ".join(f"{word.text.partition('=')[0]} at {word.place}" for word in named)
         actual = f"{message.rstrip('.')} ({places})" if places else message
         hint = f"change what the message names: {answer.trainer} stops at {answer.at}"
