@@ -99,7 +99,7 @@ def test_what_the_trainer_raises_is_its_refusal(
     words: str, validation: str, messages: list[str], asked: Callable[..., Report]
 ) -> None:
     found = refused(asked(f"{RIGHT} {words}", validation))
-    assert [(one.severity, one.actual.partition(" at ")[0]) for one in found] == [("error", text) for text in messages]
+    assert [(one.severity, one.actual.partition(" at /")[0]) for one in found] == [("error", text) for text in messages]
 
 
 @pytest.mark.parametrize(
