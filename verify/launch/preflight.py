@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
@@ -49,12 +50,14 @@ def preflight(
     arguments: Sequence[str] = (),
     script: str | Path | None = None,
     text: LaunchText | None = None,
+    ask_trainer: str | Path | None = None,
     **sizes: Unpack[GivenSizes],
 ) -> Report:
     """Reports what a launch would load, and what its words, headers, JSON files and samples of weights show.
 
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
     ROLL; `arguments` are the words behind it, or a launch by themselves; `text` is a launch that was read already.
+    `ask_trainer` is a Python in which slime, miles or Megatron-LM parses the launch too, which executes its code.
     Paths and `sizes` (ckpt_step, tp, pp, ep) that are not given here are the launch's. Variables count in the
     environment too. Where a launch names a size or a path that is not read, or that nobody can tell before it runs, the
     report is inconclusive. Raises CkptkitError when no path is given or one is a URL, when a size is given twice,
@@ -70,7 +73,19 @@ def preflight(
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
     paths = Path(load) if load else None, Path(ref_load) if ref_load else None
     given = Given(hf_checkpoint or None, *paths, **sizes)
-    return judged(read_job(Launch(text, given, {**environment, **known}), config))
+    job = read_job(Launch(text, given, {**environment, **known}), config)
+    reasons = []
+    if ask_trainer is not None:
+        from verify.launch.ask_trainer import ask_trainer as ask
+
+        try:
+            job = ask(job, ask_trainer)
+        except UsageError:
+            raise
+        except CkptkitError as error:
+            reasons = [f"{error.message}: {error.hint}"]
+    report = judged(job)
+    return replace(report, reasons=[*report.reasons, *reasons])
 
 
 def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:

@@ -62,7 +62,8 @@ class LaunchText:
     the variables that the trainer will see. `unresolved` has a line for everything that could not be resolved, which is
     never guessed. `issues` are what is wrong with the text itself, such as a lost line continuation. `program` is the
     word that names the trainer's file or module, "" where it is not known. `ranks` is the number of processes that
-    torchrun, deepspeed or accelerate starts, at its place, or None if the launch does not give it.
+    torchrun, deepspeed or accelerate starts, at its place, or None if the launch does not give it. `directory` is where
+    the program is started, or None if that is not known.
     """
 
     words: tuple[Word, ...] = ()
@@ -71,6 +72,7 @@ class LaunchText:
     issues: tuple[Issue, ...] = ()
     program: str = ""
     ranks: Word | None = None
+    directory: Path | None = None
 
     @property
     def program_name(self) -> str:

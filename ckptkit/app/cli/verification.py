@@ -158,6 +158,14 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     ),
     help="The iteration to load instead of the latest.",
 )
+@option(
+    "--ask-trainer",
+    metavar="[PYTHON]",
+    is_flag=False,
+    flag_value=sys.executable,
+    help="Behind SCRIPT: have slime, miles or Megatron-LM parse the launch, here or in PYTHON. This executes the "
+    "trainer's code, from the launch's checkout or as it is installed, without a GPU and the network.",
+)
 @common.parallel
 @common.reports
 @common.strict

@@ -106,7 +106,7 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         missing = f"{_MARKS[1]} (miles: {_TOOL}) is in no folder above it"
         why = f"{script}: {missing}, so what it imports is not known: set SLIME_DIR or MILES_DIR to the checkout"
         return replace(texts[0], unresolved=(why,))
-    return texts[0]
+    return replace(texts[0], directory=root)
 
 
 def _folders(script: Path, environment: Mapping[str, str]) -> list[Path]:

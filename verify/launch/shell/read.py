@@ -116,7 +116,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
             unresolved[f"{word.place}: {name}: {word.why}"] = None
     wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
     ranks = ranks_of(start.before)
-    return LaunchText(words, environment, tuple(unresolved), wrong, program=start.program, ranks=ranks)
+    return LaunchText(words, environment, tuple(unresolved), wrong, start.program, ranks, start.directory)
 
 
 def _default(start: Start) -> Iterator[Word]:

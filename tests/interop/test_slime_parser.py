@@ -1,0 +1,126 @@
+"""`preflight --ask-trainer` with slime's and Megatron-LM's own parsers: wrong launches, and those that slime publishes.
+
+`SLIME` and `MEGATRON_LM` name checkouts; SGLang must be installed, since slime takes its options from it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from releases.record import load
+
+from verify.launch.preflight import preflight
+from verify.report import Finding
+
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
+RIGHT = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention "
+    "--num-query-groups 2 --kv-channels 16 --qk-layernorm --normalization RMSNorm --norm-epsilon 1e-6 "
+    "--rotary-base 10000 --swiglu --disable-bias-linear --vocab-size 512 --use-rotary-position-embeddings "
+    "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --rollout-batch-size 8 "
+    "--n-samples-per-prompt 8 --global-batch-size 64 --num-rollout 10 --rollout-num-gpus 8 "
+    "--rollout-num-gpus-per-engine 2 --use-dynamic-batch-size --max-tokens-per-gpu 4096 --lr 1e-6"
+)
+# What breaks the right launch, and slime's, Megatron-LM's or argparse's own words.
+WRONG = [
+    ("--rotary-base 77", "rope_theta in hf config 10000.0 is not equal to rotary_base 77"),
+    ("--num-layers 3", "num_hidden_layers in hf config 2 is not equal to num_layers 3"),
+    ("--ffn-hidden-size 96", "intermediate_size in hf config 128 is not equal to ffn_hidden_size 96"),
+    ("--untie-embeddings-and-output-weights", "tie_word_embeddings in hf config True is not equal to"),
+    ("--tensor-model-parallel-size 3", "world size (8) is not divisible by total_model_size"),
+    ("--kl-coef much", "invalid float value: 'much'"),
+    ("--use-kl-loss --ref-load /nowhere", "/nowhere"),
+    ("--sglang-dp-size 2", "sglang_enable_dp_attention"),
+    ("--rollout-num-gpus-per-engine 3 --sglang-pp-size 2", "must be divisible by"),
+    ("--advantage-estimator none-such", "invalid choice: 'none-such'"),
+]
+# Published scripts, and the release that each trains.
+PUBLISHED = {
+    "run-qwen3-4B.sh": "Qwen/Qwen3-4B",
+    "run-qwen3-32B.sh": "Qwen/Qwen3-32B",
+    "run-qwen3-30B-A3B.sh": "Qwen/Qwen3-30B-A3B",
+    "run-glm4-9B.sh": "THUDM/GLM-4-9B-0414",
+    "run-qwen3-235B-A22B-sft.sh": "Qwen/Qwen3-235B-A22B",
+}
+
+
+def asked(script: Path) -> list[Finding]:
+    """The trainer's findings; it was asked and answered."""
+    report = preflight(script=script, ask_trainer=sys.executable)
+    assert [one for one in report.reasons if one.startswith("the trainer")] == []
+    assert any("executed the code of slime" in note for note in report.facts["notes"])
+    return [
+        one for one in report.findings if one.code == "CK746" and " of slime takes" in f"{one.actual}{one.hint}"
+    ] + [one for one in report.findings if one.code == "CK746" and "slime stops at" in one.hint]
+
+
+@pytest.fixture
+def write(tmp_path: Path, checkout: Callable[[str], Path]) -> Callable[[str], Path]:
+    """Writes a launch of the small model with these words at its end."""
+    pytest.importorskip("sglang")
+    slime, megatron = checkout("SLIME"), checkout("MEGATRON_LM")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+
+    def made(words: str) -> Path:
+        script = tmp_path / "run.sh"
+        script.write_text(
+            f"cd {slime}\nexport PYTHONPATH={megatron} CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+            f"python3 train.py --hf-checkpoint {tmp_path} {RIGHT} \\\n  {words}\n"
+        )
+        return script
+
+    return made
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG)
+def test_a_wrong_launch_is_refused_in_slimes_own_words(words: str, message: str, write: Callable[[str], Path]) -> None:
+    (found,) = asked(write(words))
+    assert found.severity == "error"
+    assert message in found.actual
+
+
+def test_the_right_launch_is_accepted_and_a_misspelled_option_named(write: Callable[[str], Path]) -> None:
+    assert asked(write("--sglang-mem-fraction-static 0.8")) == []
+    (found,) = asked(write("--sglang-mem-fraction-statik 0.8"))
+    assert (found.severity, "--sglang-mem-fraction-statik" in found.actual) == ("warning", True)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_slimes_published_launches_are_accepted(
+    name: str, tmp_path: Path, checkout: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scripts as they are, with the paths of their containers in a directory of this test."""
+    pytest.importorskip("sglang")
+    slime, megatron = checkout("SLIME"), checkout("MEGATRON_LM")
+    text = (slime / "scripts" / name).read_text().replace("/root/Megatron-LM", str(megatron))
+    text = text.replace("/root/", f"{tmp_path}/").replace('source "${SCRIPT_DIR}', f'source "{slime}/scripts')
+    script = tmp_path / "run.sh"
+    script.write_text(f"cd {slime}\n{text}")
+    monkeypatch.setenv("BASE_FOLDER", str(tmp_path))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("NUM_GPUS", "8")
+    for option, folder in re.findall(r"^\s*--(hf-checkpoint|ref-load) (\S+)", text, re.MULTILINE):
+        path = Path(folder.strip('"').replace("${BASE_FOLDER}", str(tmp_path)))
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "latest_checkpointed_iteration.txt").write_text("release")
+        if option == "hf-checkpoint":
+            (path / "config.json").write_text(json.dumps(load(PUBLISHED[name]).config))
+    assert asked(script) == []

@@ -1,0 +1,168 @@
+"""`preflight --ask-trainer`: a stub of slime, whose two parsers each take a part of the words, parses the launch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import verify.launch.ask_trainer
+from ckptkit.app.cli import cli
+from ckptkit.core.errors import UsageError
+from verify.launch.preflight import preflight
+from verify.launch.words import LaunchText, Word
+from verify.report import Finding, Report
+
+STUB = """
+import argparse, os, sys
+{imports}
+
+def parse_args():
+    print("the stub prints this, and {{}} too")
+    engine = argparse.ArgumentParser(add_help=False)
+    engine.add_argument("--sglang-mem-fraction", type=float)
+    engine.parse_known_args()
+    argparse.ArgumentParser(add_help=False).parse_known_args(["--only", "these"])
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    for name in ("actor-num-nodes", "actor-num-gpus-per-node", "tensor-model-parallel-size", "rotary-base"):
+        parser.add_argument(f"--{{name}}", type=int, default=1)
+    for name in ("hf-checkpoint", "wandb-key"):
+        parser.add_argument(f"--{{name}}")
+    args, _ = parser.parse_known_args()
+    {validation}
+    return args
+"""
+RIGHT = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2 --sglang-mem-fraction 0.8"
+WORLD = "assert args.actor_num_gpus_per_node % args.tensor_model_parallel_size == 0, 'tensor_model_parallel_size'"
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Callable[..., Report]:
+    """Writes a checkout of the stub and a launch that starts its train.py, and has that parse the launch."""
+
+    def ask(words: str, validation: str = WORLD, imports: str = "", setting: str = "") -> Report:
+        arguments = tmp_path / "slime" / "utils" / "arguments.py"
+        arguments.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write_text(STUB.format(validation=validation, imports=imports))
+        script = tmp_path / "run.sh"
+        script.write_text(f"cd {tmp_path}\n{setting}\npython3 train.py --hf-checkpoint {tmp_path}/hf \\\n  {words}\n")
+        return preflight(script=script, ask_trainer=sys.executable)
+
+    return ask
+
+
+def refused(report: Report) -> list[Finding]:
+    return [one for one in report.findings if one.code == "CK746"]
+
+
+def reasons(report: Report) -> list[str]:
+    return [one for one in report.reasons if one.startswith("the trainer")]
+
+
+def test_what_each_of_two_parsers_takes_is_taken(asked: Callable[..., Report]) -> None:
+    report = asked(RIGHT)
+    assert (refused(report), reasons(report)) == ([], [])
+    (note,) = [one for one in report.facts["notes"] if "executed the code of slime" in one]
+    assert "compute capability 9.0" in note
+
+
+def test_refusal_and_untaken_word_are_named_at_their_lines(asked: Callable[..., Report], tmp_path: Path) -> None:
+    words = RIGHT.replace("-size 2", "-size 3")
+    error, warning = refused(asked(f"{words} \\\n --sglang-mem-fractoin 0.8"))
+    assert (error.severity, error.file) == ("error", str(tmp_path / "run.sh"))
+    assert error.actual == f"tensor_model_parallel_size (--tensor-model-parallel-size at {tmp_path}/run.sh:4)"
+    assert f"{tmp_path}/slime/utils/arguments.py:" in error.hint
+    assert (warning.severity, warning.actual.partition(",")[0]) == ("warning", "--sglang-mem-fractoin")
+    assert warning.actual.endswith("run.sh:5")
+
+
+REFUSALS = [
+    ("", "assert args.rotary_base != 1", ["it stops at `assert args.rotary_base != 1`"]),
+    ("", "raise SystemExit('no such mode')", ["no such mode"]),
+    ("", "open('/nowhere/eval.yaml')", ["[Errno 2] No such file or directory: '/nowhere/eval.yaml'"]),
+    ("", "raise ValueError('validate failed: a is not b; hidden c')", ["a is not b", "hidden c"]),
+    # Where a parser stops, words of the next one are not called untaken.
+    ("--rotary-base 2", "raise ValueError('big_rotary_base')", ["big_rotary_base"]),
+    (
+        "--sglang-mem-fraction much",
+        "",
+        ["argument --sglang-mem-fraction: invalid float value: 'much' (--sglang-mem-fraction"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "validation", "messages"), REFUSALS)
+def test_what_the_trainer_raises_is_its_refusal(
+    words: str, validation: str, messages: list[str], asked: Callable[..., Report]
+) -> None:
+    found = refused(asked(f"{RIGHT} {words}", validation))
+    assert [(one.severity, one.actual.partition(" at /")[0]) for one in found] == [("error", text) for text in messages]
+
+
+@pytest.mark.parametrize(
+    ("validation", "imports", "says"),
+    [
+        (WORLD, "import not_a_package_that_is_there", "ModuleNotFoundError"),
+        (WORLD, "assert False, 'while importing'", "while importing the trainer"),
+        ("args.nothing", "", "AttributeError"),
+        ("assert False, 'Transformer Engine version 2 is needed'", "", "version 2"),
+        ("os._exit(0)", "", "it ended by itself"),
+        ("import time; time.sleep(600)", "", "did not end within 20 s"),
+    ],
+)
+def test_what_is_no_refusal_is_inconclusive(
+    validation: str, imports: str, says: str, asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify.launch.ask_trainer, "_LIMIT_S", 20.0)
+    report = asked(RIGHT, validation, imports)
+    (reason,) = reasons(report)
+    assert refused(report) == []
+    assert says in reason
+
+
+def test_code_of_a_checkpoint_does_not_run(asked: Callable[..., Report], tmp_path: Path) -> None:
+    home = tmp_path / "hf"
+    home.mkdir()
+    (home / "config.json").write_text('{"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}')
+    (home / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    loads = "AutoConfig.from_pretrained(args.hf_checkpoint, trust_remote_code=True)"
+    (reason,) = reasons(asked(RIGHT, loads, "from transformers import AutoConfig"))
+    assert "code of its own, which is not run" in reason
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_process_that_the_trainer_forks_reports_nothing(asked: Callable[..., Report]) -> None:
+    report = asked(RIGHT, "pid = os.fork()\n    if not pid: raise ValueError('in the child')\n    os.waitpid(pid, 0)")
+    assert (refused(report), reasons(report)) == ([], [])
+
+
+def test_unknown_words_are_not_asked_about_and_secrets_are_not_passed_on(
+    asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (reason,) = reasons(asked(f"{RIGHT} --rotary-base $BASE"))
+    assert "$BASE" in reason
+    monkeypatch.setenv("WANDB_KEY", "a value to hide")
+    leaks = "assert args.wandb_key == 'hidden' and 'a value' not in str(dict(os.environ)), 'leaked'"
+    leaks += "; assert os.environ['MODE'] == 'public' and os.environ['HF_HUB_OFFLINE'] == '1', 'lost'"
+    report = asked(f"{RIGHT} --wandb-key $WANDB_KEY", leaks, setting="export MODE=public HF_HUB_OFFLINE=0 WANDB_KEY")
+    assert (refused(report), reasons(report)) == ([], [])
+
+
+def test_where_no_trainer_is_found_the_report_says_what_to_do(tmp_path: Path) -> None:
+    words = tuple(map(Word, ["--hf-checkpoint", str(tmp_path)]))
+    for program, says in (("train.py", "was not found"), ("pretrain_gpt.py", "number of its processes")):
+        text = LaunchText((*words, *map(Word, RIGHT.split())), program=program, directory=tmp_path)
+        (reason,) = reasons(preflight(text=text, ask_trainer=sys.executable))
+        assert says in reason
+    with pytest.raises(UsageError):
+        preflight(text=text, ask_trainer=tmp_path / "python")
+
+
+@pytest.mark.parametrize("words", [["--ask-trainer"], ["--ask-trainer", sys.executable]])
+def test_the_option_takes_a_python_or_none(words: list[str], asked: Callable[..., Report], tmp_path: Path) -> None:
+    asked(RIGHT.replace("-size 2", "-size 3"))
+    done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "run.sh"), *words])
+    assert (done.exit_code, "tensor_model_parallel_size (" in done.output) == (1, True)

@@ -1,0 +1,1 @@
+"""What a trainer's own argument parsing makes of a launch."""

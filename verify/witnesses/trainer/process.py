@@ -1,0 +1,157 @@
+"""Has a trainer parse and validate the words of a launch: `python -m verify.witnesses.trainer.process JOB.json`.
+
+This executes code of the trainer, in a process without a GPU, without the network and without secrets. Code of a
+checkpoint is not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import re
+import sys
+import traceback
+import types
+import typing
+from collections import Counter
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from typing import Any
+from unittest.mock import MagicMock
+
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.printable import one_line
+from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, Answer, TrainerJob
+
+# What trainers import for other things than parsing; sglang_router has options of its own.
+_NOT_NEEDED = ("accelerate", "memray", "mlflow", "polars", "qwen_vl_utils", "ring_flash_attn", "tensorboard", "wandb")
+_ROUTER, _ROUTER_OPTIONS = "sglang_router", ("--router-", "--sglang-router-")
+_REFUSES = (AssertionError, FileNotFoundError, SystemExit, ValueError)
+# What a refusal says that may be due to this machine.
+_OF_THE_MACHINE = re.compile(
+    r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)"
+)
+
+
+class _StandIns(MetaPathFinder, Loader):
+    """Imports empty packages in place of those that are not installed."""
+
+    def __init__(self) -> None:
+        self.names = sorted(name for name in (*_NOT_NEEDED, _ROUTER) if find_spec(name) is None)
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] in self.names else None
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        return MagicMock()
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class _Parsers:
+    """Records what argparse refuses and leaves over: words that every parser leaves over are taken by none."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.error, self.untaken = "", Counter(words)
+        error, parse = argparse.ArgumentParser.error, argparse.ArgumentParser.parse_known_args
+
+        def recorded_error(parser: argparse.ArgumentParser, message: str) -> typing.NoReturn:
+            self.error = message
+            error(parser, message)
+
+        def recorded_parse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> Any:
+            found = parse(parser, args, namespace)
+            if list(sys.argv[1:] if args is None else args) == list(words):
+                self.untaken &= Counter(found[1])
+            return found
+
+        argparse.ArgumentParser.error = recorded_error  # type: ignore[method-assign]
+        argparse.ArgumentParser.parse_known_args = recorded_parse  # type: ignore[method-assign]
+
+
+def run(job: TrainerJob, phases: PhaseLog) -> Answer:
+    """Parses the words. Raises what says nothing about them, and CkptkitError where the trainer cannot be asked."""
+    phases.enter(Phase("importing the trainer"))
+    sys.addaudithook(_refuse_checkpoint_code)
+    os.environ["HF_MODULES_CACHE"] = os.path.join(os.path.dirname(job.report), "modules")
+    os.chdir(job.directory)
+    sys.path[:0] = job.folders
+    sys.meta_path.append(stand_ins := _StandIns())
+    if not hasattr(typing, "override"):  # before Python 3.12
+        typing.override = lambda method: method  # type: ignore[attr-defined]
+    sys.argv, process = list(job.words), os.getpid()
+    trainer, home = _find_trainer(job.trainers)
+    module = importlib.import_module(_module_of(trainer))
+    if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) is not None:
+        cuda.get_device_capability = lambda *_: GPU_CAPABILITY
+        cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=GPU_CAPABILITY[0], minor=GPU_CAPABILITY[1])
+    parsers, refusal, at = _Parsers(job.words[1:]), "", ""
+    phases.enter(Phase("parsing"))
+    try:
+        _parse_megatron(module) if trainer == MEGATRON else module.parse_args()
+    except _REFUSES as error:
+        refusal, at = _refusal_of(error, parsers, home)
+        if not refusal:
+            raise
+    finally:
+        if os.getpid() != process:  # the trainer forked, and this process has nothing to report
+            os._exit(1)
+    if _ROUTER in stand_ins.names and any(word.startswith(_ROUTER_OPTIONS) for word in job.words):
+        raise CkptkitError(f"{_ROUTER}, which takes options of the launch, is not installed", "install it there")
+    # Where a parser stops, others have not seen the words.
+    untaken = [] if parsers.error else [word for word in parsers.untaken if word.startswith("-") and word != "--"]
+    return Answer(trainer, home, refusal, at, untaken, stand_ins.names)
+
+
+def _find_trainer(trainers: Sequence[str]) -> tuple[str, str]:
+    """The first of these packages that is there, and its directory. Raises CkptkitError where there is none."""
+    for trainer in trainers:
+        spec = find_spec(trainer)
+        for folder in (spec.submodule_search_locations or ()) if spec else ():
+            if os.path.isfile(os.path.join(folder, *_module_of(trainer).split(".")[1:]) + ".py"):
+                return trainer, os.path.abspath(folder)
+    names = " or ".join(map(_module_of, trainers))
+    raise CkptkitError(f"{names} was not found", "name a Python that has it, or set PYTHONPATH to its checkout")
+
+
+def _module_of(trainer: str) -> str:
+    return "megatron.training.arguments" if trainer == MEGATRON else f"{trainer}.utils.arguments"
+
+
+def _parse_megatron(module: Any) -> None:
+    """Parses as Megatron-LM's programs do, but for options that a program adds to Megatron's own."""
+    arguments = module.parse_args(ignore_unknown_args=True)
+    if getattr(arguments, "use_checkpoint_args", None) or getattr(arguments, "yaml_cfg", None):
+        raise CkptkitError("--use-checkpoint-args and --yaml-cfg read options from a file", "give them in the launch")
+    module.validate_args(arguments, {"tokenizer_type": "GPT2BPETokenizer"})  # the default of pretrain_gpt.py
+
+
+def _refuse_checkpoint_code(event: str, arguments: tuple[Any, ...]) -> None:
+    """An audit hook that stops code of a checkpoint, which slime has transformers copy into a package and run."""
+    if event == "exec" and "transformers_modules" in str(getattr(arguments[0], "co_filename", "")):
+        raise CkptkitError("the checkpoint's config has code of its own, which is not run here")
+
+
+def _refusal_of(error: BaseException, parsers: _Parsers, home: str) -> tuple[str, str]:
+    """The message of the trainer or of argparse, and the trainer's place; empty where another cause is possible."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    megatron = getattr(sys.modules.get(_module_of(MEGATRON)), "__file__", None) or home
+    homes = (f"{home}{os.sep}", f"{os.path.dirname(os.path.dirname(megatron))}{os.sep}")
+    theirs = [frame for frame in frames if os.path.abspath(frame.filename).startswith(homes)]
+    is_parser = bool(frames) and frames[-1].filename == argparse.__file__
+    if not theirs or not (is_parser or frames[-1] is theirs[-1]) or any(frame.name == "<module>" for frame in frames):
+        return "", ""
+    message = (parsers.error if is_parser else str(error)) or f"it stops at `{theirs[-1].line}`"
+    is_import = isinstance(error.__cause__ or error.__context__, ImportError)
+    if is_import or _OF_THE_MACHINE.search(f"{message} {theirs[-1].line}"):
+        return "", ""
+    return one_line(message), f"{theirs[-1].filename}:{theirs[-1].lineno}"
+
+
+if __name__ == "__main__":
+    run_job(TrainerJob, run)
