@@ -67,7 +67,7 @@ def _is_megatron(job: Job) -> bool:
 
 def _folders(text: LaunchText, directory: Path) -> list[str]:
     """Where Python looks first: beside the program, and in the PYTHONPATH of the launch."""
-    path = text.environment.get("PYTHONPATH", Word(os.environ.get("PYTHONPATH", "")))
+    path = text.environment.get("PYTHONPATH", Word(""))
     named = [] if isinstance(path, UnresolvedWord) else path.text.split(os.pathsep)
     beside = (directory / text.program).parent if text.program.endswith(".py") else directory
     return [str(beside), *(str(directory / one) for one in named if one)]
