@@ -20,7 +20,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
@@ -70,8 +70,7 @@ class _Parsers:
                 self.untaken &= Counter(found[1])
             return found
 
-        argparse.ArgumentParser.error = recorded_error  # type: ignore[method-assign]
-        argparse.ArgumentParser.parse_known_args = recorded_parse  # type: ignore[method-assign]
+        patch.multiple(argparse.ArgumentParser, error=recorded_error, parse_known_args=recorded_parse).start()
 
 
 def run(job: TrainerJob, phases: PhaseLog) -> Answer:
