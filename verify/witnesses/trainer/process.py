@@ -70,8 +70,8 @@ class _Parsers:
                 self.untaken &= Counter(found[1])
             return found
 
-        argparse.ArgumentParser.error = recorded_error  # type: ignore[method-assign]
-        argparse.ArgumentParser.parse_known_args = recorded_parse  # type: ignore[method-assign]
+        argparse.ArgumentParser.error = recorded_error  # type: ignore[assignment, method-assign]
+        argparse.ArgumentParser.parse_known_args = recorded_parse  # type: ignore[assignment, method-assign]
 
 
 def run(job: TrainerJob, phases: PhaseLog) -> Answer:
