@@ -1,6 +1,7 @@
 """`preflight --ask-trainer` with slime's and Megatron-LM's own parsers: wrong launches, and those that slime publishes.
 
-`SLIME` and `MEGATRON_LM` name checkouts; SGLang must be installed, since slime takes its options from it.
+`SLIME` names a checkout, `MEGATRON_LM` the Megatron-LM that slime pins, with its patch, which adds options. SGLang must
+be installed, since slime takes options from it.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ MODELS = {
 }
 # Read as bash reads them. Those that give no words end before the trainer starts.
 READ = {
+    "seq": "python3 train.py --a $(seq 3) --b $(seq 2 4) --c $(seq 16 8 40) --d $(seq 5 -2 0) --e $(seq 4 3) x",
     "quotes": "python3 train.py --a 'x y' \"z  $HOME-\\$\" a\"b\"'c' \"\" --e='1 2' \\\"q $'t\\tn'",
     "continuation": ("python3 train.py --a \\\n  1 --b\\\n2 \\\n\n"),
     "array of lines": ("A=(\n  --a 1 # one\n  # --b 2\n  --c 3 \\\n  --d\n)\npython3 train.py ${A[@]}"),

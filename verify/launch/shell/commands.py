@@ -18,6 +18,7 @@ from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable
 # True or False: whether the command succeeded; None: nobody knows.
 Result = bool | None
 _FORMAT = re.compile(r"%(?:(%)|([sdiq])|(0?\d*[sd]))")
+_MAX_NUMBERS = 4096  # that `seq` writes
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
@@ -185,6 +186,19 @@ def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
+def _seq(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    """`seq LAST`, `seq FIRST LAST` and `seq FIRST STEP LAST` of whole numbers."""
+    if len(words) not in (1, 2, 3) or not all(word.known and re.fullmatch(r"-?\d{1,6}", word.text) for word in words):
+        return False, None
+    numbers = [int(word.text) for word in words]
+    first, step = numbers[0] if words[1:] else 1, numbers[1] if words[2:] else 1
+    values = range(first, numbers[-1] + (1 if step > 0 else -1), step) if step else range(0)
+    if not step or len(values) > _MAX_NUMBERS:
+        return False, None
+    _say(shell, "".join(f"{value}\n" for value in values))
+    return True, True
+
+
 def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None, line: int) -> tuple[bool, Result]:
     """`read -ra NAME <<< TEXT`; names that are read from anything else become unknown."""
     flags = "".join(word.text[1:] for word in words if word.text.startswith("-"))
@@ -301,6 +315,7 @@ _COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] =
     "printf": _printf,
     "cd": _cd,
     "pwd": _pwd,
+    "seq": _seq,
     "dirname": _path(lambda path: os.path.dirname(path.rstrip("/")) or ("/" if path.startswith("/") else ".")),
     "basename": _path(lambda path: os.path.basename(path.rstrip("/")), suffixes=1),
     "realpath": _absolute,
