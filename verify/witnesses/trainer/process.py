@@ -31,6 +31,17 @@ from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, Answer, Train
 _NOT_NEEDED = ("accelerate", "memray", "mlflow", "polars", "qwen_vl_utils", "ring_flash_attn", "tensorboard", "wandb")
 _ROUTER, _ROUTER_OPTIONS = "sglang_router", ("--router-", "--sglang-router-")
 _REFUSES = (AssertionError, FileNotFoundError, SystemExit, ValueError)
+# What Megatron-LM, and kernels that SGLang imports, ask of a GPU; the sizes are those of an H100 SXM.
+_GPU = types.SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=GPU_CAPABILITY[0],
+    minor=GPU_CAPABILITY[1],
+    multi_processor_count=132,
+    total_memory=80 << 30,
+    warp_size=32,
+    max_threads_per_multi_processor=2048,
+    shared_memory_per_block_optin=227 << 10,
+)
 # What a refusal says that may be due to this machine.
 _OF_THE_MACHINE = re.compile(
     r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)"
@@ -88,7 +99,7 @@ def run(job: TrainerJob, phases: PhaseLog) -> Answer:
     module = importlib.import_module(_module_of(trainer))
     if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) is not None:
         cuda.get_device_capability = lambda *_: GPU_CAPABILITY
-        cuda.get_device_properties = lambda *_: types.SimpleNamespace(major=GPU_CAPABILITY[0], minor=GPU_CAPABILITY[1])
+        cuda.get_device_properties = lambda *_: _GPU
     parsers, refusal, at = _Parsers(job.words[1:]), "", ""
     phases.enter(Phase("parsing"))
     try:
