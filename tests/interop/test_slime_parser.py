@@ -97,8 +97,10 @@ def test_slimes_published_launches_are_accepted(
 ) -> None:
     """The scripts as they are, with the paths of their container in a directory of this test."""
     scripts = checkout("SLIME") / "scripts"
-    text = (scripts / name).read_text().replace("/root/Megatron-LM", str(checkout("MEGATRON_LM")))
-    text = text.replace("/root/", f"{tmp_path}/").replace('source "${SCRIPT_DIR}', f'source "{scripts}')
+    text = (scripts / name).read_text()
+    home = re.findall(r"(/\w+)/Megatron-LM", text)[0]
+    text = text.replace(f"{home}/Megatron-LM", str(checkout("MEGATRON_LM")))
+    text = text.replace(f"{home}/", f"{tmp_path}/").replace('source "${SCRIPT_DIR}', f'source "{scripts}')
     for variable, value in (("BASE_FOLDER", str(tmp_path)), ("MASTER_ADDR", "127.0.0.1"), ("NUM_GPUS", "8")):
         monkeypatch.setenv(variable, value)
     for option, folder in re.findall(r"^\s*--(hf-checkpoint|ref-load) (\S+)", text, re.MULTILINE):

@@ -15,6 +15,11 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
+from verify.evidence.side import templates
+from verify.evidence.side.compare import text_differences
+from verify.evidence.side_files import SideFiles
+from verify.skip import Unable
+
 # Of 352 rows: 350 words, and two special tokens behind them.
 WORDS = {f"w{number}": number for number in range(350)}
 ADDED = [{"id": 350, "content": "<end>", "special": True}, {"id": 351, "content": "<pad>", "special": True}]
@@ -232,6 +237,18 @@ def test_a_template_in_a_file_of_its_own_is_the_same(pair: tuple[Path, Path], al
     write(here, "tokenizer_config.json", {key: value for key, value in config.items() if key != "chat_template"})
     (here / "chat_template.jinja").write_text("{{ messages }}")
     assert alone("CK708", here, source_path=source)[1] == []
+
+
+def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, source = pair
+    change(here, "tokenizer_config.json", chat_template="{{ messages  }}")
+    monkeypatch.setattr(templates, "ask", lambda *_: (None, "it did not end within 60 s"))
+    found = []
+    with pytest.raises(Unable, match="did not end"):
+        found += text_differences(SideFiles(here), SideFiles(source), "in the source")
+    assert found == []
 
 
 @pytest.mark.parametrize("file", ["chat_template.json", "processor_config.json"])

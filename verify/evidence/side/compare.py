@@ -13,6 +13,7 @@ from verify.evidence.side.templates import Rendered, is_refusal, render
 from verify.evidence.side.texts import first_apart
 from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
 from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
+from verify.skip import Unable
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
 _COMPARED_ELSEWHERE = frozenset(
@@ -49,14 +50,28 @@ _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_has
 def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
     """How the files of `here` differ from those of `there`, named `place` ("in the source").
 
-    Raises CkptkitError for files that cannot be read, Unable as `tokenizer_differences`, at the end.
+    Raises CkptkitError for files that cannot be read, Unable as `text_differences`, at the end.
     """
-    yield from template_differences(here, there, place)
     yield from _generation(here, there, place)
     yield from code_differences(here, there, place)
     yield from processor_differences(here, there, place)
     yield from _others(here, there, place)
-    yield from tokenizer_differences(here, there, place)
+    yield from text_differences(here, there, place)
+
+
+def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+    """What puts texts together otherwise, or gives them other ids: chat templates and tokenizers.
+
+    Raises CkptkitError for files that cannot be read and, at the end, Unable for what a library could not be asked.
+    """
+    unable: Unable | None = None
+    for differences in (template_differences, tokenizer_differences):
+        try:
+            yield from differences(here, there, place)
+        except Unable as why:
+            unable = unable or why
+    if unable is not None:
+        raise unable
 
 
 def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:

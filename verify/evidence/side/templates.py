@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.errors import words_of
+from verify.skip import Unable
 from verify.witnesses.process.exit_report import PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
@@ -77,10 +78,13 @@ def is_refusal(text: str) -> bool:
 
 
 def render(templates: Sequence[str], tokens: Mapping[str, str]) -> Rendered | None:
-    """What transformers renders, or None where it is not installed or does not end."""
+    """What transformers renders, or None where it is not installed. Raises Unable where it gives no answer."""
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return None
-    return ask(TemplateJob(templates, tokens), __name__, Rendered, _LIMIT_S)[0]
+    answer, failed = ask(TemplateJob(templates, tokens), __name__, Rendered, _LIMIT_S)
+    if answer is None:
+        raise Unable(f"transformers did not render the chat templates, which are stored in two texts: {failed}")
+    return answer
 
 
 def run(job: TemplateJob, phases: PhaseLog) -> Rendered:

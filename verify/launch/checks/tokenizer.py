@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import chain
 
 from ckptkit.core.errors import CkptkitError
 from verify.check import Skip, Tally, check
-from verify.evidence.side.compare import template_differences
-from verify.evidence.side.tokenizers import tokenizer_differences
+from verify.evidence.side.compare import text_differences
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -85,9 +83,7 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
 def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:
     """Differences of presentation are right where the weights were trained further."""
     tally.compared(0)
-    place = "in --hf-checkpoint"
-    found = chain(template_differences(trainer, engine, place), tokenizer_differences(trainer, engine, place))
-    for one in found:
+    for one in text_differences(trainer, engine, "in --hf-checkpoint"):
         hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT, one.severity)
         expected = f"the {one.what} of --hf-checkpoint"
         yield Issue(expected, one.words, hint, file=trainer.root / one.file, severity=severity, count=one.count)
