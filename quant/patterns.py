@@ -1,7 +1,7 @@
 """Regular expressions of `ignore` and `targets`: matched as Python does, refused where they could run for long.
 
 Readers decide with Python's `re.match`, and so does this. Most costly expressions are refused by a count of the steps
-that `re` may need, made from their text before they run, the rest once they have taken too long.
+that `re` may need, made before they run, the rest once they have taken too long.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from time import thread_time
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
@@ -19,12 +21,10 @@ from ckptkit.core.printable import shortened
 MAX_NAME = 200  # characters; no released module's name has as many
 CEILING = 1 << 60  # counts end here
 
-_QUANTIFIER = re.compile(r"(?:([*+?])|\{(?!\})(\d*)(,?)(\d*)\})([?+]?)")
-_CLASS = re.compile(r"\[\^?\]?(?:[^\]\\]|\\.)*\]", re.DOTALL)
-_GROUP = re.compile(r"\((?:(\?(?:<?[=!]|>))|\?P<\w+>|\?[aimsLu-]*:|(?!\?))")
-_FLAGS = re.compile(r"\(\?[aimsLu]+\)")
-_REFERENCE = re.compile(r"\\[1-9]\d?|\(\?P=\w+\)")
-_SINGLE = re.compile(r"\\.|.", re.DOTALL)
+# Python's own parser of regular expressions, which `re.compile` calls: a module of its library without a public name.
+_parse: Callable[[str], Iterable[tuple[object, Any]]] = import_module("re._parser").parse
+_SINGLE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT")
+_REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")
 
 
 @dataclass(frozen=True)
@@ -37,80 +37,53 @@ class _Cost:
     optional: bool = False  # a repetition that may match nothing
 
 
-class _Counter:
-    """Bounds the steps of `re.match` on a name of at most `longest` characters, reading `text` from left to right.
+def _sequence(items: Iterable[tuple[object, Any]], longest: int, at_the_end: bool = False) -> _Cost:
+    """Bounds the steps of `re.match` for parsed parts in a row, on a name of at most `longest` characters.
 
     `re` tries the ways of each part, and for each of them all of those after it. A repetition at the end that may be
-    empty is entered once, since whatever it takes is a match. `text` must compile. Raises CkptkitError for constructs
-    that names of modules do not need: references, comments and conditions on groups.
+    empty is entered once, since whatever it takes is a match; `at_the_end`: a match of these parts is the verdict.
     """
+    several = list(items)
+    parts = [
+        _part(str(name), value, longest, at_the_end and at == len(several))
+        for at, (name, value) in enumerate(several, 1)
+    ]
+    if len(parts) == 1 and parts[0].single:
+        return parts[0]
+    while at_the_end and parts and parts[-1].optional:
+        parts.pop()
+    ways, total = 1, 0
+    for part in parts:
+        total = _capped(total + ways * part.steps)
+        ways = _capped(ways * part.ways)
+    return _Cost(ways, total)
 
-    def __init__(self, text: str, longest: int) -> None:
-        self._text, self._longest, self._position = text, longest, 0
 
-    def alternatives(self, at_the_end: bool = False) -> _Cost:
-        """Reads up to the end of the expression or of the group. `at_the_end`: a match of this part is the verdict."""
-        found = [self._sequence(at_the_end)]
-        while self._text.startswith("|", self._position):
-            self._position += 1
-            found.append(self._sequence(at_the_end))
-        if len(found) == 1:
-            return found[0]
-        return _Cost(_capped(sum(cost.ways for cost in found)), _capped(sum(cost.steps + 1 for cost in found) + 1))
-
-    def _sequence(self, at_the_end: bool) -> _Cost:
-        parts: list[_Cost] = []
-        while self._position < len(self._text) and self._text[self._position] not in "|)":
-            if not self._take(_FLAGS):
-                parts.append(self._repeated(self._part()))
-        while at_the_end and parts and parts[-1].optional:
-            parts.pop()
-        ways, total = 1, 0
-        for part in parts:
-            total = _capped(total + ways * part.steps)
-            ways = _capped(ways * part.ways)
-        return _Cost(ways, total)
-
-    def _part(self) -> _Cost:
-        if self._text[self._position] == "(":
-            return self._group()
-        if _REFERENCE.match(self._text, self._position) or not (self._take(_CLASS) or self._take(_SINGLE)):
-            raise self._unknown()
+def _part(name: str, value: Any, longest: int, at_the_end: bool) -> _Cost:
+    """References to groups and conditions on them, which names of modules do not need, are as if without an end."""
+    if name in _SINGLE:
         return _Cost(1, 1, single=True)
+    if name == "BRANCH":
+        found = [_sequence(items, longest, at_the_end) for items in value[1]]
+        return _Cost(_capped(sum(cost.ways for cost in found)), _capped(sum(cost.steps + 1 for cost in found) + 1))
+    if name in _REPEATS:
+        return _repeated(_sequence(value[2], longest), value[0], value[1], longest, name == "POSSESSIVE_REPEAT")
+    if name == "SUBPATTERN":
+        inner = _sequence(value[3], longest)
+        return _Cost(inner.ways, inner.steps + 1)
+    if name in ("ASSERT", "ASSERT_NOT", "ATOMIC_GROUP"):  # decided once
+        return _Cost(1, _sequence(value if name == "ATOMIC_GROUP" else value[1], longest).steps + 1)
+    return _Cost(CEILING, CEILING)
 
-    def _group(self) -> _Cost:
-        opening = self._take(_GROUP)
-        if opening is None:
-            raise self._unknown()
-        inner = self.alternatives()
-        self._position += 1  # the closing parenthesis
-        decided_once = opening[1] is not None  # a lookaround or an atomic group
-        return _Cost(1 if decided_once else inner.ways, inner.steps + 1)
 
-    def _repeated(self, body: _Cost) -> _Cost:
-        found = self._take(_QUANTIFIER)
-        if found is None:
-            return body
-        sign, low, comma, high, mode = found.groups()
-        least = int(low or 0) if sign is None else int(sign == "+")
-        most = 1 if sign == "?" else int(high or 0) if comma and high else least if low and not comma else CEILING
-        # An iteration that takes nothing is the last one, once there are enough of them.
-        limit = min(most, self._longest + (0 if body.single else least + 1))
-        if body.ways > 1 and limit > 40:
-            return _Cost(CEILING, CEILING)
-        ways = _capped(limit + 1 if body.ways == 1 else sum(body.ways**count for count in range(limit + 1)))
-        total = 2 * limit + 1 if body.single else _capped(ways * (body.steps + 1))
-        return _Cost(1 if mode == "+" else ways, total, optional=least == 0)
-
-    def _unknown(self) -> CkptkitError:
-        what = f"has {self._text[self._position :][:10]!r}, whose cost is not known"
-        return CkptkitError(f"pattern {_shown(REGEX + self._text)} {what}", _SIMPLER)
-
-    def _take(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        found = pattern.match(self._text, self._position)
-        if found is not None:
-            self._position = found.end()
-        return found
+def _repeated(body: _Cost, least: int, most: int, longest: int, possessive: bool) -> _Cost:
+    # An iteration that takes nothing is the last one, once there are enough of them.
+    limit = min(int(most), longest + (0 if body.single else least + 1))
+    if body.ways > 1 and limit > 40:
+        return _Cost(CEILING, CEILING)
+    ways = _capped(limit + 1 if body.ways == 1 else sum(body.ways**count for count in range(limit + 1)))
+    total = 2 * limit + 1 if body.single else _capped(ways * (body.steps + 1))
+    return _Cost(1 if possessive else ways, total, optional=least == 0)
 
 
 def _capped(count: int) -> int:
@@ -213,7 +186,7 @@ class _Expression:
 
     def _steps(self, longest: int) -> int:
         """The steps for names of so many characters. Raises CkptkitError where they are too many."""
-        found = _Counter(self._text, longest).alternatives(at_the_end=True).steps
+        found = _sequence(_parse(self._text), longest, at_the_end=True).steps
         if found > _MAX_STEPS:
             what = f"could run without an end for a name of {longest} characters"
             raise CkptkitError(f"pattern {_shown(REGEX + self._text)} {what}", _SIMPLER)
