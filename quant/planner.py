@@ -94,8 +94,8 @@ def _check_refused(config: Mapping[str, Any], scheme: Scheme, request: Request) 
 
 def _check_used(ignore: Sequence[str], names: Collection[str], where: str) -> None:
     """Raises CkptkitError for an entry that covers nothing: its author believes that it spares a module."""
-    modules = sorted(name.removesuffix(".weight") for name in names if name.endswith(".weight"))
-    covers = covering("compressed-tensors", ignore, modules)
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    covers = covering(ignore, modules)
     for pattern in ignore:
         if not covers(pattern):
             raise CkptkitError(

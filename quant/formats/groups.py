@@ -5,7 +5,7 @@ Several groups may quantize a model: INT4 beside FP8, or INT4 in several group s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -15,9 +15,10 @@ from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.scheme import FORMAT
-from quant.patterns import matcher
+from quant.patterns import REGEX, matcher
 
-Kind = Literal["packs", "other"]  # what a group makes of its modules: packed integers, or any other format
+# What a group makes of its modules: packed integers, any other format, or nothing.
+Kind = Literal["packs", "other", "keeps"]
 # Widths that every engine loads from packed words. Source: `WNA16_SUPPORTED_BITS` of SGLang 0.5.16; vLLM has more.
 PACKED_BITS = (4, 8)
 _REORDERED = ("group", "dynamic", True)
@@ -59,6 +60,8 @@ class Group:
     @property
     def kind(self) -> Kind:
         """Whether its modules are packed integers with activations as they are (W4A16, W8A16)."""
+        if not self.weights:
+            return "keeps"
         plain = self.weights.get("type", "int") == "int" and not self.activations
         return "packs" if plain and self.weights.get("num_bits") in PACKED_BITS else "other"
 
@@ -69,6 +72,7 @@ class Target:
 
     pattern: str
     kind: Kind
+    group: int = 0  # the number of its group
 
 
 LINEAR = (Target("Linear", "packs"),)
@@ -120,18 +124,33 @@ def is_cache_calibrated(content: Any) -> bool:
 
 
 def targets_of(groups: Sequence[Group]) -> tuple[Target, ...]:
-    """The targets of all groups, each once and in the order that readers try them in."""
-    found = {target: Target(target, group.kind) for group in groups for target in group.targets if group.weights}
-    return tuple(found.values())
-
-
-def group_of(groups: Sequence[Group], module: str) -> Group | None:
-    """The group that quantizes a Linear module, as compressed-tensors has it: its name counts before its class.
+    """The targets of all groups, each once and in the order that engines try them in.
 
     Of groups with one and the same target the last counts: readers keep them by target.
     """
-    found = next((target for group in groups for target in group.naming(module)), "Linear")
-    return next((group for group in reversed(groups) if found in group.names), None)
+    found = {
+        target: Target(target, group.kind, number) for number, group in enumerate(groups) for target in group.targets
+    }
+    return tuple(found.values())
+
+
+def by_priority(targets: Iterable[Target]) -> list[Target]:
+    """The targets in the order that compressed-tensors tries them in: names, then expressions by the alphabet.
+
+    Source: compressed-tensors `utils/match.py`, `match_targets`.
+    """
+    return sorted(targets, key=lambda target: _priority(target.pattern))
+
+
+def _priority(pattern: str) -> tuple[bool, str]:
+    return REGEX in pattern, pattern
+
+
+def group_of(groups: Sequence[Group], module: str) -> Group | None:
+    """The group that quantizes a Linear module, as compressed-tensors has it: its name counts before its class."""
+    named = {target for group in groups for target in group.naming(module)}
+    order = sorted(named, key=_priority) or ("Linear", "Module")
+    return next((group for target in order for group in reversed(groups) if target in group.names), None)
 
 
 def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:

@@ -7,7 +7,6 @@ findings, the table of entries, the portable list, and the verdict last.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,9 @@ from ckptkit.storage.write import write_whole
 from quant.lint.opening import open_subject
 from quant.lint.rules import examine, idle
 from quant.lint.subject import ORDER, WRITTEN, IgnoreList, LintFinding, LowPrecisionList, finding
-from quant.lists.table import KEYS
+from quant.lists.table import COMPRESSED, KEYS
 from quant.selection.matrices import entries_for
+from quant.selection.portable import without_numbers
 
 _DISAGREEMENTS = ("refused", "disagreement", "exposed")
 
@@ -161,25 +161,15 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
             f"{root / 'config.json'}: no ignore list makes all readers agree on what is packed: {why}",
             "quantize again with `ckptkit quantize`",
         )
-    if isinstance(subject, LowPrecisionList):
-        _write_list(subject, portable)
-    else:
-        _write_ignore(root / "config.json", portable)
+    _write_list(subject, portable)
     return replace(report, fixed=True)
 
 
-def _write_ignore(file: Path, ignore: Sequence[str]) -> None:
-    """Replaces `ignore` in config.json; keeps the old file as config.json.orig unless that exists already."""
-    config = read_json(file)
-    quantization_of(config)["ignore"] = list(ignore)
-    _rewrite(file, config)
-
-
-def _write_list(subject: LowPrecisionList, entries: Sequence[str]) -> None:
+def _write_list(subject: IgnoreList, entries: Sequence[str]) -> None:
     """Writes `entries` into config.json and hf_quant_config.json, as far as they are there."""
     config = read_json(subject.path / "config.json")
     if isinstance(content := quantization_of(config), dict):
-        for key in KEYS[subject.method]:
+        for key in KEYS[subject.method] if subject.method != COMPRESSED else ():
             content.pop(key, None)
         content.update((key, list(entries)) for key in WRITTEN.get(subject.method, ("ignore",)))
         _rewrite(subject.path / "config.json", config)
@@ -223,8 +213,8 @@ def _alike(patterns: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[tupl
     """Yields the entries, with those as one that differ in numbers alone and so do the tensors that they cover."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for pattern, covers in patterns.items():
-        kinds = tuple((reader, tuple(map(_without_numbers, tensors))) for reader, tensors in covers.items())
-        groups.setdefault((pattern if pattern.startswith("re:") else _without_numbers(pattern), kinds), []).append(
+        kinds = tuple((reader, tuple(map(without_numbers, tensors))) for reader, tensors in covers.items())
+        groups.setdefault((pattern if pattern.startswith("re:") else without_numbers(pattern), kinds), []).append(
             pattern
         )
     for several in groups.values():
@@ -247,10 +237,6 @@ def _few(entries: Sequence[str]) -> Sequence[str]:
     folded = fold(entries)
     more = len(folded) - _COPIED
     return folded if more <= 0 else [*folded[:_COPIED], f"and {more} more: `--json` has all"]
-
-
-def _without_numbers(name: str) -> str:
-    return re.sub(r"\d+", "#", name)
 
 
 def _closing(report: LintReport) -> Iterator[str]:

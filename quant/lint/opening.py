@@ -46,10 +46,27 @@ def open_subject(path: Path, readers: Sequence[str] | None = None) -> tuple[Igno
     content = quantization_of(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return _compressed_tensors(path, config, content, readers)
-    _method_of(config, path)
-    stored, source = _stored_names(path)
-    config, tree, _, matrices = _model(config, stored, any_format=True)
-    return _open_list(config, matrices, tree, stored, readers, path), source
+    method, layers = _method_of(config, path), content.get("quantized_layers")
+    names, source = _stored_names(path)
+    config, tree, _, matrices = _model(config, names, any_format=True)
+    lists = [content[key] for key in KEYS[method] if isinstance(content.get(key), list)]
+    ignore = tuple(dict.fromkeys(str(entry) for several in lists for entry in several))
+    check_entries(ignore, f"{file}: {KEYS[method][0]}")
+    return LowPrecisionList(
+        config,
+        ignore,
+        (),
+        tree,
+        matrices,
+        frozenset(quantized_in(names)) or None,
+        _wanted_readers(method, readers),
+        None if readers is None else tuple(readers),
+        bool(names),
+        leaves=_leaves(names, matrices),
+        path=path,
+        method=method,
+        per_layer=frozenset(layers) if isinstance(layers, Mapping) else None,
+    ), source
 
 
 def _compressed_tensors(
@@ -117,13 +134,8 @@ def _has_fp4(groups: Iterable[Group]) -> bool:
 def _float_targets(groups: Sequence[Group]) -> tuple[Target, ...]:
     """The targets of groups of floats: FP4 counts as packed where there is any, and FP8 beside it as another format."""
     main = 4 if _has_fp4(groups) else 8
-    kinds: dict[str, Kind] = {
-        target: "packs" if _bits(group) == main else "other"
-        for group in groups
-        if group.weights
-        for target in group.targets
-    }
-    return tuple(Target(pattern, kind) for pattern, kind in kinds.items())
+    kinds: tuple[Kind, ...] = tuple("packs" if _bits(group) == main else "other" for group in groups)
+    return tuple(replace(one, kind=kinds[one.group]) for one in targets_of(groups) if groups[one.group].weights)
 
 
 def _stored_names(path: Path) -> tuple[list[str], str]:
@@ -157,7 +169,7 @@ def _method_of(config: Mapping[str, Any], where: object) -> Method:
         known = sorted({one.partition(" ")[0] for row in LISTS for one in row.methods})
         raise CkptkitError(
             f"{where}: {describe_quantization(config)}",
-            f"lint looks at the lists of compressed-tensors, {', '.join(known[:-1])} and {known[-1]}",
+            f"lint looks at the lists of {', '.join(known[:-1])} and {known[-1]}",
         )
     known_method: Method = method  # type: ignore[assignment]
     return known_method
@@ -205,36 +217,3 @@ def _wanted_readers(method: str, readers: Sequence[str] | None) -> tuple[str, ..
             f"choose from {', '.join(name for name, several in LIST_READERS.items() if known.keys() & set(several))}",
         )
     return tuple(reader for reader in known if reader in wanted)
-
-
-def _open_list(
-    config: Mapping[str, Any],
-    matrices: Sequence[Matrix],
-    tree: ClassTree,
-    names: Sequence[str],
-    asked: Sequence[str] | None,
-    path: Path,
-) -> LowPrecisionList:
-    """Reads the lists of a config, of whatever key, beside the matrices of its model. `names`: of stored tensors."""
-    content, where = quantization_of(config), path / "config.json"
-    method = _method_of(config, path)
-    lists = [content[key] for key in KEYS[method] if isinstance(content.get(key), list)]
-    ignore = tuple(dict.fromkeys(str(entry) for several in lists for entry in several))
-    check_entries(ignore, f"{where}: {KEYS[method][0]}")
-    stored = frozenset(quantized_in(names))
-    layers = content.get("quantized_layers")
-    return LowPrecisionList(
-        config,
-        ignore,
-        (),
-        tree,
-        matrices,
-        stored or None,
-        _wanted_readers(method, asked),
-        None if asked is None else tuple(asked),
-        bool(names),
-        leaves=_leaves(names, matrices),
-        path=path,
-        method=method,
-        per_layer=frozenset(layers) if isinstance(layers, Mapping) else None,
-    )

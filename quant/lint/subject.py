@@ -13,11 +13,11 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import Refusal, Target, groups_of, refusals
 from quant.formats.modelopt import differing_configs
-from quant.lists.table import KEYS, NAMED, NAMES, ListReader, Method, readers_of_method
+from quant.lists.table import COMPRESSED, KEYS, NAMED, NAMES, ListReader, Method, readers_of_method
 from quant.selection.matrices import Matrix, fused_layer, parts_of
 from quant.selection.portable import Divergence, divergences, packed_by, severities, shown
-from quant.selection.readers import LIST_READERS, RULES, TRAINERS
-from quant.selection.reading import Answer, Known, Reading, covering, names_by_part, read_all, read_list, unreadable
+from quant.selection.readers import BY_CLASS, LIST_READERS, TRAINERS
+from quant.selection.reading import Answer, Known, Names, Reading, covering, read_all, read_list, unreadable
 from quant.selection.tree import ClassTree
 
 ORDER: tuple[Severity, ...] = ("error", "warning", "note")
@@ -69,6 +69,7 @@ class IgnoreList:
     scaled: frozenset[str] = frozenset()  # modules stored with a scale and not packed, so in another format (FP8)
     path: Path = Path()  # the directory
     leaves: frozenset[str] = frozenset()  # stored tensors that are not matrices, with and without their last part
+    method: Method = COMPRESSED
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
@@ -79,20 +80,24 @@ class IgnoreList:
         """Returns how each reader takes another list."""
         return read_all(self.every_reader, self.matrices, ignore, self.config, self.targets)
 
+    @property
+    def base(self) -> str:
+        """The reading that tells what the list is meant to pack."""
+        return BY_CLASS[0] if self.method == COMPRESSED else NAMES
+
     @cached_property
     def packed(self) -> tuple[bool, ...]:
-        """Whether each matrix is packed: by stored names if any is, else by classes and compressed-tensors."""
+        """Whether each matrix is quantized: by stored names if any is, else by classes and what the list names."""
         if self.stored is not None:
             return tuple(matrix.module in self.stored for matrix in self.matrices)
-        return tuple(packed_by(self.matrices, self.readings["compressed-tensors"]))
+        return tuple(packed_by(self.matrices, self.readings[self.base]))
 
     @cached_property
     def others(self) -> frozenset[str]:
         """Modules in another format than INT4: by stored names, else by what compressed-tensors makes of the groups."""
         if self.stored is not None:
             return self.scaled
-        answers = self.readings["compressed-tensors"].answers
-        pairs = zip(self.matrices, answers, strict=True)
+        pairs = zip(self.matrices, self.readings[self.base].answers, strict=True)
         return frozenset(matrix.module for matrix, answer in pairs if answer == "other")
 
     @cached_property
@@ -114,8 +119,9 @@ class IgnoreList:
 
     @property
     def key(self) -> str:
-        """The key of the config that has the list."""
-        return "ignore"
+        """The key of the config that has the list, or that it belongs under."""
+        content = quantization_of(self.config)
+        return next((key for key in KEYS[self.method] if content.get(key)), WRITTEN.get(self.method, ("ignore",))[0])
 
     def names_any(self, pattern: str) -> bool:
         """Whether an entry names something that is stored and no reader looks up, or a layer as an engine names it."""
@@ -126,17 +132,22 @@ class IgnoreList:
     def _named(self) -> Mapping[str, Sequence[str]]:
         layers = {name for matrix in self.matrices for name in (matrix.sglang, matrix.vllm) if name}
         parts = (part for layer in layers for part in (layer, *parts_of(layer)))
-        return names_by_part(dict.fromkeys(chain(self.leaves, parts)))
+        return Names(frozenset(chain(self.leaves, parts))).by_part
+
+    @cached_property
+    def rows(self) -> Mapping[str, ListReader]:
+        """The readers that know this format, and how they take its list."""
+        return readers_of_method(self.method)
 
     @cached_property
     def every_reader(self) -> tuple[str, ...]:
-        """All readers whose reading of the list is looked at."""
-        return tuple(reader for reader in RULES if self.is_int4 or reader != "slime")
+        """All readers whose reading of the list is looked at. slime reads those of INT4, and no other groups."""
+        return tuple(one for one in self.rows if one != "slime" or self.is_int4 or self.method != COMPRESSED)
 
     @cached_property
     def is_int4(self) -> bool:
         """Whether INT4 is among the formats."""
-        return any(group.kind == "packs" for group in groups_of(self.config))
+        return self.method == COMPRESSED and any(group.kind == "packs" for group in groups_of(self.config))
 
     @property
     def by_name(self) -> bool:
@@ -154,7 +165,7 @@ class IgnoreList:
 
     @cached_property
     def _spelled(self) -> Callable[[str], frozenset[str]]:
-        return covering("transformers", self.ignore, sorted(self.tree.spelled))
+        return covering(self.ignore, self.tree.spelled)
 
     def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
         """Returns where the checked readers disagree with what is packed."""
@@ -174,18 +185,7 @@ WRITTEN: Mapping[str, tuple[str, ...]] = {
 class LowPrecisionList(IgnoreList):
     """A list of unquantized modules in a format other than compressed-tensors'."""
 
-    method: Method = "fp8"
     per_layer: frozenset[str] | None = None  # modules that `quantized_layers` names; None: there is no such key
-
-    @cached_property
-    def rows(self) -> Mapping[str, ListReader]:
-        """The readers that know this format, and how they take its list."""
-        return readers_of_method(self.method)
-
-    @property
-    def every_reader(self) -> tuple[str, ...]:
-        """All readers whose reading of the list is looked at."""
-        return tuple(self.rows)
 
     @cached_property
     def readings(self) -> dict[str, Reading]:
@@ -222,21 +222,6 @@ class LowPrecisionList(IgnoreList):
         parts = matrix.module.split(".")
         held = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
         return "packs" if any(name in self.per_layer for name in held) else "keeps"
-
-    @cached_property
-    def packed(self) -> tuple[bool, ...]:
-        """Whether each matrix is quantized: by stored names if any is, else by what the list names."""
-        if self.stored is not None:
-            return tuple(matrix.module in self.stored for matrix in self.matrices)
-        answers = self.readings[NAMES].answers
-        return tuple(
-            matrix.reason is None and answer == "packs" for matrix, answer in zip(self.matrices, answers, strict=True)
-        )
-
-    @property
-    def others(self) -> frozenset[str]:
-        """Modules in another format: none, since these configs have one."""
-        return frozenset()
 
     @cached_property
     def severities(self) -> dict[str, Severity]:
@@ -288,22 +273,6 @@ class LowPrecisionList(IgnoreList):
         if entry is None:
             return "quantize again, or take the entry out that names it"
         return f"name the whole module under `{key}`: `ckptkit lint --fix` writes such a list"
-
-    @property
-    def key(self) -> str:
-        """The key of the config that has the list, or that it belongs under."""
-        content = quantization_of(self.config)
-        return next((key for key in KEYS[self.method] if content.get(key)), WRITTEN.get(self.method, ("ignore",))[0])
-
-    @property
-    def is_int4(self) -> bool:
-        """Never: INT4 is compressed-tensors'."""
-        return False
-
-    @property
-    def by_name(self) -> bool:
-        """Never: there are no targets."""
-        return False
 
     @cached_property
     def _engines(self) -> tuple[str, ...]:

@@ -1,18 +1,18 @@
-"""Who reads which list of unquantized modules, and what each makes of it, in formats other than compressed-tensors'.
+"""Who reads which list of unquantized modules, and what each makes of it.
 
 The lists are `modules_to_not_convert`, `ignored_layers`, `ignore`, `exclude_modules` and `exclude`. Each rule takes an
 entry and returns what says of a name whether the entry covers it, so that an entry is read once for many names. Each
 was run beside the reader's own function in `tests/quant/lists/test_lists.py`, except where it says "read". Trainers
-choose what they pack by name, and but for miles' NVFP4 and verl's SGLang path read no list; these choices are compared
-with each tool's own function in `tests/interop/test_online_selection.py`. `LISTS` is the table of readers: the
-`quant_method`s that each knows, the keys that it reads, and the rules by which an entry covers a layer.
-compressed-tensors' own lists are read in `quant.selection.reading`, whatever their format.
+choose what they pack by name, and but for slime's INT4, miles' NVFP4 and verl's SGLang path read no list; these choices
+are compared with each tool's own function in `tests/interop/test_online_selection.py`. `LISTS` is the table of readers:
+the `quant_method`s that each knows, the keys that it reads, and the rules by which an entry covers a layer. Which names
+a reader looks up is in `quant.selection.reading`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from converters.hf_names import tail
 from quant.patterns import MAX_NAME, matcher
-from quant.selection.readers import SGLANG, VLLM
+from quant.selection.readers import BY_CLASS, SGLANG, VLLM
 
 Covers = Callable[[str], bool]
 Rule = Callable[[str], Covers]
@@ -118,8 +118,39 @@ def named_by_modelopt(entry: str) -> Covers:
 
 
 def regex_or_exact(entry: str) -> Covers:
-    """Quark: `re:` from the start of the name, or the whole name. Source: `quark/utils.py` of SGLang and vLLM."""
+    """compressed-tensors, vLLM for its lists, and Quark: `re:` from the start of the name, or the whole name.
+
+    Source: compressed-tensors `utils/match.py`, `match_name`; vLLM `compressed_tensors/utils.py`,
+    `should_ignore_layer`; `quark/utils.py` of SGLang and vLLM.
+    """
     return _matcher(entry) if entry.startswith("re:") else exact(entry)
+
+
+def class_name(entry: str) -> Covers:
+    """compressed-tensors: the class of a module, or `Module`. Source: `utils/match.py`, `_match_class`."""
+    return (lambda name: True) if entry == "Module" else exact(entry)
+
+
+def any_part(entry: str) -> Covers:
+    """SGLang up to 0.5.16 for compressed-tensors: `re:` from the start, else any part of the name, in any case.
+
+    Source: SGLang `layers/quantization/compressed_tensors/utils.py`, `check_equal_or_regex_match`.
+    """
+    lower = entry.lower()
+    return _matcher(entry) if entry.startswith("re:") else lambda name: lower in name.lower()
+
+
+def dotted_ending(entry: str) -> Covers:
+    """SGLang 0.5.23 for compressed-tensors: `re:` from the start, else the whole name or a dotted ending of it."""
+    return _matcher(entry) if entry.startswith("re:") else lambda name: f".{name}".endswith(f".{entry}")
+
+
+def prefix(entry: str) -> Covers:
+    """slime's, miles' and Relax's INT4: `re:` from the start of a parameter's name, or a prefix of it.
+
+    Source: slime `quantizer_compressed_tensors.py`, `quantize_params_compressed_tensors`; read, not run.
+    """
+    return _matcher(entry) if entry.startswith("re:") else lambda name: name.startswith(entry)
 
 
 def quark_experts(entry: str) -> Covers:
@@ -186,8 +217,9 @@ def _matcher(text: str) -> Covers:
     return lambda name: bool(short(name) if len(name) <= MAX_NAME else long(name))
 
 
-# Rules that need not be asked about every name: exact names, and runs of parts.
-INDEXED = (never, exact, whole_parts, parts_only, named_by_modelopt)
+# Rules that need not be asked about every name: exact names, and runs of parts; and of these but for expressions.
+INDEXED = (never, exact, class_name, whole_parts, parts_only, named_by_modelopt)
+INDEXED_PLAIN = (regex_or_exact, prefix)
 
 
 _MLP = r"(?:gate|up|down|gate_up)_proj"
@@ -238,6 +270,11 @@ def verl_fp8(parameter: str, config: Mapping[str, Any]) -> bool:
     return any(part in name for part in _VERL_TAKES)
 
 
+def slime_int4(parameter: str, config: Mapping[str, Any]) -> bool:
+    """slime's, miles' and Relax's INT4: whatever its class, less what the list names. `targets` are not read."""
+    return True
+
+
 def _left_out_by_miles(parameter: str, config: Mapping[str, Any]) -> bool:
     return _module(parameter) == _INDEXER_KEY and bool(config.get("indexer_rope_interleave"))
 
@@ -246,7 +283,9 @@ def _module(parameter: str) -> str:
     return tail(parameter.removesuffix(".weight"))
 
 
-Method = Literal["fp8", "mxfp8", "modelopt fp4", "modelopt fp8", "modelopt mxfp8", "mxfp4", "quark"]
+Method = Literal[
+    "compressed-tensors", "fp8", "mxfp8", "modelopt fp4", "modelopt fp8", "modelopt mxfp8", "mxfp4", "quark"
+]
 ENGINES = (*VLLM, *SGLANG)
 MODELOPT: tuple[Method, ...] = ("modelopt fp4", "modelopt fp8", "modelopt mxfp8")
 NAMES = "by name"  # the reading that takes an entry for what it names; the others are held against it
@@ -277,6 +316,7 @@ class ListReader:
 
 
 _R = ListReader
+COMPRESSED: Method = "compressed-tensors"
 _SGLANG_16, _SGLANG_23 = (("SGLang 0.5.16",), ("SGLang 0.5.23",))
 _VLLM_26, _VLLM_33 = (("vLLM 0.26",), ("vLLM 0.33",))
 _FP8: tuple[Method, ...] = ("fp8", "mxfp8")
@@ -286,7 +326,14 @@ _sglang_modelopt = partial(_R, part=parts_only, experts=glob, last=glob, head=Tr
 _trainer = partial(_R, part=never, experts=never)
 _transformers_12 = partial(_R, ("transformers 5.12",), experts=regex_from_start)
 _transformers_24 = partial(_R, ("transformers 5.24",), experts=regex_to_a_dot)
+_compressed = partial(_R, methods=(COMPRESSED,), keys=("ignore",), experts=never)
 LISTS: tuple[ListReader, ...] = (
+    _compressed(BY_CLASS, part=regex_or_exact, last=class_name),
+    _compressed(_VLLM_26, part=regex_or_exact, fused=exact),
+    _compressed(_VLLM_33, part=regex_or_exact, fused=regex_or_exact),
+    _compressed(_SGLANG_16, part=any_part, fused=exact, declared=True),
+    _compressed(_SGLANG_23, part=dotted_ending, fused=exact, declared=True),
+    _compressed(("slime",), part=prefix, packs=slime_int4),
     _R(VLLM, ("fp8",), _FP8_KEYS, exact, holds_expert, fused=exact),
     _vllm_modelopt(("mxfp8",), (_IGNORED,)),
     _vllm_modelopt(MODELOPT, _MODELOPT_KEYS),
@@ -328,6 +375,7 @@ KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         **dict.fromkeys(MODELOPT, (*_MODELOPT_KEYS, _NOT_CONVERTED)),
         "mxfp4": (_NOT_CONVERTED,),
         "quark": ("exclude",),
+        COMPRESSED: ("ignore",),
     }
 )
 
@@ -335,3 +383,15 @@ KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def readers_of_method(method: str) -> dict[str, ListReader]:
     """Returns the readers that know a method, by name."""
     return {reader: row for row in LISTS if method in row.methods for reader in row.readers}
+
+
+def named_in_lists(content: Mapping[str, Any], names: Iterable[str]) -> frozenset[str]:
+    """The modules of these weights that the lists of a quantization_config name, in other formats than INT4."""
+    method = str(content.get("quant_method")).partition(" ")[0]
+    if method not in NAMED:
+        return frozenset()
+    lists = [content.get(key) for several in KEYS.values() for key in several]
+    entries = dict.fromkeys(str(entry) for one in lists if isinstance(one, list) for entry in one)
+    covers = [NAMED[method].part(entry) for entry in entries if not entry.startswith("re:") or method == "quark"]
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    return frozenset(module for module in modules if any(one(module) for one in covers))

@@ -20,7 +20,7 @@ from quant.formats.packing import CODES_PER_WORD
 from quant.formats.part_names import FP8_SCALE_INV, INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from quant.formats.scheme import QuantScheme
 from quant.selection.matrices import ignore_options, spell
-from quant.selection.readers import compressed_tensors
+from quant.selection.reading import ignored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -213,7 +213,7 @@ def _check_layers(weights: Mapping[str, bool], ignore: Collection[str], layers: 
 def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]) -> None:
     """Raises CkptkitError unless `ignore` covers none of these if they are packed, and all if they are not."""
     for name in names:
-        covering = [pattern for pattern in ignore if compressed_tensors(_module(name), pattern)]
+        covering = [pattern for pattern in ignore if ignored([_module(name)], [pattern])]
         if is_packed == bool(covering):
             reading = f"covers it with {covering[0]!r}" if covering else "does not cover it"
             raise CkptkitError(

@@ -274,9 +274,8 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     reference, like = _reference(source, scheme, request)
     config = as_stored(source.config, source.specs)
     whole = replace(scheme, ignore=tuple(dict.fromkeys([*default_ignore(config, like), *scheme.ignore])))
-    verdicts = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
-    chosen = [spec for name, spec in source.specs.items() if verdicts[name].quantize]
-    names = frozenset(spec.name for spec in chosen)
+    names = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
+    chosen = [spec for name, spec in source.specs.items() if name in names]
     if not names:
         hint = "leave out the --ignore that covers all of them" if scheme.ignore else None
         raise CkptkitError("no weight is left to quantize", hint)

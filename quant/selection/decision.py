@@ -26,22 +26,10 @@ from quant.selection.matrices import (
     parts_of,
 )
 from quant.selection.portable import Question, check_portable, packed_by
-from quant.selection.readers import ALL_READERS, RULES, readers_of
-from quant.selection.reading import Reading, ignored, read_all
+from quant.selection.readers import ALL_READERS, readers_of
+from quant.selection.reading import ignored, read_all
 from quant.selection.tiles import check_tiles
 from quant.selection.tree import ClassTree, class_tree
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a tensor is quantized, why, and whether each reader would take it for quantized."""
-
-    quantize: bool
-    reason: str
-    readers: Mapping[str, bool]
-
-
-_KEPT_BY_ALL: Mapping[str, bool] = dict.fromkeys(RULES, False)
 
 
 def resolve(
@@ -52,12 +40,12 @@ def resolve(
     like: Collection[str] | None = None,
     tp: int | None = None,
     readers: Sequence[str] = ALL_READERS,
-) -> dict[str, Verdict]:
-    """A verdict for every tensor, with `scheme.ignore` taken as the whole list (`default_ignore` is not added here).
+) -> frozenset[str]:
+    """The tensors to quantize, with `scheme.ignore` taken as the whole list (`default_ignore` is not added here).
 
     `like` are the names of an INT4 checkpoint of the same model: what it has packed is packed. Otherwise what the
     model's classes allow and no entry covers. `tp`: a tensor parallel size that SGLang's kernels must be able to load.
-    `readers`, as `--reader` takes them, are those that must agree; each tensor's verdict has all of them.
+    `readers`, as `--reader` takes them, are those that must agree.
 
     Raises CkptkitError, naming tensors and the next move, when one of the readers takes an entry otherwise, when a
     tensor to quantize is not a float matrix or does not divide into groups or tiles, and when `like` packs what cannot
@@ -65,20 +53,16 @@ def resolve(
     """
     tree = class_tree(config)
     matrices = matrices_of(specs, tree, config)
-    readings = read_all(RULES, matrices, scheme.ignore, config)
-    base = readings["compressed-tensors"]
-    packed = packed_by(matrices, base) if like is None else _packed_like(matrices, like)
+    if like is None:
+        packed = packed_by(matrices, read_all((), matrices, scheme.ignore, config)["compressed-tensors"])
+    else:
+        packed = _packed_like(matrices, like)
     check_portable(Question(matrices, packed, config, readers_of(readers)), scheme.ignore)
     chosen = [specs[matrix.tensor] for matrix, packs in zip(matrices, packed, strict=True) if packs]
     _check_quantizable(chosen, scheme)
     if tp is not None:
         check_tiles(chosen, tree, config, scheme.group_size, tp)
-    verdicts = {name: Verdict(False, "no weight matrix", _KEPT_BY_ALL) for name in specs}
-    for index, matrix in enumerate(matrices):
-        answers = {reader: reading.answers[index] == "packs" for reader, reading in readings.items()}
-        reason = _reason(matrix, packed[index], index, base, like is not None)
-        verdicts[matrix.tensor] = Verdict(packed[index], reason, answers)
-    return verdicts
+    return frozenset(spec.name for spec in chosen)
 
 
 def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool]:
@@ -99,17 +83,6 @@ def _packed_like(matrices: Sequence[Matrix], like: Collection[str]) -> list[bool
             "it must be a checkpoint of the same model, with one tensor an expert",
         )
     return packed
-
-
-def _reason(matrix: Matrix, packed: bool, index: int, base: Reading, like: bool) -> str:
-    if packed:
-        return "packed in the reference" if like else "Linear"
-    if matrix.reason:
-        return matrix.reason
-    if like:
-        return "not packed in the reference"
-    pattern = next(pattern for pattern in base.covers if base.covered(pattern, index))
-    return f"ignored by '{pattern}'"
 
 
 def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = None) -> tuple[str, ...]:

@@ -154,11 +154,17 @@ class Matrix:
     expert: bool = False
     unfused: bool = True  # SGLang's class may take its fused layer apart
     sglang_own: str | None = None  # of a draft layer, the layer of the model itself by whose name SGLang asks
+    transformers: str | None = None  # the module's name in transformers, where it is another than the release's
 
     @property
     def module(self) -> str:
         """The tensor's module."""
         return self.tensor.removesuffix(".weight")
+
+    @property
+    def torch_class(self) -> str | None:
+        """The class of torch by which compressed-tensors quantizes the module; None for any other."""
+        return "Linear" if self.linear else "Embedding" if self.reason == "Embedding is not a Linear" else None
 
 
 def forbidden(matrix: Matrix, tree: ClassTree, readers: Collection[str]) -> str | None:
@@ -235,7 +241,9 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
         layer = known.layer_outside(fused_layer(module, None)) if linear else None
         asked_as = family.engine("vllm").layer_outside(module) or module
-        return Matrix(tensor, linear, reason, layer, asked_as if linear else None, entry)
+        own = f"model.{module}".replace(".vision_model.", ".")  # transformers up to 4.57 has the latter part
+        own_name = own if own in tree.spelled else None
+        return Matrix(tensor, linear, reason, layer, asked_as if linear else None, entry, transformers=own_name)
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
         return _stacked(module, tree, family)
     asked = module in tree.linears and module not in tree.gates and module != tree.head
@@ -251,6 +259,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
         module if _alone_in_vllm(module, tree, family) else fused and family.engine("vllm").layer(_in_vllm(fused)),
         dense.entry if dense else spell(module),
         module in tree.experts,
+        transformers=family.release.own_name(module) if family.release and tree.outside else None,
     )
 
 
@@ -297,38 +306,21 @@ def parts_of(layer: str) -> tuple[str, ...]:
     return tuple(f"{parent}.{shard}" for shard in FUSED.get(name, ()))
 
 
-def names_in_sglang(
-    matrix: Matrix, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]
-) -> tuple[str, ...]:
-    """The names that SGLang looks up in `ignore` (as it holds it) to decide about this matrix's layer.
-
-    It wants one answer for all.
-
-    Source: SGLang `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
-    """
-    mapping = packed_modules if matrix.unfused else {}
-    return tuple(_asked(matrix.sglang, ignore, mapping)) if matrix.sglang is not None else ()
-
-
-def names_in_vllm(matrix: Matrix, decided: Collection[str]) -> tuple[str, ...]:
-    """As `names_in_sglang` for vLLM, every class of which says what its fused layers are made of.
-
-    `decided`: the fused layers that `ignore` names as a whole, whose shards are then not asked about.
-    """
+def names_in_vllm(matrix: Matrix) -> tuple[str, ...]:
+    """The names that vLLM looks up in `ignore` for a matrix's layer: every class says what its fused layers are of."""
     # What lies in the release as one matrix already is not a fused layer to vLLM.
-    return (
-        tuple(_asked(matrix.vllm, decided, _FUSED_IN_VLLM if matrix.vllm != matrix.module else {}))
-        if matrix.vllm is not None
-        else ()
-    )
+    mapping = _FUSED_IN_VLLM if matrix.vllm != matrix.module else {}
+    return names_of_layer(matrix.vllm, mapping) if matrix.vllm is not None else ()
 
 
-def _asked(layer: str, ignore: Collection[str], packed_modules: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def names_of_layer(layer: str, packed_modules: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The names that an engine looks up for a layer, and wants one answer for.
+
+    `packed_modules`: the parts of the fused layers that it takes apart. Source: SGLang's and vLLM's
+    `CompressedTensorsConfig.get_moe_scheme` and `should_ignore_layer`.
+    """
     name = layer.rpartition(".")[2]
     if name == "experts":
-        yield from (f"{layer}.{expert}" for expert in FIRST_EXPERT)
-    elif name in packed_modules and layer not in ignore:
-        # Every occurrence is replaced, as SGLang and vLLM do.
-        yield from (layer.replace(name, shard) for shard in packed_modules[name])
-    else:
-        yield layer
+        return tuple(f"{layer}.{expert}" for expert in FIRST_EXPERT)
+    # Every occurrence is replaced, as SGLang and vLLM do.
+    return tuple(layer.replace(name, shard) for shard in packed_modules[name]) if name in packed_modules else (layer,)

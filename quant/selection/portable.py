@@ -13,8 +13,8 @@ from ckptkit.core.specs import fold, summarize
 from converters.registry import FAMILIES
 from quant.formats.groups import LINEAR, Target, groups_of
 from quant.selection.matrices import Matrix, candidates
-from quant.selection.readers import RULES, severity_of
-from quant.selection.reading import BY_CLASS, Answer, Reading, read, read_all
+from quant.selection.readers import BY_CLASS, INT4_READERS, severity_of
+from quant.selection.reading import Answer, Reading, read_all
 from quant.selection.tree import DRAFT_LAYER, ClassTree
 
 OTHER_FORMAT = (
@@ -82,7 +82,7 @@ def divergences(
 def _cause(reading: Reading, matrix: Matrix, index: int) -> str:
     """As `Divergence.cause`."""
     answer, covered = reading.answers[index], bool(reading.entries_at(index))
-    if not reading.asked[index] or (reading.reader in BY_CLASS and not matrix.linear):
+    if not reading.asked[index] or (reading.reader in BY_CLASS and matrix.torch_class is None):
         return "because it has no quantized layer for it, whatever the list contains"
     if answer == "packs":
         return "because no entry covers it"
@@ -200,7 +200,7 @@ def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | N
     }
     for candidate in dict.fromkeys(candidates(pattern)):
         replaced = _unique([candidate if entry == pattern else entry for entry in ignore], basis)
-        base = read("compressed-tensors", question.matrices, replaced, question.config, question.targets)
+        base = read_all((), question.matrices, replaced, question.config, question.targets)["compressed-tensors"]
         answered = replace(question, packed=packed_by(question.matrices, base)).divergences(replaced)
         if base.covers[candidate] and {(one.tensor, one.reader) for one in answered} <= others:
             return candidate
@@ -238,7 +238,7 @@ def severities(
     what is stored packed, so that slime's reading of the list does not matter.
     """
     published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
-    readers = (reader for reader in RULES if updated is not None or reader != "slime")
+    readers = (reader for reader in INT4_READERS if updated is not None or reader != "slime")
     return {
         reader: severity_of(reader, asked, engine, published=published, updated=bool(updated)) for reader in readers
     }

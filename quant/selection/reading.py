@@ -13,19 +13,33 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from converters.registry import FAMILIES
-from quant.formats.groups import LINEAR, Kind, Target
-from quant.lists.table import INDEXED, NAMES, PLAIN, ListReader, Rule, Run, exact, never
-from quant.patterns import check_lookups, matcher
-from quant.selection.matrices import Matrix, fused_layer, names_in_sglang, names_in_vllm
-from quant.selection.readers import LINEAR_CLASSES, RULES, SGLANG, VLLM, sglang, sglang_suffix, slime
+from quant.formats.groups import LINEAR, Target, by_priority
+from quant.lists.table import (
+    COMPRESSED,
+    INDEXED,
+    INDEXED_PLAIN,
+    NAMES,
+    PLAIN,
+    ListReader,
+    Rule,
+    Run,
+    any_part,
+    class_name,
+    exact,
+    never,
+    prefix,
+    readers_of_method,
+    regex_or_exact,
+)
+from quant.patterns import REGEX, check_lookups, matcher
+from quant.selection.matrices import Matrix, fused_layer, names_in_vllm, names_of_layer
+from quant.selection.readers import BY_CLASS, SGLANG
 from quant.selection.tree import DRAFT_LAYER
 
 # "either": the reader loads the module packed or not.
 Answer = Literal["packs", "other", "keeps", "refuses", "either"]
-BY_CLASS = ("compressed-tensors", "transformers")
 _LAST = "\U0010ffff"
-# Classes of vLLM, by the last part of a layer's name.
-_EXPERTS = "RoutedExperts"
+# Classes of vLLM and SGLang, by the last part of a layer's name.
 _CLASSES = {
     "qkv_proj": "QKVParallelLinear",
     "gate_up_proj": "MergedColumnParallelLinear",
@@ -35,6 +49,14 @@ _CLASSES = {
     "lm_head": "ParallelLMHead",
 }
 _OTHER = "ColumnParallelLinear"  # every other class has Linear in its name too
+# Of these names, those that each entry covers by a rule.
+Known = dict[tuple[Rule, frozenset[str]], dict[str, frozenset[str]]]
+_SLOW = 5  # a rule that is asked about each name takes as long as so many lookups
+# Fused layers that SGLang takes apart whatever the model's class declares.
+_ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")
+# Engines build the indexer's key weight with quantization or without, by chip and release, and load either. vLLM joins
+# the head weights to it; transformers keeps them in float32.
+_EITHER = (".indexer.wk", ".indexer.weights_proj")
 
 
 @dataclass(frozen=True)
@@ -47,6 +69,7 @@ class Reading:
     # For each matrix: packed or not, quantized in the `other` format of another config group, or a fused layer that is
     # covered in part, which it `refuses`.
     answers: tuple[Answer, ...]
+    targets: tuple[Target | None, ...] = ()  # those by which it packs each matrix; empty: this format has none
 
     @cached_property
     def _entries(self) -> Mapping[str, list[str]]:
@@ -79,39 +102,6 @@ class Reading:
         return any(name in self.covers[pattern] for name in self.asked[index])
 
 
-def read(
-    reader: str,
-    matrices: Sequence[Matrix],
-    ignore: Sequence[str],
-    config: Mapping[str, Any],
-    targets: Sequence[Target] = LINEAR,
-) -> Reading:
-    """Predicts what `reader` takes for packed. `targets`: classes and names of modules, as config.json has them."""
-    if not matrices:  # of a model that is not known
-        return Reading(reader, (), dict.fromkeys(ignore, frozenset()), ())
-    entry = FAMILIES[str(config.get("model_type"))].engine("sglang").entry if reader.startswith("SGLang") else str
-    asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
-    names = sorted({name for several in asked for name in several})
-    found_by = covering(reader, ignore, names)
-    covers = {pattern: found_by(entry(pattern)) for pattern in dict.fromkeys(ignore)}
-    ignored = frozenset[str]().union(*covers.values())
-    layers = [_layer(reader, matrix) for matrix in matrices]
-    targeted = _targeted(reader, sorted({*names, *filter(None, layers)}), targets)
-    answers: dict[tuple[str, tuple[str, ...]], Answer] = {
-        (layer, several): _answer(reader, layer, several, ignored, targeted)
-        for layer, several in set(zip(layers, asked, strict=True))
-    }
-    by_class = reader in BY_CLASS
-    found: Iterator[Answer] = (
-        # These readers do not load draft layers.
-        ("keeps" if matrix.reason not in (None, DRAFT_LAYER) else "either")
-        if by_class and not matrix.linear
-        else answers[layer, several]
-        for matrix, layer, several in zip(matrices, layers, asked, strict=True)
-    )
-    return Reading(reader, asked, covers, tuple(found))
-
-
 def read_all(
     readers: Iterable[str],
     matrices: Sequence[Matrix],
@@ -119,169 +109,49 @@ def read_all(
     config: Mapping[str, Any],
     targets: Sequence[Target] = LINEAR,
 ) -> dict[str, Reading]:
-    """As `read` for each of `readers`, and for compressed-tensors, since transformers reads as it does."""
-    base = read("compressed-tensors", matrices, ignore, config, targets)
+    """How each of `readers`, and compressed-tensors, takes a list of compressed-tensors'. `targets`: of all groups."""
+    known, rows = Known(), readers_of_method(COMPRESSED)
+    base = read_list(BY_CLASS[0], rows[BY_CLASS[0]], matrices, ignore, config, known, targets)
     found = {
-        reader: replace(base, reader=reader) if reader in BY_CLASS else read(reader, matrices, ignore, config, targets)
+        reader: replace(base, reader=reader)  # transformers calls compressed-tensors
+        if reader in BY_CLASS
+        else read_list(reader, rows[reader], matrices, ignore, config, known, targets)
         for reader in readers
     }
-    return {"compressed-tensors": base, **found}
-
-
-def _asked(
-    reader: str, matrices: Sequence[Matrix], ignore: set[str], config: Mapping[str, Any]
-) -> Iterator[tuple[str, ...]]:
-    if reader == "slime":
-        # It packs what ends so, and fused experts do not.
-        yield from ((matrix.tensor,) if matrix.tensor.endswith(".weight") else () for matrix in matrices)
-        return
-    if reader in BY_CLASS:
-        yield from ((matrix.module,) for matrix in matrices)
-        return
-    packed_modules = FAMILIES[str(config.get("model_type"))].engine("sglang").packed_modules
-    if reader == "vLLM 0.33":  # an entry that matches a fused layer's own name decides for its shards
-        layers = sorted({matrix.vllm for matrix in matrices if matrix.vllm is not None})
-        ignore = set[str]().union(*map(covering(reader, list(ignore), layers), ignore))
-    known: dict[str | None, tuple[str, ...]] = {None: ()}  # an engine asks once about all experts of a layer
-    for matrix in matrices:
-        layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm
-        if layer not in known:
-            known[layer] = (
-                names_in_sglang(matrix, ignore, packed_modules)
-                if reader.startswith("SGLang")
-                else names_in_vllm(matrix, ignore)
-            )
-        yield known[layer]
-
-
-def covering(reader: str, entries: Sequence[str], names: Sequence[str]) -> Callable[[str], frozenset[str]]:
-    """Says of an entry which of `names` (sorted) it covers, by `RULES[reader]`.
-
-    Exact names and prefixes are not compared with each name. Raises CkptkitError where `entries`, those that it will be
-    asked about, are too many for so many names.
-    """
-    rule = RULES[reader]
-    indexed = rule not in (sglang, sglang_suffix)
-    check_lookups([entry for entry in entries if entry.startswith("re:") or not indexed], len(names))
-    longest, every = max(map(len, names), default=0), frozenset(names)
-
-    def covered(entry: str) -> frozenset[str]:
-        if entry.startswith("re:"):
-            return frozenset(filter(matcher(entry, longest), names))
-        if rule is slime:
-            return frozenset(names[bisect_left(names, entry) : bisect_left(names, entry + _LAST)])
-        if indexed:
-            return every if reader in BY_CLASS and entry in LINEAR_CLASSES else every & {entry}
-        return frozenset(name for name in names if rule(name, entry))
-
-    return covered
+    return {BY_CLASS[0]: base, **found}
 
 
 def ignored(modules: Iterable[str], ignore: Sequence[str]) -> frozenset[str]:
     """Those of these Linear modules that entries cover for compressed-tensors. Raises CkptkitError as `covering`."""
-    covers = covering("compressed-tensors", ignore, sorted(set(modules)))
+    covers = covering(ignore, modules)
     return frozenset[str]().union(*map(covers, dict.fromkeys(ignore)))
 
 
-def _layer(reader: str, matrix: Matrix) -> str:
-    """The fused layer's own name, which a reader compares with targets before the names that it looks up in `ignore`.
+def covering(entries: Sequence[str], modules: Iterable[str]) -> Callable[[str], frozenset[str]]:
+    """Says of an entry which of these Linear modules it covers for compressed-tensors.
 
-    Empty for routed experts, whose name is one of those.
+    Raises CkptkitError where `entries`, those that it will be asked about, are too many for so many modules.
     """
-    layer = matrix.sglang if reader.startswith("SGLang") else matrix.vllm if reader in VLLM else None
-    return "" if layer is None or layer.endswith(".experts") else layer
+    names = Names(frozenset(modules))
+    _check_lookups(entries, regex_or_exact, names)
 
+    def covered(entry: str) -> frozenset[str]:
+        return names.names if class_name(entry)("Linear") else frozenset(_covered(regex_or_exact, entry, names))
 
-@dataclass(frozen=True)
-class _Targeted:
-    """What targets make of modules: by name, and by the class of a layer; None: no target is for them."""
-
-    reader: str
-    by_name: Mapping[str, Answer]
-    by_class: Callable[[str], Answer | None]
-
-    def of(self, layer: str, names: Sequence[str]) -> set[Answer | None]:
-        """The answers for a layer: by its own name, then its class, then the names of its parts; vLLM 0.33 parts first.
-
-        Parts by name count only where there is a target for all of them; that of the first then stands in vLLM.
-        """
-        if layer in self.by_name:
-            return {self.by_name[layer]}
-        by_class = self.by_class(layer or names[0])
-        if not layer:
-            return {self.by_name.get(name, by_class) for name in names}
-        parts = [self.by_name.get(name) for name in names]
-        if None in parts or (by_class is not None and self.reader != "vLLM 0.33"):
-            return {by_class}
-        return set(parts[:1] if self.reader in VLLM else parts)
-
-
-def _targeted(reader: str, names: Sequence[str], targets: Sequence[Target]) -> _Targeted:
-    """What is to be quantized where `ignore` does not cover it. slime reads no targets."""
-    if reader == "slime":
-        return _Targeted(reader, {}, lambda _: "packs")
-    by_name: dict[str, Answer] = {}
-    by_target = covering("vLLM 0.26", [target.pattern for target in targets], names)
-    for target in targets:
-        if target.pattern != "Linear":
-            by_name = dict.fromkeys(by_target(target.pattern), target.kind) | by_name
-    if reader in VLLM:
-        return _Targeted(reader, by_name, lambda layer: _named_by_class(_class_in_vllm(layer), targets))
-    linear = next((target.kind for target in targets if target.pattern == "Linear"), None)
-    return _Targeted(reader, by_name, lambda _: linear)
-
-
-def _answer(reader: str, layer: str, asked: Sequence[str], ignored: frozenset[str], targeted: _Targeted) -> Answer:
-    if not asked:
-        return "keeps"
-    covers = {name in ignored for name in asked}
-    if covers == {True}:
-        return "keeps"
-    # SGLang demands a target for every layer that is not ignored.
-    answers = {
-        answer or ("refuses" if reader.startswith("SGLang") else "keeps") for answer in targeted.of(layer, asked)
-    }
-    return answers.pop() if len(answers) == 1 and covers == {False} else "refuses"
-
-
-def _class_in_vllm(layer: str) -> str:
-    """The class that vLLM builds a layer with, which it searches for `targets`; of experts by the name of one of them.
-
-    Source: vLLM `compressed_tensors/utils.py`, `find_matched_target`, and `compressed_tensors.py`, where routed experts
-    take the target Linear over.
-    """
-    return _EXPERTS if ".experts." in layer else _CLASSES.get(layer.rpartition(".")[2], _OTHER)
-
-
-def _named_by_class(name: str, targets: Sequence[Target]) -> Kind | None:
-    """What the first target makes of a class: a pattern from the start, else any part of its name in any case."""
-    found = next((target.kind for target in targets if _matches_class(name, target.pattern)), None)
-    if found is None and name == _EXPERTS:
-        return next((target.kind for target in targets if target.pattern == "Linear"), None)
-    return found
-
-
-def _matches_class(name: str, pattern: str) -> bool:
-    return bool(matcher(pattern)(name)) if pattern.startswith("re:") else pattern.lower() in name.lower()
-
-
-# Of these names, those that each entry covers by a rule.
-Known = dict[tuple[Rule, frozenset[str]], dict[str, frozenset[str]]]
-_SLOW = 5  # a rule that is asked about each name takes as long as so many lookups
-# Fused layers that SGLang takes apart whatever the model's class declares.
-_ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")
-# Engines build the indexer's key weight with quantization or without, by chip and release, and load either. vLLM joins
-# the head weights to it; transformers keeps them in float32.
-_EITHER = (".indexer.wk", ".indexer.weights_proj")
+    return covered
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a reader looks up for one matrix: nothing, a container of experts, or a layer and the parts of it."""
+    """What a reader looks up for one matrix: nothing, a container of experts, or a layer and the parts of it.
 
-    name: str = ""
+    compressed-tensors looks up a module, and by its class.
+    """
+
+    name: str = ""  # its own, or its class; empty for experts that are looked up one by one
     parts: tuple[str, ...] = ()  # empty: the layer is not looked up
     experts: bool = False
+    alike: bool = False  # the parts are names of one module, in releases of transformers
     answer: Answer | None = None  # known without a lookup
 
 
@@ -292,10 +162,13 @@ def read_list(
     entries: Sequence[str],
     config: Mapping[str, Any],
     known: Known | None = None,
+    targets: Sequence[Target] = (),
 ) -> Reading:
     """Predicts what `reader` takes for quantized where its list has these `entries`.
 
-    `known`: what was found for other readers with the same rules and names, which is added to.
+    `known`: what was found for other readers with the same rules and names, which is added to. `targets`: of
+    compressed-tensors' groups; slime does not read them. Raises CkptkitError where entries are too many for so many
+    names.
     """
     known = {} if known is None else known
     sglang = FAMILIES[str(config.get("model_type"))].engine("sglang") if matrices else None
@@ -306,35 +179,41 @@ def read_list(
         "part": frozenset(part for layer in layers if not layer.experts for part in layer.parts),
         "own": frozenset(layer.name for layer in layers if layer.parts and not layer.experts),
     }
-    by_part = {names: names_by_part(names) for names in kinds.values()} if entries else {}
     by_rule = (
         ("experts", row.experts, kinds["experts"]),
         ("part", row.part, kinds["part"]),
         ("fused", row.fused, kinds["own"]),
         ("last", row.last, kinds["own"]),
     )
-    for _, rule, names in by_rule:
-        if rule is not None and rule not in INDEXED:
-            check_lookups(entries, len(names) * _SLOW)
-    covers: dict[str, frozenset[str]] = {}
-    covered: dict[str, set[str]] = {kind: set() for kind, *_ in by_rule}
+    indexes = {names: Names(names) for names in kinds.values()}
     tables = [
-        (kind, rule, names, known.setdefault((rule, names), {}))
+        (kind, rule, indexes[names], known.setdefault((rule, names), {}))
         for kind, rule, names in by_rule
         if rule is not None and rule is not never and names
     ]
+    covers: dict[str, frozenset[str]] = {}
+    covered: dict[str, set[str]] = {kind: set() for kind, *_ in by_rule}
+    for _, rule, index, _ in tables:
+        _check_lookups([engine(entry) for entry in entries], rule, index)
     for entry in dict.fromkeys(entries):
         spelled, found = engine(entry), frozenset[str]()
-        for kind, rule, names, table in tables:
+        for kind, rule, index, table in tables:
             if spelled not in table:
-                table[spelled] = frozenset(_covered(rule, spelled, names, by_part[names]))
+                table[spelled] = _covered_by(row, rule, spelled, index)
             if hit := table[spelled]:
                 covered[kind] |= hit
                 found |= hit
         covers[entry] = found
-    made = {layer: (_names_of(layer), _answer_of(layer, covered)) for layer in dict.fromkeys(layers)}
-    asked, answers = [made[layer][0] for layer in layers], [made[layer][1] for layer in layers]
-    return Reading(reader, tuple(asked), covers, tuple(answers))
+    targeted = _targeted(reader, layers, targets) if targets and row.packs is None else None
+    made = {layer: _answer_of(layer, covered, targeted) for layer in dict.fromkeys(layers)}
+    answers = [made[layer] for layer in layers]
+    return Reading(
+        reader,
+        tuple(_names_of(row, layer, covered) for layer in layers),
+        covers,
+        tuple(answer for answer, _ in answers),
+        tuple(target for _, target in answers) if targeted else (),
+    )
 
 
 def unreadable(row: ListReader, entry: str) -> bool:
@@ -349,29 +228,61 @@ def unreadable(row: ListReader, entry: str) -> bool:
     return False
 
 
-def names_by_part(names: Iterable[str]) -> dict[str, list[str]]:
-    """The names that have each dotted part, which stands here in lower case."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        for part in set(name.lower().split(".")):
-            found[part].append(name)
-    return found
+@dataclass(frozen=True)
+class Names:
+    """Names that entries are looked up in, indexed: long lists of large models would take minutes."""
+
+    names: frozenset[str]
+
+    @cached_property
+    def by_part(self) -> Mapping[str, Sequence[str]]:
+        """Those that have each dotted part, which is in lower case here."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.names:
+            for part in set(name.lower().split(".")):
+                found[part].append(name)
+        return found
+
+    @cached_property
+    def ordered(self) -> Sequence[str]:
+        return sorted(self.names)
+
+    @cached_property
+    def longest(self) -> int:
+        return max(map(len, self.names), default=0)
 
 
-def _covered(rule: Rule, entry: str, names: frozenset[str], by_part: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """A run of parts is looked for where its rarest part is: long lists of large models would take minutes."""
+def _check_lookups(entries: Sequence[str], rule: Rule, names: Names) -> None:
+    """Raises CkptkitError where `entries` that a rule asks about each name are too many."""
+    if rule in INDEXED_PLAIN:
+        check_lookups([entry for entry in entries if entry.startswith(REGEX)], len(names.names))
+    elif rule not in INDEXED:
+        check_lookups(entries, len(names.names) * _SLOW)
+
+
+def _covered(rule: Rule, entry: str, names: Names) -> Iterable[str]:
+    """The names that an entry covers. A run of parts is looked for where its rarest part is."""
+    if rule in INDEXED_PLAIN and entry.startswith(REGEX):
+        return filter(matcher(entry, names.longest), names.names)
+    if rule in (exact, regex_or_exact):
+        return names.names & {entry}
+    if rule is prefix:
+        return names.ordered[bisect_left(names.ordered, entry) : bisect_left(names.ordered, entry + _LAST)]
+    covers = rule(entry)
+    where: Collection[str] = names.names
+    if isinstance(covers, Run):
+        having: list[Collection[str]] = [names.by_part.get(part.lower(), ()) for part in covers.parts.split(".")]
+        where = min(having, key=len)
+    return [name for name in where if covers(name)]
+
+
+def _covered_by(row: ListReader, rule: Rule, entry: str, names: Names) -> frozenset[str]:
     try:
-        if rule is exact:
-            yield from names & {entry}
-            return
-        covers = rule(entry)
-        where: Collection[str] = names
-        if isinstance(covers, Run):
-            having: list[Collection[str]] = [by_part.get(part.lower(), ()) for part in covers.parts.split(".")]
-            where = min(having, key=len)
-        yield from (name for name in where if covers(name))
+        return frozenset(_covered(rule, entry, names))
     except CkptkitError:
-        return  # `unreadable` has it
+        if COMPRESSED in row.methods:
+            raise
+        return frozenset()  # `unreadable` has it
 
 
 def _all_looked_up(
@@ -380,7 +291,7 @@ def _all_looked_up(
     """Looks up each matrix, but of a layer's routed experts the first alone where the reader holds them as one."""
     known: dict[str, _Layer] = {}
     for matrix in matrices:
-        if not matrix.expert or row.packs is not None or reader == NAMES:
+        if not matrix.expert or row.packs is not None or reader in (NAMES, *BY_CLASS):
             yield _looked_up(reader, row, matrix, config)
             continue
         container = matrix.module.partition(".experts.")[0]
@@ -396,9 +307,11 @@ def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str
         return _Layer(answer="keeps") if is_head and not row.head else _Layer(own, (matrix.module,))
     if row.packs is not None:
         if not matrix.tensor.endswith(".weight"):
-            return _Layer(answer="either")
+            return _Layer(answer="keeps" if COMPRESSED in row.methods else "either")
         packs = row.packs(matrix.tensor, config)
         return _Layer(matrix.tensor, (matrix.tensor,)) if packs else _Layer(answer="keeps")
+    if COMPRESSED in row.methods:
+        return _in_compressed_tensors(reader, row, matrix, config)
     if matrix.module.endswith(_EITHER):
         return _Layer(answer="either")
     if reader.startswith("transformers"):
@@ -417,6 +330,21 @@ def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str
     return _Layer(layer, _parts_of_layer(reader, row, layer, matrix, config)) if row.linears else _Layer(answer="keeps")
 
 
+def _in_compressed_tensors(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
+    """The same of a list of compressed-tensors'. Engines ask for the first expert's three projections."""
+    if reader in BY_CLASS:
+        if matrix.torch_class is not None:
+            names = dict.fromkeys(filter(None, (matrix.module, matrix.transformers)))
+            return _Layer(matrix.torch_class, tuple(names), alike=True)
+        answer: Answer = "keeps" if matrix.reason not in (None, DRAFT_LAYER) else "either"  # it loads no drafts
+        return _Layer("", (matrix.module,), answer=answer)
+    layer = matrix.sglang if reader in SGLANG else matrix.vllm
+    if layer is None:
+        return _Layer(answer="keeps")
+    own = "" if layer.endswith(".experts") else layer
+    return _Layer(own, _parts_of_layer(reader, row, layer, matrix, config))
+
+
 def _is_head(matrix: Matrix) -> bool:
     """Whether it is the output embedding, which DeepSeek-V4's releases call otherwise."""
     return matrix.tensor == "head.weight" or matrix.tensor.endswith("lm_head.weight")
@@ -427,12 +355,10 @@ def _parts_of_layer(
 ) -> tuple[str, ...]:
     """The names of a fused layer's parts, or the layer's own."""
     if reader not in SGLANG:
-        return names_in_vllm(matrix, ()) if matrix.vllm is not None else (layer,)
+        return names_in_vllm(matrix) or (layer,)
     declared = FAMILIES[str(config.get("model_type"))].engine("sglang").fused if matrix.unfused else ()
-    name = layer.rpartition(".")[2]
-    if name in declared or (name in _ALWAYS_FUSED and not row.declared):
-        return tuple(layer.replace(name, part) for part in FUSED[name])
-    return (layer,)
+    apart = (*declared, *(() if row.declared else _ALWAYS_FUSED))
+    return names_of_layer(layer, {name: FUSED[name] for name in apart})
 
 
 def _in_transformers(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
@@ -446,18 +372,88 @@ def _in_transformers(row: ListReader, matrix: Matrix, config: Mapping[str, Any])
     return _Layer(matrix.module, (matrix.module,))
 
 
-def _names_of(layer: _Layer) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*layer.parts, layer.name])) if layer.parts else ()
+def _names_of(row: ListReader, layer: _Layer, covered: Mapping[str, set[str]]) -> tuple[str, ...]:
+    """The names that decide: in a list of compressed-tensors the own one where an entry covers it, else the parts."""
+    if COMPRESSED in row.methods and row.fused is not None:
+        return (layer.name,) if layer.name in covered["fused"] else layer.parts
+    return tuple(dict.fromkeys(filter(None, [*layer.parts, layer.name]))) if layer.parts else ()
 
 
-def _answer_of(layer: _Layer, covered: Mapping[str, set[str]]) -> Answer:
+def _answer_of(
+    layer: _Layer, covered: Mapping[str, set[str]], targeted: _Targeted | None
+) -> tuple[Answer, Target | None]:
+    """The answer, and the target by which the layer is packed."""
     if layer.answer is not None:
-        return layer.answer
+        return layer.answer, None
     if layer.experts:
-        return "keeps" if layer.name in covered["experts"] else "packs"
+        return "keeps" if layer.name in covered["experts"] else "packs", None
     if layer.name in covered["fused"]:
-        return "keeps"
+        return "keeps", None
     hit = {part in covered["part"] for part in layer.parts}
-    if len(hit) == 2:
-        return "refuses"
-    return "keeps" if hit == {True} or layer.name in covered["last"] else "packs"
+    if len(hit) == 2 and not layer.alike:
+        return "refuses", None
+    if True in hit or layer.name in covered["last"]:
+        return "keeps", None
+    return targeted.answer(layer) if targeted else ("packs", None)
+
+
+@dataclass(frozen=True)
+class _Targeted:
+    """What a reader makes of `targets`.
+
+    Source: compressed-tensors `utils/match.py`, `match_targets`; `compressed_tensors/utils.py` of vLLM and SGLang,
+    `find_matched_target`.
+    """
+
+    reader: str
+    targets: Sequence[Target]  # in the order in which it tries them
+    by_name: Mapping[str, Target]
+
+    def answer(self, layer: _Layer) -> tuple[Answer, Target | None]:
+        """The answer for a layer that no entry covers; SGLang demands a target for each. And the one target."""
+        found = self._of(layer)
+        nothing: Answer = "refuses" if self.reader in SGLANG else "keeps"
+        answers: set[Answer] = {target.kind if target else nothing for target in found}
+        return answers.pop() if len(answers) == 1 else "refuses", found[0] if len(set(found)) == 1 else None
+
+    def _of(self, layer: _Layer) -> list[Target | None]:
+        """The targets for a layer: by its own name, then its class, then the names of its parts; vLLM 0.33 parts first.
+
+        Parts by name count only where there is a target for all of them; that of the first then stands in engines.
+        """
+        if layer.name in self.by_name:
+            return [self.by_name[layer.name]]
+        by_class = self._by_class(layer)
+        parts = [self.by_name.get(name) for name in layer.parts]
+        if layer.alike:
+            return [next(filter(None, parts), by_class)]
+        if not layer.name:
+            return [part or by_class for part in parts]
+        if None in parts or (by_class is not None and self.reader != "vLLM 0.33"):
+            return [by_class]
+        return parts[:1]
+
+    def _by_class(self, layer: _Layer) -> Target | None:
+        """What the first target makes of a class: a pattern from the start, else any part of its name in any case.
+
+        Routed experts take the target Linear over. Source: `compressed_tensors.py` of vLLM and SGLang.
+        """
+        if self.reader in BY_CLASS:
+            return next((target for target in self.targets if class_name(target.pattern)(layer.name)), None)
+        experts = "FusedMoE" if self.reader in SGLANG else "RoutedExperts"
+        name = _CLASSES.get(layer.name.rpartition(".")[2], _OTHER) if layer.name else experts
+        found = next((target for target in self.targets if any_part(target.pattern)(name)), None)
+        if found is None and name == experts:
+            return next((target for target in self.targets if target.pattern == "Linear"), None)
+        return found
+
+
+def _targeted(reader: str, layers: Iterable[_Layer], targets: Sequence[Target]) -> _Targeted:
+    own = reader not in BY_CLASS
+    names = Names(frozenset(name for layer in layers for name in (*layer.parts, *((layer.name,) if own else ()))))
+    targets = targets if own else by_priority(targets)
+    _check_lookups([target.pattern for target in targets], regex_or_exact, names)
+    found: dict[str, Target] = {}
+    for target in targets:
+        found = dict.fromkeys(_covered(regex_or_exact, target.pattern, names), target) | found
+    return _Targeted(reader, targets, found)

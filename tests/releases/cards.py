@@ -29,7 +29,7 @@ from converters.stored import as_stored
 from quant.formats.part_names import PACKED
 from quant.formats.scheme import QuantScheme
 from quant.selection.matrices import matrices_of
-from quant.selection.readers import RULES
+from quant.selection.readers import INT4_READERS
 from quant.selection.reading import read_all
 from quant.selection.tree import class_tree
 from releases.header_only import write
@@ -162,7 +162,7 @@ def _decision(plan: ConversionPlan) -> Iterator[str]:
     ignore = plan.config["quantization_config"]["ignore"]
     matrices = matrices_of(view.source.specs, class_tree(config), config)
     packed = [matrix.module + PACKED in view.specs for matrix in matrices]
-    without = read_all(RULES, matrices, (), config)
+    without = read_all(INT4_READERS, matrices, (), config)
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         why = "INT4" if packed[index] else f"kept: {matrix.reason or 'left out by this preset'}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,34 @@ def kimi_names() -> Iterator[str]:
         for expert in range(EXPERTS):
             for name in ("gate", "up", "down"):
                 yield from packed(f"{at}mlp.experts.{expert}.{name}_proj")
+
+
+# Configs of published releases; names that differ in numbers alone are folded, and experts cut to 16.
+PUBLISHED_FILE = Path(__file__).parents[1] / "quant/lint/published_configs.json"
+PUBLISHED: Mapping[str, Mapping[str, Any]] = {
+    entry["release"]: entry for entry in json.loads(PUBLISHED_FILE.read_text())["releases"]
+}
+_NUMBERS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
+
+def unfolded(name: str) -> Iterator[str]:
+    """Yields the names that a folded one stands for: `layers.{0..2,5}.mlp` is four."""
+    match = re.search(r"\{([\d.,]+)\}", name)
+    if match is None:
+        yield name
+        return
+    for part in match[1].split(","):
+        first, _, last = part.partition("..")
+        for number in range(int(first), int(last or first) + 1):
+            yield from unfolded(f"{name[: match.start()]}{number}{name[match.end() :]}")
+
+
+def restored(value: Any) -> Any:
+    """The value as config.json has it."""
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"folded"}:
+        return [name for one in value["folded"] for name in unfolded(one)]
+    if value.keys() == {"folded_keys"}:
+        return {name: content for content, several in value["folded_keys"] for one in several for name in unfolded(one)}
+    return {key: 16 if key in _NUMBERS_OF_EXPERTS else restored(one) for key, one in value.items()}

@@ -16,13 +16,13 @@ from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
 from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
 from quant.selection.portable import Divergence, Question, advice, described, severities
-from quant.selection.readers import RULES, counting
+from quant.selection.readers import INT4_READERS, counting
 from quant.selection.tree import ClassTree, class_tree
 from verify.issue import Issue
 from verify.report import Severity
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
-_BY_CLASS = frozenset(RULES) - {"slime"}
+_BY_CLASS = frozenset(INT4_READERS) - {"slime"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def agreement(
     matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
     packed = [matrix.module in stored for matrix in matrices]
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
-    question = Question(matrices, packed, config, tuple(RULES), targets_of(groups_of(config)), in_floats)
+    question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
     everybody = _for_everybody(found)
     readers = counting(asked, engine)

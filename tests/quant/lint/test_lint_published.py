@@ -8,56 +8,26 @@ no list names one of them.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 from support.nightly import daily
+from support.published import PUBLISHED, PUBLISHED_FILE, restored
 
 from ckptkit.app.cli import cli
 from quant.lint.lint import lint
 
-FILE = Path(__file__).with_name("published_configs.json")
-RELEASES: Mapping[str, Mapping[str, Any]] = {
-    entry["release"]: entry for entry in json.loads(FILE.read_text())["releases"]
-}
-EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 EVERY_DAY = ("Qwen/Qwen3-32B-FP8", "deepseek-ai/DeepSeek-V3", "nvidia/Qwen3.6-27B-NVFP4", "openai/gpt-oss-20b")
 # Models whose modules ckptkit does not know: their entries are not held against any.
 UNKNOWN = ("deepseek_ref", "gpt_oss", "kimi_k3", "mimo_v2_flash")
 
 
-def unfolded(name: str) -> Iterator[str]:
-    """Yields the names that a folded one stands for: `layers.{0..2,5}.mlp` is four."""
-    match = re.search(r"\{([\d.,]+)\}", name)
-    if match is None:
-        yield name
-        return
-    for part in match[1].split(","):
-        first, _, last = part.partition("..")
-        for number in range(int(first), int(last or first) + 1):
-            yield from unfolded(f"{name[: match.start()]}{number}{name[match.end() :]}")
-
-
-def restored(value: Any) -> Any:
-    """The value as config.json has it."""
-    if not isinstance(value, Mapping):
-        return value
-    if value.keys() == {"folded"}:
-        return [name for one in value["folded"] for name in unfolded(one)]
-    if value.keys() == {"folded_keys"}:
-        return {name: content for content, several in value["folded_keys"] for one in several for name in unfolded(one)}
-    return {key: 16 if key in EXPERTS else restored(one) for key, one in value.items()}
-
-
 def write(path: Path, release: str) -> Path:
     """A directory with the release's configs."""
-    entry = RELEASES[release]
+    entry = PUBLISHED[release]
     config = restored(entry["config"])
     if "first_k_dense_replace" in config:  # a family whose configs may leave the number of experts out
         config.setdefault("n_routed_experts", 16)
@@ -70,19 +40,19 @@ def write(path: Path, release: str) -> Path:
 
 
 def test_there_are_as_many_as_the_page_says() -> None:
-    assert len(RELEASES) == 44
-    assert f"{len(RELEASES)} published" in (Path(__file__).parents[3] / "docs" / "lint.md").read_text()
-    assert FILE.stat().st_size < 150_000
+    assert len(PUBLISHED) == 44
+    assert f"{len(PUBLISHED)} published" in (Path(__file__).parents[3] / "docs" / "lint.md").read_text()
+    assert PUBLISHED_FILE.stat().st_size < 150_000
 
 
-@pytest.mark.parametrize("release", daily(RELEASES, EVERY_DAY))
+@pytest.mark.parametrize("release", daily(PUBLISHED, EVERY_DAY))
 def test_lint_reads_a_published_config_without_a_false_alarm(tmp_path: Path, release: str) -> None:
     report = lint(write(tmp_path, release))
     assert [one for one in report.findings if one.severity != "note"] == []
-    assert (report.tensors == 0) == (RELEASES[release]["config"]["model_type"] in UNKNOWN)
+    assert (report.tensors == 0) == (PUBLISHED[release]["config"]["model_type"] in UNKNOWN)
 
 
-@pytest.mark.parametrize("release", daily(RELEASES, EVERY_DAY))
+@pytest.mark.parametrize("release", daily(PUBLISHED, EVERY_DAY))
 def test_inspect_reads_a_published_config(tmp_path: Path, release: str) -> None:
     save_file({"model.norm.weight": torch.zeros(4)}, write(tmp_path, release) / "model.safetensors")
     shown = CliRunner().invoke(cli, ["inspect", str(tmp_path)])

@@ -10,21 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from families import HF_CASES
 from families.table import config_of
 from support import models
 from support.installed import release
 from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
-from transformers import AutoModelForCausalLM
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import dims_of, expected_hf
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.selection.decision import Verdict, default_ignore, packed_modules, resolve
-from quant.selection.readers import ALL_READERS, RULES
+from quant.selection.decision import default_ignore, packed_modules, resolve
+from quant.selection.readers import ALL_READERS
 from quant.selection.tiles import check_tiles, unrunnable
 from quant.selection.tree import class_tree
 
@@ -95,16 +92,14 @@ def test_what_is_packed_in_every_model(case: str) -> None:
     """On the names and shapes that the converter expects of the release, which know nothing of classes."""
     config = config_of(HF_CASES[case])
     specs = release_specs(config)
-    verdicts = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
+    packed = resolve(specs, config, QuantScheme(None, "qmax7", default_ignore(config)))
     model_type = config["model_type"]
     patterns = HF_CASES[case].packed or PACKED.get(model_type, DENSE)
     layers = dims_of(config).layers
     wanted = re.compile(rf"{re.escape(ROOT.get(model_type, 'model.'))}layers\.(\d+)\.({'|'.join(patterns)})\.weight")
     expected = {name for name in specs if (match := wanted.fullmatch(name)) and int(match[1]) < layers}
     assert expected
-    assert {name for name, verdict in verdicts.items() if verdict.quantize} == expected
-    for name, verdict in verdicts.items():
-        assert verdict.readers == dict.fromkeys(RULES, name in expected)
+    assert packed == expected
 
 
 def specs_of(config: dict[str, Any], **shapes: tuple[int, int]) -> dict[str, TensorSpec]:
@@ -121,20 +116,14 @@ def test_a_reference_says_what_is_packed() -> None:
     """Kimi-K2-Thinking has its routed experts alone in INT4."""
     like = set(kimi_names())
     ignore = default_ignore(KIMI, like)
-    verdicts = resolve(specs_of(KIMI), KIMI, scheme(*ignore), like=like)
-    packed = {name for name, verdict in verdicts.items() if verdict.quantize}
+    packed = resolve(specs_of(KIMI), KIMI, scheme(*ignore), like=like)
     assert packed == {
         name
-        for name in verdicts
+        for name in specs_of(KIMI)
         if re.fullmatch(r"model\.layers\.[123]\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", name)
     }
-    assert verdicts["model.layers.1.mlp.experts.0.up_proj.weight"].reason == "packed in the reference"
-    assert verdicts["model.layers.0.mlp.down_proj.weight"] == Verdict(
-        False, "not packed in the reference", dict.fromkeys(RULES, False)
-    )
-    assert verdicts["model.layers.1.mlp.gate.weight"].reason == "DeepseekV3TopkRouter is not a Linear"
     # The release's own list does as well, with what slime needs.
-    assert resolve(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == verdicts
+    assert resolve(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == packed
 
 
 def test_a_list_that_contradicts_the_reference() -> None:
@@ -173,9 +162,8 @@ def test_a_reference_that_packs_what_can_not_be(module: str, reason: str) -> Non
 
 def test_only_some_readers_must_agree() -> None:
     ignore = ("lm_head", "re:.*mlp.gate$")
-    verdicts = resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
-    router = verdicts["model.layers.0.mlp.gate.weight"]
-    assert router == Verdict(False, "Qwen3MoeTopKRouter is not a Linear", dict.fromkeys(RULES, False) | {"slime": True})
+    packed = resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["sglang", "vllm", "transformers"])
+    assert "model.layers.0.mlp.gate.weight" not in packed
     with pytest.raises(CkptkitError, match="slime would pack"):
         resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
     with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
@@ -328,44 +316,6 @@ def specs() -> Mapping[str, dict[str, TensorSpec]]:
     return {family: release_specs(model_config(family)) for family in FAMILIES}
 
 
-def test_resolve_gives_the_reason_for_each_tensor(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
-    config = model_config("glm4_moe")
-    verdicts = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), "re:.*self_attn.*"))
-    reasons = {
-        "model.layers.2.mlp.gate.weight": "Glm4MoeTopkRouter is not a Linear",
-        "model.layers.2.mlp.gate.e_score_correction_bias": "no weight matrix",
-        "model.embed_tokens.weight": "Embedding is not a Linear",
-        "lm_head.weight": "output embedding",
-        "model.norm.weight": "no weight matrix",
-        "model.layers.0.self_attn.q_proj.bias": "no weight matrix",
-        "model.layers.0.self_attn.q_proj.weight": "ignored by 're:.*self_attn.*'",
-        "model.layers.11.mlp.experts.11.down_proj.weight": "Linear",
-        "model.layers.11.mlp.shared_experts.down_proj.weight": "Linear",
-    }
-    assert {name: verdicts[name].reason for name in reasons} == reasons
-
-
-@pytest.mark.parametrize("family", ["qwen2-tied", "qwen2-untied"])
-def test_transformers_quantizes_the_same_modules(specs: Mapping[str, dict[str, TensorSpec]], family: str) -> None:
-    """compressed-tensors walks the real model as transformers starts it. (It sees no modules in fused experts.)"""
-    config = model_config(family)
-    ignore = (*default_ignore(config), r"re:model\.layers\.3\..*")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(models.configs()[family])
-    apply_quantization_config(
-        model,
-        QuantizationConfig.model_validate(quantization_config(scheme(*ignore))),
-        run_compressed=True,
-        show_progress=False,
-    )
-    applied = {
-        f"{name}.weight" for name, module in model.named_modules() if getattr(module, "quantization_scheme", None)
-    }
-    assert applied == {
-        name for name, verdict in resolve(specs[family], config, scheme(*ignore)).items() if verdict.quantize
-    }
-
-
 REFUSED = [
     # family, entries, tensor and reader in the message, portable spelling in the hint
     (
@@ -463,9 +413,9 @@ def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict
         config = model_config(family)
         ignore = scheme(*default_ignore(config), *shards)
         if accepted:
-            kept = [
-                name for name, verdict in resolve(specs[family], config, ignore).items() if "ignored" in verdict.reason
-            ]
+            kept = resolve(specs[family], config, scheme(*default_ignore(config))) - resolve(
+                specs[family], config, ignore
+            )
             assert sorted(kept) == sorted(f"{shard}.weight" for shard in shards)
         else:
             with pytest.raises(CkptkitError, match=r"would pack model\.layers\.3\.self_attn\.k_proj"):
@@ -492,10 +442,7 @@ def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, 
     more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), "bfloat16")}
     with pytest.raises(CkptkitError, match=r"slime would pack extra\.proj\.weight because no entry covers it"):
         resolve(more, config, scheme(*default_ignore(config)))
-    assert (
-        resolve(more, config, scheme(*default_ignore(config), "extra.proj"))["extra.proj.weight"].reason
-        == "not a module of the model"
-    )
+    assert "extra.proj.weight" not in resolve(more, config, scheme(*default_ignore(config), "extra.proj"))
 
 
 def test_draft_layers_stay_as_they_are() -> None:
@@ -508,8 +455,7 @@ def test_draft_layers_stay_as_they_are() -> None:
         name: TensorSpec(name, (64, 128), "bfloat16") for name in (f"model.layers.12.{name}.weight" for name in names)
     }
     specs = release_specs(model_config("glm4_moe")) | draft
-    verdicts = resolve(specs, config, scheme(*ignore))
-    assert {verdicts[name].reason for name in draft} == {"draft layer"}
+    assert resolve(specs, config, scheme(*ignore)).isdisjoint(draft)
     with pytest.raises(
         CkptkitError,
         match=r"\n  vLLM 0\.26 and vLLM 0\.33 and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
@@ -538,9 +484,9 @@ def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     assert "use --group-size 32" in hint
     entries = re.findall(r"--ignore '([^']+)'", hint)
     assert r"re:.*\.mlp\.experts\..*" in entries
-    verdicts = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
-    assert verdicts["model.layers.0.self_attn.q_proj.weight"].quantize
-    assert not verdicts["model.layers.3.mlp.experts.5.gate_proj.weight"].quantize
+    packed = resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), *entries, group_size=128))
+    assert "model.layers.0.self_attn.q_proj.weight" in packed
+    assert "model.layers.3.mlp.experts.5.gate_proj.weight" not in packed
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 128), "float8_e4m3fn"), ((2, 64, 128), "bfloat16")])

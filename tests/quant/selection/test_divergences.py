@@ -13,7 +13,7 @@ from support.published import KIMI, QWEN
 
 from quant.selection.decision import default_ignore
 from quant.selection.matrices import matrices_named
-from quant.selection.readers import RULES
+from quant.selection.readers import INT4_READERS
 from quant.selection.reading import read_all
 from quant.selection.tree import class_tree
 
@@ -35,7 +35,9 @@ def verdicts(config: dict[str, Any], ignore: list[str], module: str, *more: str)
     """The verdicts of compressed-tensors, transformers, vLLM 0.26 and 0.33, SGLang 0.5.16 and 0.5.23, and slime."""
     matrices = matrices_named(weights(config, *more), class_tree(config), config)
     index = [matrix.module for matrix in matrices].index(module)
-    return "".join(LETTERS[reading.answers[index]] for reading in read_all(RULES, matrices, ignore, config).values())
+    return "".join(
+        LETTERS[reading.answers[index]] for reading in read_all(INT4_READERS, matrices, ignore, config).values()
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from support.installed import release
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.selection.matrices import Matrix, names_in_sglang, names_in_vllm
-from quant.selection.readers import ALL_READERS, RULES, compressed_tensors, readers_of, sglang, sglang_suffix, slime
-from quant.selection.reading import covering
+from quant.lists.table import Rule, any_part, dotted_ending, exact, prefix, regex_or_exact
+from quant.selection.matrices import Matrix, names_in_vllm, names_of_layer
+from quant.selection.readers import ALL_READERS, INT4_READERS, readers_of
+from quant.selection.reading import Names, _covered, ignored
 
 L0 = "model.layers.0"
 
@@ -68,15 +69,15 @@ def sglang_quantization() -> Any:
 def test_entry_matches_a_module_for_each_reader_as_listed(row: tuple[str, str, bool, bool, bool, bool]) -> None:
     entry, module, *expected = row
     read = [
-        compressed_tensors(module, entry),
-        sglang(module, entry),
-        sglang_suffix(module, entry),
-        slime(f"{module}.weight", entry),
+        bool(ignored([module], [entry])),
+        bool(any_part(entry)(module)),
+        bool(dotted_ending(entry)(module)),
+        bool(prefix(entry)(f"{module}.weight")),
     ]
     assert read == expected
 
 
-INSTALLED = sglang_suffix if release("sglang") >= (0, 5, 23) else sglang
+INSTALLED = dotted_ending if release("sglang") >= (0, 5, 23) else any_part
 
 
 NAMES = sorted(
@@ -90,15 +91,15 @@ ENTRIES = sorted({row[0] for row in TABLE})
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any, entry: str) -> None:
     linear = torch.nn.Linear(1, 1, device="meta")
-    assert [compressed_tensors(name, entry) for name in NAMES] == [is_match(name, linear, entry) for name in NAMES]
-    assert [INSTALLED(name, entry) for name in NAMES] == [
+    assert ignored(NAMES, [entry]) == {name for name in NAMES if is_match(name, linear, entry)}
+    assert [bool(INSTALLED(entry)(name)) for name in NAMES] == [
         sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES
     ]
 
 
 def test_readers_by_the_name_of_the_option() -> None:
     assert readers_of(["slime", "transformers"]) == ("compressed-tensors", "transformers", "slime")
-    assert readers_of(ALL_READERS) == tuple(RULES)
+    assert readers_of(ALL_READERS) == INT4_READERS
     with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
         readers_of(["slime", "trtllm"])
     with pytest.raises(CkptkitError, match="no reader is named"):
@@ -116,8 +117,8 @@ def matrix(layer: str, module: str = "other") -> Matrix:
 def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> None:
     """GLM-4 stores gate_up_proj as one."""
     layer = f"{L0}.mlp.gate_up_proj"
-    assert list(names_in_vllm(matrix(layer), [])) == [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]
-    assert list(names_in_vllm(matrix(layer, layer), [])) == [layer]
+    assert list(names_in_vllm(matrix(layer))) == [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]
+    assert list(names_in_vllm(matrix(layer, layer))) == [layer]
 
 
 @pytest.mark.sglang
@@ -139,9 +140,8 @@ def test_fused_layers_as_sglang_itself(
     sglang_quantization: Any, ignore: list[str], mapping: dict[str, tuple[str, ...]]
 ) -> None:
     layer = f"{L0}.self_attn.qkv_proj"
-    verdicts = {
-        any(INSTALLED(name, entry) for entry in ignore) for name in names_in_sglang(matrix(layer), ignore, mapping)
-    }
+    names = (layer,) if layer in ignore else names_of_layer(layer, mapping)
+    verdicts = {any(INSTALLED(entry)(name) for entry in ignore) for name in names}
     if len(verdicts) == 2:
         with pytest.raises(ValueError, match="requires all to use the same scheme"):
             sglang_quantization.should_ignore_layer(layer, ignore, mapping)
@@ -159,7 +159,7 @@ def test_experts_as_sglang_itself(sglang_quantization: Any, monkeypatch: pytest.
 
     monkeypatch.setattr(config, "get_scheme_dict", record)
     config.get_moe_scheme(None, f"{L0}.mlp.experts")
-    assert asked == list(names_in_sglang(matrix(f"{L0}.mlp.experts"), [], {}))
+    assert asked == list(names_of_layer(f"{L0}.mlp.experts", {}))
 
 
 @pytest.mark.sglang
@@ -175,11 +175,10 @@ _PARTS = st.lists(
 _NAME = _PARTS.map(".".join)
 
 
-@pytest.mark.parametrize("reader", list(RULES))
+@pytest.mark.parametrize("rule", [exact, regex_or_exact, prefix, any_part, dotted_ending])
 @settings(max_examples=150, deadline=None)
 @given(st.lists(_NAME, max_size=6), _NAME, st.integers(0, 12), st.integers(0, 12))
-def test_any_names_at_once_as_one_by_one(reader: str, names: list[str], entry: str, begin: int, end: int) -> None:
+def test_any_names_at_once_as_one_by_one(rule: Rule, names: list[str], entry: str, begin: int, end: int) -> None:
     """Entries that are names, and parts of them."""
     for one in {entry, *(name[begin : len(name) - end] for name in names)} - {""}:
-        expected = {name for name in names if RULES[reader](name, one)}
-        assert covering(reader, [one], sorted(names))(one) == expected
+        assert set(_covered(rule, one, Names(frozenset(names)))) == {name for name in names if rule(one)(name)}

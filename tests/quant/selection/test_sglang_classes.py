@@ -15,7 +15,7 @@ from support.installed import release
 
 from converters.registry import FAMILIES
 from quant.formats.groups import RUN_BY_TRANSFORMERS
-from quant.selection.matrices import matrices_named, names_in_sglang
+from quant.selection.matrices import matrices_named, names_of_layer
 from quant.selection.tree import class_tree
 
 pytestmark = pytest.mark.sglang
@@ -84,7 +84,7 @@ def test_names_that_the_class_looks_up(built: Mapping[str, dict[str, Any]], case
     tree = class_tree(content)
     expected = set()
     for matrix in matrices_named((f"{name}.weight" for name in [*tree.linears, *tree.others]), tree, content):
-        expected.update(names_in_sglang(matrix, [], {}))
+        expected.update(names_of_layer(matrix.sglang, {}) if matrix.sglang else ())
     outside = FAMILIES[content["model_type"]].carried or ("\0",)
     found = {name for name in built[case]["names"] if not name.startswith(outside)} - OUTPUT_LAYER
     assert found == expected

@@ -15,7 +15,7 @@ from support.vllm_runs import release
 from quant.formats.groups import Target
 from quant.selection.matrices import matrices_named
 from quant.selection.readers import VLLM
-from quant.selection.reading import read
+from quant.selection.reading import read_all
 from quant.selection.tree import class_tree
 from verify.witnesses.process.interpreter import python_of
 
@@ -102,7 +102,7 @@ def read_as(reader: str, config: dict[str, Any], ignore: list[str], targets: lis
     """What ckptkit predicts of each layer that it takes this reader to ask about."""
     tree = class_tree(config)
     matrices = matrices_named([f"{module}.weight" for module in sorted([*tree.linears, *tree.others])], tree, config)
-    reading = read(reader, matrices, ignore, config, [Target(one, "packs") for one in targets])
+    reading = read_all([reader], matrices, ignore, config, [Target(one, "packs") for one in targets])[reader]
     return {
         matrix.vllm: answer for matrix, answer in zip(matrices, reading.answers, strict=True) if matrix.vllm is not None
     }
@@ -115,5 +115,5 @@ def test_a_router_that_no_entry_names(config: dict[str, Any], answer: str) -> No
     gate = min(name for name in [*tree.linears, *tree.others] if tree.is_router(name))
     matrices = matrices_named([f"{gate}.weight"], tree, config)
     for reader in VLLM:
-        assert read(reader, matrices, ["lm_head"], config).answers == (answer,)
-        assert read(reader, matrices, ["lm_head", gate], config).answers == ("keeps",)
+        assert read_all([reader], matrices, ["lm_head"], config)[reader].answers == (answer,)
+        assert read_all([reader], matrices, ["lm_head", gate], config)[reader].answers == ("keeps",)

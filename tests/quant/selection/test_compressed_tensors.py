@@ -1,0 +1,177 @@
+"""ckptkit's reading of compressed-tensors' lists against compressed-tensors itself, over all lists of the tests.
+
+At run time it is not asked: importing it takes seconds, which `lint` of a header must not.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+from compressed_tensors.utils.match import match_name, match_named_modules, match_targets
+from support.published import GLM, KIMI, MINIMAX, PUBLISHED, QWEN, quantization, restored
+from torch import nn
+
+from ckptkit.core.errors import CkptkitError
+from quant.formats.groups import Target, group_of, groups_of, targets_of
+from quant.patterns import check_entries
+from quant.selection.matrices import Matrix, matrices_named, names_in_vllm
+from quant.selection.reading import read_all
+from quant.selection.tree import class_tree
+
+TESTS = Path(__file__).parents[2]
+PLACES = ("quant/selection", "quant/lint", "quant/lists", "quant/online", "mutations", "reports", "support", "faults")
+QWEN3 = {**QWEN, "model_type": "qwen3", "num_hidden_layers": 2}
+MODELS = {"qwen3": QWEN3, "qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI, "minimax_m2": MINIMAX}
+CLASSES = ("Linear", "Module", "Embedding", "linear")
+KEYS = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignored_layers")
+
+
+def published(content: Any) -> Iterator[tuple[str, ...]]:
+    """The lists of modules in a published config, whatever its format."""
+    for key, value in content.items() if isinstance(content, Mapping) else ():
+        if key in KEYS and value:
+            yield tuple(restored(value))
+        yield from published(value)
+
+
+@cache
+def lists() -> Sequence[tuple[str, ...]]:
+    """Every literal list of names in these tests, every expression by itself, and the lists of published configs."""
+    found = {list_: None for release in PUBLISHED.values() for list_ in published(release)}
+    for place in PLACES:
+        for file in sorted((TESTS / place).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                parts = node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else [node]
+                words = tuple(
+                    one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)
+                )
+                if len(words) == len(parts) and any(word.startswith("re:") or "layers." in word for word in words):
+                    found[words] = None
+    readable = []
+    for one in found:
+        with suppress(CkptkitError):  # entries that readers of hostile lists refuse
+            check_entries(one, "a list of the tests")
+            readable.append(one)
+    return readable
+
+
+def matrices_of(config: Mapping[str, Any]) -> list[Matrix]:
+    tree = class_tree(config)
+    every = [*tree.others, *sorted(tree.linears - tree.experts), *sorted(tree.experts)[:6]]
+    return matrices_named([f"{module}.weight" for module in every], tree, config)
+
+
+def built(matrices: Sequence[Matrix]) -> nn.Module:
+    """A model on the meta device with these modules, each of the class that it has in transformers."""
+    root = nn.Module()
+    for matrix in matrices:
+        kind = {"Linear": nn.Linear, "Embedding": nn.Embedding}.get(matrix.torch_class or "")
+        parent = root
+        *path, name = matrix.module.split(".")
+        for part in path:
+            if part not in parent._modules:
+                parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(name, kind(64, 64, device="meta") if kind else nn.Module())
+    return root
+
+
+def by_itself(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) -> dict[str, str]:
+    """The target by which compressed-tensors quantizes each module, as `apply_quantization_config` chooses it."""
+    return {
+        name: match_targets(name, module, targets)[0]
+        for name, module in match_named_modules(model, targets, ignore)
+        if isinstance(module, nn.Linear | nn.Embedding)
+    }
+
+
+def content_of(ignore: Sequence[str], *targets: Sequence[str]) -> dict[str, Any]:
+    """A quantization_config with a group for each of `targets`, of 4 and of 8 bits in turn."""
+    content = quantization(ignore, groups=len(targets))
+    groups = {
+        name: {**group, "targets": list(several), "weights": {**group["weights"], "num_bits": 4 + 4 * (index % 2)}}
+        for index, ((name, group), several) in enumerate(zip(content["config_groups"].items(), targets, strict=True))
+    }
+    return {**content, "config_groups": groups}
+
+
+def contents() -> Iterator[dict[str, Any]]:
+    """Every list as `ignore`, as targets, and as targets that overlap those of another group."""
+    for one in lists():
+        yield content_of(one, ("Linear",))
+        yield content_of(("lm_head",), one)
+        yield content_of((), ("re:.*proj",), one)
+        yield content_of((), one, CLASSES)
+    for one, other in pairwise(lists()):
+        yield content_of((), one, other)
+    for name in CLASSES:
+        yield from (content_of((name,), ("Linear",)), content_of((), (name,)))
+
+
+def test_there_are_as_many_lists_as_in_the_tests() -> None:
+    assert len(lists()) > 370
+    assert any(len(one) > 100 for one in lists())
+
+
+def taken(matrices: Sequence[Matrix], config: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Target]:
+    """The target by which ckptkit has each module quantized for compressed-tensors."""
+    targets = targets_of(groups_of({"quantization_config": content}))
+    reading = read_all((), matrices, content["ignore"], config, targets)["compressed-tensors"]
+    rows = zip(matrices, reading.answers, reading.targets, strict=True)
+    return {matrix.module: target for matrix, answer, target in rows if target and answer == "packs"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_module_is_read_as_compressed_tensors_reads_it(name: str) -> None:
+    matrices = matrices_of(MODELS[name])
+    model, wrong = built(matrices), []
+    for content in contents():
+        groups = groups_of({"quantization_config": content})
+        expected = by_itself(model, [target.pattern for target in targets_of(groups)], content["ignore"])
+        found = {module: target.pattern for module, target in taken(matrices, MODELS[name], content).items()}
+        if found != expected:
+            wrong.append((content, found, expected))
+        for module, target in expected.items():
+            if isinstance(model.get_submodule(module), nn.Linear):
+                assert target in getattr(group_of(groups, module), "targets", ()), (module, content)
+    assert wrong == []
+
+
+def test_the_lists_applied_by_compressed_tensors_itself() -> None:
+    """Its `apply_quantization_config` gives each module the bits of the group that ckptkit has it in."""
+    matrices = [matrix for matrix in matrices_of(QWEN3) if ".layers.1." not in matrix.module]
+    for content in contents():
+        model = built(matrices)
+        config = QuantizationConfig.model_validate(content)
+        apply_quantization_config(model, config, run_compressed=True, show_progress=False)
+        applied = {
+            name: module.quantization_scheme.weights.num_bits
+            for name, module in model.named_modules()
+            if getattr(module, "quantization_scheme", None)
+        }
+        assert applied == {name: 4 + 4 * one.group for name, one in taken(matrices, QWEN3, content).items()}, content
+
+
+@pytest.mark.parametrize("config", [QWEN, KIMI], ids=["Qwen3-MoE", "Kimi-K2"])
+def test_parts_of_fused_layers_are_looked_up_as_in_compressed_tensors(config: dict[str, Any]) -> None:
+    several = matrices_of(config)
+    fused = {
+        matrix.vllm: names_in_vllm(matrix)
+        for matrix in several
+        if matrix.vllm and ".experts" not in matrix.vllm and len(names_in_vllm(matrix)) > 1
+    }
+    assert fused
+    mapping = {layer.rpartition(".")[2]: [part.rpartition(".")[2] for part in parts] for layer, parts in fused.items()}
+    for ignore in lists():
+        covers = read_all(["vLLM 0.26"], several, ignore, config)["vLLM 0.26"].covers
+        for layer, parts in fused.items():
+            own = {entry: any(part in covers[entry] for part in parts) for entry in ignore}
+            assert own == {entry: match_name(layer, entry, mapping) for entry in ignore}, layer
