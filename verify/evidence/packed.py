@@ -34,6 +34,11 @@ class Int4Format:
     symmetric: bool
     sglang_experts: bool = False  # zero points of routed experts are stored as SGLang reads them
 
+    @property
+    def title(self) -> str:
+        """Bits and groups, for a message."""
+        return f"INT{self.bits}, " + ("one scale a row" if self.group is None else f"groups of {self.group}")
+
     def groups(self, columns: int) -> int:
         """Scales a row of `columns` weights has."""
         return 1 if self.group is None else -(-columns // self.group)
@@ -45,17 +50,18 @@ class Int4Format:
 
 def int4_format_of(config: Mapping[str, Any]) -> Int4Format | None:
     """The format of the first group of INT4; None when `quantization_config` describes no packed integer weights."""
-    return _format(weights_of(config))
+    return int4_format(weights_of(config))
 
 
 def int4_format_in(config: Mapping[str, Any], groups: Sequence[Group], module: str) -> Int4Format:
     """The format of a packed module, by the group that it is a target of; else that of the first group of INT4."""
-    form = _format(weights_in(config, groups, module)) or int4_format_of(config)
+    form = int4_format(weights_in(config, groups, module)) or int4_format_of(config)
     assert form is not None
     return form
 
 
-def _format(weights: Mapping[str, Any]) -> Int4Format | None:
+def int4_format(weights: Mapping[str, Any]) -> Int4Format | None:
+    """The format of a group's `weights`; None where these are not packed integers."""
     bits, size = weights.get("num_bits"), weights.get("group_size")
     if not isinstance(bits, int) or weights.get("type", "int") != "int":
         return None

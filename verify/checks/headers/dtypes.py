@@ -15,6 +15,7 @@ from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
 from verify.checks.headers.files import home_of, names_of
+from verify.checks.quantization.quantization_config import undeclared_of
 from verify.evidence.expected import (
     Expected,
     expected_of,
@@ -87,6 +88,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and not upcast
             and not foreign
             and not names[0].endswith(_INTEGER_PARTS)
+            and names[0] not in subject.once(undeclared_of)  # CK104 says so
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))
         ):
             yield Issue("bfloat16, float16 or float32", usual, names=names, file=home_of(subject, names[0]))

@@ -24,6 +24,7 @@ from verify.check import Skip, Tally, check
 from verify.checks.headers.files import names_of, only_hf
 from verify.checks.headers.mismatch import Mismatch
 from verify.checks.headers.renamed import renamed_of
+from verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
 from verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
@@ -87,6 +88,10 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
+    if undeclared := subject.once(undeclared_of):
+        known |= frozenset(undeclared.values())
+        yield undeclared_issue(undeclared)
+    known |= subject.once(in_second_format)
     config = usable_config(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
     for name in _not_everywhere(specs, index, expected.shapes if expected else None):

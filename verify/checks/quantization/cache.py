@@ -14,7 +14,7 @@ from ckptkit.formats.hf.side_files import stated_quantization
 from converters.hf_names import layer_of
 from converters.planner import dims_of
 from quant.formats.groups import is_cache_calibrated
-from quant.selection.readers import refuses_own_format, severity_of, worst
+from quant.selection.readers import BY_CLASS, severity_of_all, worst
 from verify.check import Tally
 from verify.evidence.expected import usable_config
 from verify.evidence.folding import group_by_pattern
@@ -27,7 +27,6 @@ _SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(k
 _ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
 _SEVERITY: Mapping[str, Severity] = {"k": "error", "v": "warning"}  # by what is not stored
 _HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
-_READERS = ("compressed-tensors", "transformers")
 
 
 def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -47,7 +46,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config = usable_config(subject)
     content = stated_quantization(config or {})
     calibrated = config is not None and is_cache_calibrated(content)
-    own = _severity(subject) if calibrated else "warning"
+    own = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # transformers alone misreads it
     for lost, there in ("kv", "vk"):
         names = [f"{module}.{there}_scale" for module, kinds in found.items() if lost not in kinds]
         severity = worst((own, _SEVERITY[lost]))
@@ -69,13 +68,6 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from _as_compressed_tensors(subject, content["kv_cache_scheme"], config, several, tally)
 
 
-def _severity(subject: Subject) -> Severity:
-    """Of what transformers alone misreads."""
-    if refuses_own_format(_READERS, subject.readers):
-        return "error"
-    return worst(severity_of(reader, subject.readers) for reader in _READERS)
-
-
 def _as_compressed_tensors(
     subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], tally: Tally
 ) -> Iterator[Issue]:
@@ -83,18 +75,19 @@ def _as_compressed_tensors(
 
     Of names that only engines read, `k_proj.output_scale` and the like, it is an error where transformers is asked for.
     """
+    own = severity_of_all(BY_CLASS, subject.readers)
     try:
         parts = _parts(scheme, config)
     except CkptkitError as error:
-        expected, severity = "a kv_cache_scheme that compressed-tensors takes", _severity(subject)
-        yield Issue(expected, error.message, _HINT, file="config.json", severity=severity)
+        expected = "a kv_cache_scheme that compressed-tensors takes"
+        yield Issue(expected, error.message, _HINT, file="config.json", severity=own)
         return
     declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
     silent, asked = "transformers computes with memory that nobody wrote", "transformers" in (subject.readers or ())
     for module in attention:
         for part, shape in parts.items():
             tally.compared(0)
-            name, severity = f"{module}.{part}", _severity(subject)
+            name, severity = f"{module}.{part}", own
             spec = subject.hf_files.specs.get(name)
             if spec is None and part.endswith("scale"):
                 actual, severity = f"stored under another name: {silent}", warning_if(not asked)

@@ -15,6 +15,7 @@ from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.part_names import INT4_ENDINGS
 from quant.formats.release import Floats, StoredWeight, wrong_scale
+from quant.lists.table import named_in_lists
 from quant.selection.readers import refuses_own_format
 from verify.check import Skip, Tally, Unable
 from verify.checks.headers.files import names_of
@@ -81,9 +82,20 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
         yield Issue("a quantized weight beside its scale", "no such weight", _AGAIN, names=orphans)
     hint = "config.json belongs to other weights, or states another format: restore it"
-    for name, spec in specs.items():
-        if spec.dtype not in _PLAIN and name not in taken and not name.endswith((*floats.parts, *INT4_ENDINGS)):
-            yield Issue(f"codes or scales of {floats.words}", spec.dtype, hint, names=[name])
+    endings, listed_modules = (*floats.parts, *INT4_ENDINGS), named_in_lists(quantization_of(files.config), specs)
+    odd = [
+        name
+        for name, spec in specs.items()
+        if spec.dtype not in _PLAIN and name not in taken and not name.endswith(endings)
+    ]
+    for name in odd:
+        if name.removesuffix(".weight") not in listed_modules:
+            yield Issue(f"codes or scales of {floats.words}", specs[name].dtype, hint, names=[name])
+    hint = "readers take what the list names for BF16, and codes for values: store it in BF16, or declare its format"
+    excluded = [name for name in odd if name.removesuffix(".weight") in listed_modules]
+    for dtype in dict.fromkeys(specs[name].dtype for name in excluded):
+        names = [name for name in excluded if specs[name].dtype == dtype]
+        yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, together=True)
 
 
 def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[Issue]:

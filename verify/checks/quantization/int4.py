@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +12,15 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
 from converters.planner import dims_of, expected_hf, rules_of
-from quant.formats.groups import groups_of, targets_of
+from quant.formats.groups import Group, groups_of, targets_of
 from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
-from quant.selection.matrices import spell
+from quant.formats.scheme import listed
+from quant.selection.matrices import matrices_of, spell
 from quant.selection.portable import NOTHING_PACKED
+from quant.selection.readers import BY_CLASS, counting
+from quant.selection.reading import read_all
+from quant.selection.tree import class_tree
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
@@ -23,7 +29,15 @@ from verify.checks.quantization.quantization_config import config_issue, refused
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.packed import Int4Format, Scale, int4_format_in, int4_format_of, part_shapes, read_scales
+from verify.evidence.packed import (
+    Int4Format,
+    Scale,
+    int4_format,
+    int4_format_in,
+    int4_format_of,
+    part_shapes,
+    read_scales,
+)
 from verify.evidence.rounding import keeps_scales, names_grid
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -234,21 +248,45 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
             return
     config, specs, _ = packed_weights(subject)
     shapes, groups = expected_hf(config), groups_of(config)
+    by_targets = _by_targets(subject, config, groups)
     for module in packed_in(specs):
         shape = shapes.get(f"{module}.weight")
         if shape is None or len(shape) != 2:
             continue
-        form, parts = int4_format_in(config, groups, module), packed_parts(weights_in(config, groups, module))
-        group = "one scale a row" if form.group is None else f"group_size {form.group}"
-        hint = f"config.json says {form.bits} bits, {group}: quantize again, or correct it"
-        for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
-            spec = specs.get(f"{module}.{part}")
-            if spec is None or part not in parts:
-                continue
-            tally.compared(0)
-            if spec.shape != want_shape or spec.dtype not in dtypes:
-                expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
-                yield Issue(expected, actual, hint, names=[spec.name])
+        usual = {0: (weights_in(config, groups, module), "")}
+        for weights, why in by_targets.get(module, usual).values():
+            form, parts = int4_format(weights) or int4_format_in(config, groups, module), packed_parts(weights)
+            group = "one scale a row" if form.group is None else f"group_size {form.group}"
+            hint = f"config.json says {form.bits} bits, {group}{why}: quantize again, or correct it"
+            for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
+                spec = specs.get(f"{module}.{part}")
+                if spec is None or part not in parts:
+                    continue
+                tally.compared(0)
+                if spec.shape != want_shape or spec.dtype not in dtypes:
+                    expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
+                    yield Issue(expected, actual, hint, names=[spec.name])
+
+
+def _by_targets(
+    subject: Subject, config: Mapping[str, Any], groups: Sequence[Group]
+) -> Mapping[str, Mapping[int, tuple[Mapping[str, Any], str]]]:
+    """Of several groups, the `weights` by which the readers that count read each module, and by which target.
+
+    compressed-tensors tries targets by the alphabet, engines as they are listed. Empty where the model is not known.
+    """
+    found: dict[str, dict[int, tuple[Mapping[str, Any], str]]] = defaultdict(dict)
+    with suppress(CkptkitError):  # CK302 says that the model is not known
+        tree = class_tree(config) if len(groups) > 1 else None
+        matrices = matrices_of(subject.hf_files.specs, tree, config) if tree else []
+        readers = (*(BY_CLASS[:1] if subject.readers is None else ()), *counting(subject.readers, subject.engine))
+        readings = read_all(readers, matrices, listed(quantization_of(config), "ignore"), config, targets_of(groups))
+        for reader in readers:
+            for matrix, target in zip(matrices, readings[reader].targets, strict=False):
+                if target is not None and target.kind == "packs":
+                    why = f" by the target {target.pattern!r}, which {reader} takes"
+                    found[matrix.module].setdefault(target.group, (groups[target.group].weights, why))
+    return found
 
 
 @check(

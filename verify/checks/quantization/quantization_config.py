@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
-from ckptkit.formats.hf.side_files import is_quantized, quantization_of
+from ckptkit.formats.hf.side_files import is_quantized, quantization_of, stated_quantization
 from quant.formats.compressed import stated_scheme
+from quant.formats.dequantize import floats_of
 from quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
-from quant.formats.modelopt import TWO_CONFIGS, differing_configs
+from quant.formats.modelopt import TWO_CONFIGS, differing_configs, flattened
 from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from quant.patterns import check_entries
-from quant.selection.readers import refuses_own_format, severity_of, worst
+from quant.selection.readers import BY_CLASS, severity_of, severity_of_all, worst
+from verify.evidence.expected import usable_config
 from verify.evidence.packed import int4_format_of
+from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.skip import Unable
 
-# Of a valid compressed-tensors scheme, what may differ from what is judged here; with these values it would be judged.
 _FORMATS = (FORMAT, "mixed-precision")
-_JUDGED = {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": 32, "actorder": None, "zp_dtype": None}
-
 
 _EXPECTED = "a quantization_config that describes the packed weights"
 
@@ -54,6 +55,36 @@ def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
         yield Issue("a quantization_config in config.json, where transformers looks for it", actual, hint, file=file)
 
 
+def undeclared_of(subject: Subject) -> Mapping[str, str]:
+    """Weights in 8-bit floats beside a scale where no config declares a quantization, and their scales, by name."""
+    config = usable_config(subject) if subject.is_hf else None
+    if config is None or stated_quantization(config) is not None or (subject.path / MODELOPT_CONFIG).exists():
+        return {}
+    specs = subject.hf_files.specs
+    codes = [name for name, spec in specs.items() if spec.dtype.startswith("float8") and name.endswith(".weight")]
+    return {name: scale for name in codes for scale in (f"{name}_scale_inv", f"{name}_scale") if scale in specs}
+
+
+def undeclared_issue(undeclared: Mapping[str, str]) -> Issue:
+    """One issue for all of them."""
+    actual = (
+        f"missing, but {len(undeclared)} weights are stored in 8-bit floats with scales: readers take codes for values"
+    )
+    hint = "restore quantization_config from the release, or dequantize the weights and remove the scales"
+    return Issue(
+        "quantization_config in config.json", actual, hint, names=undeclared, file="config.json", together=True
+    )
+
+
+def in_second_format(subject: Subject) -> frozenset[str]:
+    """The parts of weights in the format of hf_quant_config.json where config.json declares another method (CK303)."""
+    if not subject.is_hf or usable_config(subject) is None or "quant_method" not in differing_configs(subject.path):
+        return frozenset()
+    floats = floats_of(flattened({}, subject.path))
+    stored = floats.weights(subject.hf_files.specs) if floats else ()
+    return frozenset(part for one in stored for part in (*one.needed, *one.inputs))
+
+
 def refused_parts(
     config: Mapping[str, Any], asked: Sequence[str] | None = None, engine: str = "sglang"
 ) -> Iterator[Issue]:
@@ -63,9 +94,7 @@ def refused_parts(
     except CkptkitError:
         return  # no groups, which `config_issue` judges
     for refusal in found:
-        severity = worst(severity_of(reader, asked, engine) for reader in refusal.readers)
-        if refuses_own_format(refusal.readers, asked):
-            severity = "error"
+        severity = severity_of_all(refusal.readers, asked, engine)
         actual = f"{' and '.join(refusal.readers)}: {refusal.what}"
         yield Issue(_EXPECTED, actual, refusal.hint, severity=severity)
 
@@ -88,8 +117,7 @@ def misread_floats(
             yield Issue(expected, actual, "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`")
     if method != "compressed-tensors":
         return
-    readers = ("compressed-tensors", "transformers")
-    severity = "error" if refuses_own_format(readers, asked) else worst(severity_of(one, asked) for one in readers)
+    severity = severity_of_all(BY_CLASS, asked)
     try:
         parse(content)
     except CkptkitError as error:
@@ -148,41 +176,40 @@ def _scales_of_activations(stated: Mapping[str, Any]) -> list[str]:
 
 
 def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | None:
+    """Why the groups are not read; None where they are the usual one of INT4 for every Linear layer, or `_are_judged`.
+
+    Raises Unable where compressed-tensors takes them, and they are not judged here.
+    """
     try:
         stated_scheme(config)
     except CkptkitError as error:
-        if _in_groups(config):
-            return None
-        if int4_format_of(config) is not None and _valid_elsewhere(config):
-            raise Unable(f"no decision for this quantization_config: {error.message}") from error
+        content = quantization_of(config)
+        is_own = content.get("quant_method") == "compressed-tensors" and content.get("format") in _FORMATS
+        with suppress(CkptkitError):
+            if is_own and int4_format_of(config) is not None and parse(content):
+                if _are_judged(content, groups_of(config)):
+                    return None
+                raise Unable(f"no decision for this quantization_config: {error.message}") from error
         return Issue(expected, error.message, hint)
     return (
         None if int4_format_of(config) is not None else Issue(expected, "its first group spells out no weights", hint)
     )
 
 
-def _in_groups(config: Mapping[str, Any]) -> bool:
-    """Whether the groups are judged though they are not the usual one of INT4 for every Linear layer.
+def _are_judged(content: Mapping[str, Any], groups: Sequence[Group]) -> bool:
+    """Whether the groups are judged though they are not the usual one.
 
     They have 8 bits, are told apart by `targets`, or there are FP8 or scales of a cache in addition. Readers then find
-    each module's group by its name (`quant.selection.reading`).
+    each module's group by its name (`quant.selection.reading`). Raises CkptkitError for entries that cannot be read.
     """
-    content = quantization_of(config)
-    if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:
+    check_entries(listed(content, "ignore"), "config.json: ignore")
+    check_entries([target for group in groups for target in group.targets], "config.json: targets")
+    is_usual = [group.targets for group in groups] == [("Linear",)] and groups[0].weights.get("num_bits") == BITS
+    if is_usual and content.get("kv_cache_scheme") is None:
         return False
-    try:
-        groups = groups_of(config)
-        check_entries(listed(content, "ignore"), "config.json: ignore")
-        check_entries([target for group in groups for target in group.targets], "config.json: targets")
-        is_usual = [group.targets for group in groups] == [("Linear",)] and groups[0].weights.get("num_bits") == BITS
-        if is_usual and content.get("kv_cache_scheme") is None:
-            return False
-        if not any(group.kind == "packs" for group in groups):
-            return False
-        parse(content)  # last, since it imports compressed-tensors
-    except CkptkitError:
-        return False
-    return all(group.targets and _is_judged(group) for group in groups)
+    return any(group.kind == "packs" for group in groups) and all(
+        group.targets and _is_judged(group) for group in groups
+    )
 
 
 def _is_judged(group: Group) -> bool:
@@ -192,31 +219,3 @@ def _is_judged(group: Group) -> bool:
     by_group = weights.get("strategy") in (None, "group") and weights.get("group_size") in GROUP_SIZES
     is_usual = weights.get("num_bits") in PACKED_BITS and weights.get("actorder") in IN_ORDER
     return is_usual and (by_group or weights.get("strategy") == "channel")
-
-
-def _valid_elsewhere(config: Mapping[str, Any]) -> bool:
-    """Whether compressed-tensors takes the scheme, which is not judged here only for the way it rounds weights."""
-    from compressed_tensors.quantization import QuantizationConfig
-
-    content = quantization_of(config)
-    if not all(
-        isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
-        for group in content["config_groups"].values()
-    ):
-        return False
-    groups = {
-        name: {**group, "weights": {**group["weights"], **(_JUDGED if _is_integer(group["weights"]) else {})}}
-        for name, group in content["config_groups"].items()
-    }
-    judged = {**config, "quantization_config": {**content, "config_groups": groups}}
-    try:
-        QuantizationConfig.model_validate(dict(content))
-        if not _in_groups(judged):
-            stated_scheme(judged)
-    except (CkptkitError, ValueError, TypeError, KeyError, NotImplementedError):
-        return False
-    return True
-
-
-def _is_integer(weights: Mapping[str, Any]) -> bool:
-    return bool(weights.get("type", "int") == "int")

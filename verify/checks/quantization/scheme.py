@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.formats.scheme import BITS
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, has_floats
@@ -40,20 +38,6 @@ _MAX_FACTOR = 32.0
 # Readers of `--reader` that hold those layers as one.
 _ENGINES = ("sglang", "vllm")
 _PACKED, _UNQUANTIZED = "packed integers", "unquantized"
-
-
-@dataclass(frozen=True)
-class _Packed:
-    """How a module is packed: bits by config.json, the rest as it is stored."""
-
-    bits: int
-    group: int  # weights of a row that share a scale; 0: all
-    dtype: str  # of the scales
-    zero_points: bool
-
-    def __str__(self) -> str:
-        size = f"groups of {self.group}" if self.group else "one scale a row"
-        return f"INT{self.bits}, {size}, scales in {self.dtype}" + ", zero points" * self.zero_points
 
 
 @check(
@@ -92,41 +76,35 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, scheme, names=[name + ".weight" for name in schemes[scheme]])
 
 
-def _stored_schemes(subject: Subject) -> Iterator[tuple[str, _Packed | str]]:
-    """Every module with a weight, and how it is stored. Raises Skip where config.json does not tell the bits."""
-    config = usable_config(subject)
+def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
+    """Every module with a weight, and its scheme: bits and groups by config.json, dtype and zero points as stored.
+
+    Packed ones without a scale are for CK104. Raises Skip where config.json does not tell the bits.
+    """
+    config, specs = usable_config(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
         raise Skip("config.json does not tell the bits of packed weights (CK101, CK302)")
     floats, groups = subject.once(stored_floats_of), groups_of(config)
     in_floats = {one.name: one.layout.words for one in floats[1]} if floats else {}
-    for module, scheme in _schemes(subject.hf_files.specs, lambda name: int4_format_in(config, groups, name).bits):
-        yield module, scheme or in_floats.get(f"{module}.weight", _UNQUANTIZED)
+    for name in specs:
+        if name.endswith(".weight"):
+            yield name.removesuffix(".weight"), in_floats.get(name, _UNQUANTIZED)
+        elif name.endswith(PACKED) and (scale := specs.get((module := name.removesuffix(PACKED)) + SCALE)) is not None:
+            zeros = ", zero points" * (module + ZERO_POINT in specs)
+            yield module, f"{int4_format_in(config, groups, module).title}, scales in {scale.dtype}{zeros}"
 
 
-def _schemes(specs: Mapping[str, TensorSpec], bits_of: Callable[[str], int]) -> Iterator[tuple[str, _Packed | None]]:
-    """Every module with a weight, and how it is packed; packed ones without a scale are for CK104."""
-    for name, spec in specs.items():
-        if name.endswith(PACKED) and len(spec.shape) == 2:
-            module = name.removesuffix(PACKED)
-            scale = specs.get(module + SCALE)
-            if scale is not None and len(scale.shape) == 2 and scale.shape[1]:
-                bits = bits_of(module)
-                group = 0 if scale.shape[1] == 1 else -(-spec.shape[1] * 32 // bits // scale.shape[1])
-                yield module, _Packed(bits, group, scale.dtype, module + ZERO_POINT in specs)
-        elif name.endswith(".weight"):
-            yield name.removesuffix(".weight"), None
-
-
-def _parameters(module: str, scheme: _Packed | str) -> Iterator[tuple[tuple[str, str], str]]:
+def _parameters(module: str, scheme: str) -> Iterator[tuple[tuple[str, str], str]]:
     """The fused layers that a module is part of. All experts are packed or none, and those of one projection alike."""
     parent, _, projection = module.rpartition(".")
     layer, _, expert = parent.rpartition(".experts.")
     if layer and expert.isdecimal():
-        yield (layer, "experts"), _PACKED if isinstance(scheme, _Packed) else scheme
-        if isinstance(scheme, _Packed):
-            yield (layer, _FUSED_OF.get(projection, projection)), str(scheme)
+        packed = scheme.startswith("INT")
+        yield (layer, "experts"), _PACKED if packed else scheme
+        if packed:
+            yield (layer, _FUSED_OF.get(projection, projection)), scheme
     elif projection in _FUSED_OF:
-        yield (parent, _FUSED_OF[projection]), str(scheme)
+        yield (parent, _FUSED_OF[projection]), scheme
 
 
 def _engine_tp(subject: Subject) -> int:
@@ -159,16 +137,16 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
     config = usable_config(subject)
     form = int4_format_of(config) if config else None
-    schemes = list(_schemes(names_of(subject), lambda _: form.bits if form else BITS))
-    if not schemes:
+    names = names_of(subject)
+    if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):
         raise Skip("no tensor is the weight of a layer (CK104)")
-    tally.compared(0, len(schemes))
+    tally.compared(0, weights)
     if form is not None and not form.sglang_experts:
         expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
         actual = "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others"
-        shifted = [module for module, scheme in schemes if scheme and scheme.zero_points and is_expert(module)]
+        shifted = [name for name in names if name.endswith(ZERO_POINT) and is_expert(name)]
         hint = "quantize them again symmetrically, or with --reader sglang; or serve with vLLM, and give --reader vllm"
-        yield Issue(expected, actual, hint, names=[module + ZERO_POINT for module in shifted])
+        yield Issue(expected, actual, hint, names=shifted)
 
 
 @check(
