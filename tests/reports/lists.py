@@ -16,19 +16,21 @@ from mutations.edits import (
     tensor,
 )
 from mutations.int4 import packed
-from support.floats import SPELLINGS
+from support.floats import SPELLINGS, fp8_block
 from support.quantized import one_target, widen
 from torch import Tensor
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 from reports.changes import (
+    config,
     dropped,
     int4_without,
     number_files,
     on_checkpoint,
     quantization,
     renamed,
+    settings,
     steps,
     stored_as,
     without_tensors,
@@ -147,6 +149,21 @@ def _one_by_one(content: dict[str, Any]) -> None:
     content["exclude"] = [*kept, *(f"model.layers.{layer}.mlp.experts.{part}" for layer in _KEPT for part in parts)]
 
 
+_OUTPUTS = [f"model.layers.{layer}.self_attn.o_proj" for layer in range(12)]
+
+
+def _wide_outputs(work: Path) -> None:
+    widen(work / "CKPT", (work / SOURCE).resolve(), ".o_proj")
+
+
+def _attention_in_fp8(path: Path) -> None:
+    """As Quark leaves block FP8 that its list excludes, under a name of its own for the scale."""
+    for name in names(path, "self_attn."):
+        if name.endswith("_proj.weight"):
+            codes, scale = fp8_block(tensor(path, name), 32)
+            replace(path, {name: codes, f"{name}_scale": scale})
+
+
 def _two_widths(work: Path) -> None:
     int4_without()(work)
     widen(work / "CKPT", (work / SOURCE).resolve(), ".down_proj")
@@ -222,12 +239,70 @@ def _gptq(work: Path) -> None:
     edit_config(path, quantization_config={"quant_method": "auto-round", **how})
 
 
+def _older_tower(content: dict[str, Any]) -> None:
+    """The tower's modules by name, as transformers called them before 5: no class of today has `vision_model`."""
+    parts = (*(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out")), "mlp.fc1", "mlp.fc2")
+    tower = [f"model.vision_tower.vision_model.encoder.layers.{layer}.{part}" for layer in (0, 1) for part in parts]
+    content["ignore"] = [*(entry for entry in content["ignore"] if "vision" not in entry), *tower]
+
+
+def _in_groups(targets: dict[int, list[str]]) -> Change:
+    """A group for each number of bits."""
+
+    def change(content: dict[str, Any]) -> None:
+        group = next(iter(content["config_groups"].values()))
+        content["config_groups"] = {
+            f"group_{bits}": {**group, "targets": several, "weights": {**group["weights"], "num_bits": bits}}
+            for bits, several in targets.items()
+        }
+
+    return quantization(change)
+
+
 def _short(name: str) -> str:
     """Without `.model`."""
     return name.replace("language_model.model.layers.", "language_model.layers.")
 
 
+_EXPERTS = r".*\.experts\..*_proj\.weight"
+
 CASES = {
+    "llm-compressor#3159": Case(
+        "gemma3/",
+        ("vision_tower.encoder.layers.{0..1}.mlp.fc1.weight", "packed as INT4, by config.json"),
+        quantization(_older_tower),
+        int4_without("re:.*vision_tower.*"),
+    ),
+    "compressed-tensors#846": Case(
+        "qwen2-untied-tiles/",
+        ("self_attn.o_proj.weight_packed", "4 bits", "by the target 're:.*proj', which SGLang 0.5.16 takes"),
+        _in_groups({4: ["re:.*proj"], 8: ["re:.*o_proj"]}),
+        steps(int4_without(), _wide_outputs, _in_groups({8: _OUTPUTS, 4: ["re:.*proj"]})),
+    ),
+    "compressed-tensors#866": Case(
+        "qwen2-untied-tiles/",
+        ("model.layers.0.mlp.down_proj.weight", "packed as INT4, by config.json"),
+        quantization(lambda content: content.update(ignore=["lm_head", "model.layers.0.feed_forward.down_proj"])),
+        int4_without("model.layers.0.mlp.down_proj"),
+    ),
+    "vllm#54556": Case(
+        "qwen3_moe/",
+        ("self_attn.q_proj.weight", "BF16, as config.json lists it unquantized", "float8_e4m3fn"),
+        on_checkpoint(_attention_in_fp8),
+        stored_as("mxfp4-quark", _EXPERTS),
+    ),
+    "sglang-omni#1451": Case(
+        "qwen3_moe/",
+        ("mlp.experts.{0..11}.down_proj.weight", "missing, but 432 weights"),
+        config(lambda content: content.update(use_fp8_experts=content.pop("quantization_config") is not None)),
+        stored_as("fp8", _EXPERTS),
+    ),
+    "Model-Optimizer#753": Case(
+        "qwen2-untied/",
+        ("quant_method is 'fp8' (config.json)", "'NVFP4'", "SGLang and vLLM read config.json"),
+        settings(quantization_config={"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}),
+        _excluding(),
+    ),
     "Model-Optimizer#1858": Case("qwen3_moe/", ("mlp.gate",), without(*ROUTERS), _excluding(*ROUTERS)),
     "Model-Optimizer#479": Case(
         "qwen3_vl-tied/",
