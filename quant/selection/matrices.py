@@ -246,7 +246,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
         return Matrix(tensor, linear, reason, layer, asked_as if linear else None, entry, transformers=own_name)
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
         return _stacked(module, tree, family)
-    asked = module in tree.linears and module not in tree.gates and module != tree.head
+    release, asked = family.release, module in tree.linears and module not in tree.gates and module != tree.head
     asked = asked and not module.endswith(_NEVER_ASKED)
     fused = fused_layer(module, tree) if asked else None
     sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
@@ -259,7 +259,7 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
         module if _alone_in_vllm(module, tree, family) else fused and family.engine("vllm").layer(_in_vllm(fused)),
         dense.entry if dense else spell(module),
         module in tree.experts,
-        transformers=family.release.own_name(module) if family.release and tree.outside else None,
+        transformers=release.own_name(module) if release and tree.outside and release.linears_outside else None,
     )
 
 
