@@ -20,33 +20,28 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.config.bounds import check_config
 from converters.config.values import class_of, flag, integer, language_part
+from converters.engines.registry import registries
 
-_SGLANG, _VLLM = "SGLang 0.5.16", "vLLM 0.26"
-# The class of each draft: which EAGLE, the decoder layer, empty where `transformer_layer_config` says it, and engines
-# that have the class; others end while they look for it.
-_CLASSES: Mapping[str, tuple[int, str, tuple[str, ...]]] = MappingProxyType(
+# The classes of drafts that are read: which EAGLE, and the decoder layer, empty if `transformer_layer_config` has it.
+_CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
     {
-        "LlamaForCausalLMEagle3": (3, "llama", (_SGLANG, _VLLM)),
-        "Eagle3LlamaForCausalLM": (3, "llama", (_VLLM,)),
-        "Eagle3MiniMaxM2ForCausalLM": (3, "llama", (_VLLM,)),
-        "Eagle3Qwen2_5vlForCausalLM": (3, "llama", (_VLLM,)),
-        "Eagle3Qwen3vlForCausalLM": (3, "llama", (_VLLM,)),
-        "Eagle3Qwen3ForCausalLM": (3, "qwen3", (_VLLM,)),
-        "Eagle3DeepseekV2ForCausalLM": (3, "latent", (_SGLANG, _VLLM)),
-        "Eagle3DeepseekV3ForCausalLM": (3, "latent", (_VLLM,)),
-        "Eagle3Speculator": (3, "", (_VLLM,)),
-        "Eagle3DraftModel": (3, "", (_VLLM,)),
-        "LlamaForCausalLMEagle": (1, "llama", (_SGLANG,)),
-        "EagleLlamaForCausalLM": (1, "llama", (_VLLM,)),
-        "Qwen2ForCausalLMEagle": (1, "qwen2", (_SGLANG,)),
+        "LlamaForCausalLMEagle3": (3, "llama"),
+        "Eagle3LlamaForCausalLM": (3, "llama"),
+        "Eagle3MiniMaxM2ForCausalLM": (3, "llama"),
+        "Eagle3Qwen2_5vlForCausalLM": (3, "llama"),
+        "Eagle3Qwen3vlForCausalLM": (3, "llama"),
+        "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
+        "Eagle3DeepseekV2ForCausalLM": (3, "latent"),
+        "Eagle3DeepseekV3ForCausalLM": (3, "latent"),
+        "Eagle3Speculator": (3, ""),
+        "Eagle3DraftModel": (3, ""),
+        "LlamaForCausalLMEagle": (1, "llama"),
+        "EagleLlamaForCausalLM": (1, "llama"),
+        "Qwen2ForCausalLMEagle": (1, "qwen2"),
     }
 )
 # What the classes of other draft models are called; wrappers of vision models may have the same words.
 NAMED = r"(?i)(?!.*ForConditionalGeneration$).*(eagle|nextn|mtp|medusa|speculator|draft|dflash|dspark).*"
-# Engines, and the classes among these that each has.
-ENGINES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {one: frozenset(name for name, (*_, has) in _CLASSES.items() if one in has) for one in (_SGLANG, _VLLM)}
-)
 _FIRST = "layers.0."
 # Older spellings, which engines read too.
 _OLD = (
@@ -124,6 +119,11 @@ class Draft:
     def name(self) -> str:
         """Its class."""
         return str(self.config["architectures"][0])
+
+    def has_class(self, engine: str) -> bool:
+        """Whether `sglang` or `vllm` has its class; vLLM takes one of its own for configs of speculators."""
+        nested = engine == "vllm" and self.config.get("speculators_model_type") is not None
+        return nested or self.name in registries()[engine].drafts
 
     @property
     def steps(self) -> int:
@@ -224,16 +224,16 @@ class Draft:
 
     def random_head(self, stored: Mapping[str, Any]) -> bool:
         """Whether SGLang 0.5.16 has no value for the output layer: it takes the target's by draft_vocab_size alone."""
-        mine = self.version == 3 and self.name in ENGINES[_SGLANG] and self.config.get("draft_vocab_size") is not None
+        mine = self.version == 3 and self.has_class("sglang") and self.config.get("draft_vocab_size") is not None
         return (
             mine and HEAD not in stored and not self.needs(HEAD) and not flag(self.config, "tie_word_embeddings", False)
         )
 
     def unfilled(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
         """What engines' classes have beside what is stored, or lack: what should be, what is, and the next move."""
-        sglang = self.name in ENGINES[_SGLANG]
+        sglang, release = self.has_class("sglang"), registries()["sglang"].release
         if self.version != 3 and sglang and "fc.bias" not in stored:
-            actual = f"not stored: {_SGLANG} adds random numbers"
+            actual = f"not stored: {release} adds random numbers"
             yield "fc.bias, which SGLang's class has", actual, "store one of zeros"
         if self.decoder != "llama" or not any(flag(self.config, key, False) for key in ("attention_bias", "bias")):
             return
@@ -243,14 +243,14 @@ class Draft:
             yield expected, "not stored: what memory held stays in it", hint
         if self.version == 3 and sglang:
             expected, hint = "attention without biases, as SGLang's class has it", "serve it with vLLM"
-            yield expected, f"attention_bias true: {_SGLANG} drops those of q, k and v", hint
+            yield expected, f"attention_bias true: {release} drops those of q, k and v", hint
 
 
 def sizes_of(config: Mapping[str, Any]) -> Draft:
     """The sizes of a draft model of any class. Its tensors are known where `draft_of` reads the class."""
     name = class_of(config)
     eagle = re.search("(?i)p?eagle3?", name)
-    version, decoder, _ = _CLASSES.get(name, (0 if eagle is None else 1 if len(eagle[0]) == 5 else 3, "", ()))
+    version, decoder = _CLASSES.get(name, (0 if eagle is None else 1 if len(eagle[0]) == 5 else 3, ""))
     inner = config.get("transformer_layer_config")
     if isinstance(inner, dict):
         config = {**inner, **config}

@@ -1,6 +1,10 @@
 """Writes the lists of option names in `verify/launch/options/names/`, each from a program's own source or parser.
 
     python lab/option_names.py slime CHECKOUT "624b824 (2026-08-21)"
+    python lab/option_names.py sglang [FOLDER]
+
+For an engine also what is in `converters/engines/`, from the registries of the SGLang or vLLM in the Python that runs
+this; with a FOLDER only that, written there.
 
 The release stands in the first line of a list, and `preflight` names it. SGLang and what ROLL has of transformers are
 taken from the installed packages; CHECKOUT of sglang-router is its unpacked wheel.
@@ -11,6 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
+import json
 import re
 import sys
 import textwrap
@@ -18,10 +23,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, get_args
 
 import yaml
 
-FOLDER = Path(__file__).resolve().parents[1] / "verify" / "launch" / "options" / "names"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "verify" / "launch" / "options" / "names"
+# What draft models are called in SGLang, which has no list of them apart from other models.
+_DRAFT = re.compile("(?i)eagle|nextn|mtp|dflash|dspark|assistant")
 
 
 @dataclass(frozen=True)
@@ -141,6 +150,58 @@ def sglang_options() -> Iterator[tuple[str, bool]]:
         yield from ((one[2:], action.nargs == 0) for one in action.option_strings if one.startswith("--"))
 
 
+def sglang_registry() -> dict[str, list[str]]:
+    """What SGLang drafts with, as fields of `EngineRegistry`: by its registry of models and its enum of methods."""
+    from sglang.srt.arg_groups.speculative_hook import _resolve_speculative_algorithm_alias
+    from sglang.srt.models.registry import ModelRegistry
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    names = [one.name for one in SpeculativeAlgorithm if one.is_some()] + ["NEXTN"]
+    methods = {name: SpeculativeAlgorithm[_resolve_speculative_algorithm_alias(name, None)] for name in names}
+    eagle = {name for name, one in methods.items() if one.is_eagle()}
+    of_layers = {name for name in eagle if not methods[name].is_eagle3()}
+    others = {name for name, one in methods.items() if one.is_standalone() or one.is_dflash()}
+    return {
+        "drafts": sorted(filter(_DRAFT.search, ModelRegistry.get_supported_archs())),
+        "of_layers": sorted(of_layers),
+        "needs_model": sorted(others | (eagle - of_layers)),
+        "of_class": sorted(name for name in eagle if not methods[name].is_frozen_kv_mtp()),
+    }
+
+
+def vllm_registry() -> dict[str, list[str]]:
+    """The same of vLLM: by its registry of draft models, and by what its own settings say of a method alone."""
+    from vllm.config import speculative
+    from vllm.model_executor.models.registry import _SPECULATIVE_DECODING_MODELS
+
+    refusals = {name: _refusal(speculative.SpeculativeConfig, name) for name in get_args(speculative.SpeculativeMethod)}
+    needs_model = {name for name, text in refusals.items() if re.search("without speculative model|'model'", text)}
+    return {
+        "drafts": sorted(_SPECULATIVE_DECODING_MODELS),
+        "of_layers": sorted(name for name, text in refusals.items() if "must be present for mtp" in text),
+        "needs_model": sorted(needs_model),
+        "of_class": sorted(needs_model & {*get_args(speculative.EagleModelTypes)}),
+    }
+
+
+def _refusal(settings: Any, method: str) -> str:
+    """Why these settings refuse a method without a model; empty where they do not."""
+    try:
+        settings(method=method, num_speculative_tokens=1)
+    except (AttributeError, ImportError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+REGISTRIES = {"sglang": ("SGLang", sglang_registry), "vllm": ("vLLM", vllm_registry)}
+
+
+def registry_of(program: str) -> str:
+    """The text of an engine's file in `converters/engines/`, with the release that is installed."""
+    label, read = REGISTRIES[program]
+    return json.dumps({"release": f"{label} {version(program)}", **read()}, indent=1) + "\n"
+
+
 def write(program: str, release: str, options: dict[str, bool]) -> None:
     """A list: program and release, the names of what takes a value, and behind an empty line those of switches."""
     parts = [sorted(name for name, is_switch in options.items() if is_switch is kind) for kind in (False, True)]
@@ -154,8 +215,11 @@ def write(program: str, release: str, options: dict[str, bool]) -> None:
 def main() -> None:
     """Writes the list of one program."""
     program, *given = sys.argv[1:]
-    if program == "sglang":
-        write(program, version("sglang"), dict(sglang_options()))
+    if program in REGISTRIES:
+        folder = Path(given[0]) if given else ROOT / "converters" / "engines"
+        (folder / f"{program}.json").write_text(registry_of(program))
+        if program == "sglang" and not given:
+            write(program, version("sglang"), dict(sglang_options()))
         return
     checkout, release, source = Path(given[0]), given[1], SOURCES[program]
     names = dict(options_of(checkout, source)) | dict.fromkeys(settings_of(checkout, source), False)

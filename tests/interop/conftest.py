@@ -14,7 +14,10 @@ REPOSITORIES = {
     "MEGATRON_LM": "https://github.com/NVIDIA/Megatron-LM",
     "SLIME": "https://github.com/THUDM/slime",
     "MILES": "https://github.com/radixark/miles",
+    "MILES_MEGATRON_LM": "https://github.com/radixark/Megatron-LM, branch miles-main",
     "VERL": "https://github.com/verl-project/verl",
+    "NEMO_RL": "https://github.com/NVIDIA-NeMo/RL",
+    "ROLL": "https://github.com/alibaba/ROLL",
 }
 
 

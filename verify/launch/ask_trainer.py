@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -13,13 +14,16 @@ from ckptkit.core.isolation import is_secret, is_withheld
 from verify.issue import Issue
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
-from verify.launch.words import LaunchText, UnresolvedWord, Word
+from verify.launch.settings.overrides import is_override
+from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import ask
-from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, Answer, TrainerJob
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, Answer, TrainerJob
 
 _LIMIT_S = 600.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
+# The packages of trainers that are asked by their programs.
+_PACKAGES = {"verl": "verl", "NeMo-RL": "nemo_rl", "ROLL": "roll"}
 # How slime begins a list of what it refuses: `hf_validate_args failed: a; b`.
 _LIST = re.compile(r"\w+ failed: ")
 # What a launch does not set for the witness: where it imports from, and that it is offline.
@@ -35,14 +39,24 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     interpreter = Interpreter(python_of("trainer", {"trainer": str(python)}))
     interpreter.release("pip")  # raises where it does not run
     text = job.text
-    unknown = [word for word in text.words if isinstance(word, UnresolvedWord) and not _is_hidden(word)]
-    if reasons := [*text.unresolved, *(f"{word.place}: {word.text}: {word.why}" for word in unknown)]:
+    unknown = [word for word in text.words if isinstance(word, UnresolvedWord)]
+    replaced = {_reason(word) for word in unknown if _is_replaced(word)}
+    if reasons := [one for one in (*text.unresolved, *map(_reason, unknown)) if one not in replaced]:
         raise CkptkitError("the trainer was not asked: not all words are known", reasons[0])
-    if not job.stack.one_model or not text.program or text.directory is None:
-        message = "the trainer was not asked: it is not a launch that starts slime, miles or Megatron-LM"
-        raise CkptkitError(message, "give the script that runs `python3 train.py ...`")
-    words = ["hidden" if isinstance(word, UnresolvedWord) else word.text for word in text.words]
-    trainers = [MEGATRON] if _is_megatron(job) else ["slime", "miles"]
+    package = _PACKAGES.get(job.stack.name, "")
+    is_asked = PROGRAMS[package].fullmatch(text.program) if package else job.stack.one_model and text.program
+    if not is_asked or text.directory is None:
+        message = f"the trainer was not asked: {text.program or 'the launch'} is no program of a trainer that is known"
+        hint = "give a script that starts train.py, pretrain_*.py, verl.trainer.main_ppo, NeMo-RL's run_*.py or ROLL's "
+        raise CkptkitError(message, f"{hint}start_*_pipeline.py")
+    words = [_hide(word) if isinstance(word, UnresolvedWord) else word.text for word in text.words]
+    if package == "roll":  # Hydra's `initialize` takes a folder by its way from the program alone
+        home = (text.directory / text.program).parent
+        words = [
+            os.path.relpath(word, home) if before == "--config_path" and os.path.isabs(word) else word
+            for before, word in pairwise(["", *words])
+        ]
+    trainers = [package] if package else [MEGATRON] if _is_megatron(job) else ["slime", "miles"]
     request = TrainerJob(trainers, [text.program, *words], _folders(text, text.directory), str(text.directory))
     interpreter = replace(interpreter, variables=_variables(job))
     answer, failed = ask(request, "verify.witnesses.trainer.process", Answer, _LIMIT_S, interpreter)
@@ -51,18 +65,27 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     gpu = f"told of a GPU of compute capability {'.'.join(map(str, GPU_CAPABILITY))}"
     more = f", with stand-ins for {', '.join(answer.stand_ins)}" if answer.stand_ins else ""
     note = f"--ask-trainer executed the code of {answer.trainer} in {answer.home}, {gpu}{more}"
-    issues = (*(job.combinations or ()), *_refusals(answer, text), *_untaken(answer, job))
+    issues = (*(job.combinations or ()), *_refusals(answer, job, bool(package)), *_untaken(answer, job))
     return replace(job, combinations=issues, notes=(*job.notes, note))
 
 
-def _is_hidden(word: Word) -> bool:
-    """Whether all that is not known of a word is a secret, as in `--wandb-key $WANDB_KEY`."""
-    return all(is_secret(name) for name in _VARIABLE.findall(word.text) or [""])
+def _reason(word: UnresolvedWord) -> str:
+    return f"{word.place}: {word.text}: {word.why}"
+
+
+def _is_replaced(word: UnresolvedWord) -> bool:
+    """Whether any text does for what is not known of a word: a secret, as in `--wandb-key $WANDB_KEY`, or the time."""
+    return is_new_at_start(word.text) or all(is_secret(name) for name in _VARIABLE.findall(word.text) or [""])
+
+
+def _hide(word: Word) -> str:
+    """A word with another text in place of what is not known."""
+    return f"{word.text.partition('=')[0]}=hidden" if is_override(word.text) else "hidden"
 
 
 def _is_megatron(job: Job) -> bool:
     """Whether the program is one of Megatron-LM itself."""
-    return job.text.program_name.startswith("pretrain") or job.combinations is None
+    return job.stack.one_model and (job.text.program_name.startswith("pretrain") or job.combinations is None)
 
 
 def _folders(text: LaunchText, directory: Path) -> list[str]:
@@ -89,23 +112,32 @@ def _variables(job: Job) -> Mapping[str, str]:
     return {**public, **rank, "CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ".".join(map(str, GPU_CAPABILITY))}
 
 
-def _refusals(answer: Answer, text: LaunchText) -> Iterator[Issue]:
+def _refusals(answer: Answer, job: Job, has_settings: bool) -> Iterator[Issue]:
     """An issue for each message of the trainer, at the options that it names as they are written or by their `dest`."""
-    options = {one.name.strip("-").replace("-", "_"): one.word for one in options_of(text.words)}
+    text = job.text
+    written = job.written if has_settings else {one.name: one.word for one in options_of(text.words)}
     listed = _LIST.match(answer.refusal)
     messages = answer.refusal[listed.end() :].split("; ") if listed else [answer.refusal]
     for message in filter(None, messages):
-        plain = message.replace("-", "_")
-        named = [
-            word
-            for key, word in options.items()
-            if re.search(rf"(?<![a-z0-9])(?<![a-z0-9]_){re.escape(key)}(?!\w)", plain)
-        ]
-        places = ", ".join(f"{word.text.partition('=')[0]} at {word.place}" for word in named)
+        named = {key: word for key, word in written.items() if _names(message, key)}
+        # A setting by the last part of its key, where the message has no key of a setting.
+        named = named or {key: word for key, word in written.items() if _names_last(message, key.rpartition(".")[2])}
+        places = ", ".join(f"{key} at {word.place}" for key, word in named.items())
         actual = f"{message.rstrip('.')} ({places})" if places else message
         hint = f"change what the message names: {answer.trainer} stops at {answer.at}"
-        file = next((word.file for word in [*named, *text.words] if word.file), None)
+        file = next((word.file for word in [*named.values(), *text.words] if word.file), None)
         yield Issue(f"a launch that {answer.trainer} accepts", actual, hint, file=file)
+
+
+def _names(message: str, key: str) -> bool:
+    """Whether a message names an option or setting, not as a part of another name."""
+    key, plain = (one.replace("-", "_") for one in (key.strip("-"), message))
+    return re.search(rf"(?<![a-z0-9])(?<![a-z0-9]_){re.escape(key)}(?!\w|\.\w)", plain) is not None
+
+
+def _names_last(message: str, part: str) -> bool:
+    """The same of the last part of a key, which may be any word where it has no underscore and no quotes."""
+    return ("_" in part or f"'{part}'" in message) and _names(message, part)
 
 
 def _untaken(answer: Answer, job: Job) -> Iterator[Issue]:

@@ -57,7 +57,7 @@ def preflight(
 
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
     ROLL; `arguments` are the words behind it, or a launch by themselves; `text` is a launch that was read already.
-    `ask_trainer` is a Python in which slime, miles or Megatron-LM parses the launch too, which executes its code.
+    `ask_trainer` is a Python in which the trainer itself judges the launch too, which executes its code.
     Paths and `sizes` (ckpt_step, tp, pp, ep) that are not given here are the launch's. Variables count in the
     environment too. Where a launch names a size or a path that is not read, or that nobody can tell before it runs, the
     report is inconclusive. Raises CkptkitError when no path is given or one is a URL, when a size is given twice,

@@ -163,8 +163,8 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
     metavar="[PYTHON]",
     is_flag=False,
     flag_value=sys.executable,
-    help="Behind SCRIPT: have slime, miles or Megatron-LM parse the launch, here or in PYTHON. This executes the "
-    "trainer's code, from the launch's checkout or as it is installed, without a GPU and the network.",
+    help="Behind SCRIPT: have slime, miles, Megatron-LM, verl, NeMo-RL or ROLL judge the launch, here or in PYTHON. "
+    "This executes the trainer's code, from the launch's checkout or as it is installed, without a GPU and offline.",
 )
 @common.parallel
 @common.reports

@@ -151,6 +151,105 @@ def test_unknown_words_are_not_asked_about_and_secrets_are_not_passed_on(
     assert (refused(report), reasons(report)) == ([], [])
 
 
+BEGINS = "raise RuntimeError('the job began')"
+VERL = """
+import os, sys, omegaconf, ray
+values = dict(word.lstrip("+").split("=", 1) for word in sys.argv[1:])
+assert values.pop("hydra.output_subdir") == "null" and os.path.isdir(values.pop("hydra.run.dir").strip("'"))
+def main():
+    {body}
+    ray.init()
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> Callable[..., Report]:
+    """Writes a stub of verl's program, with this body, and has it run with a launch's settings."""
+
+    def run(*words: str, body: str = "pass", program: str = "-m verl.trainer.main_ppo") -> Report:
+        write(tmp_path, {"verl/__init__.py": "", "verl/trainer/main_ppo.py": VERL.format(body=body)})
+        write(tmp_path, {"ray.py": f"def init(): {BEGINS}", "omegaconf.py": "class ConfigError(Exception): pass"})
+        lines = " \\\n".join([f"actor_rollout_ref.model.path={tmp_path}", "data.train_batch_size=8", *words])
+        (tmp_path / "run.sh").write_text(f"cd {tmp_path}\npython3 {program} {lines}\n")
+        return preflight(script=tmp_path / "run.sh", ask_trainer=sys.executable)
+
+    return run
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_a_program_is_run_until_it_begins_its_job(ran: Callable[..., Report]) -> None:
+    name = "trainer.experiment_name"
+    report = ran(f"{name}=run_$(date +%H%M)", body=f"assert values['{name}'] == 'hidden'")
+    assert (refused(report), reasons(report)) == ([], [])
+    assert any("executed the code of verl" in note for note in report.facts["notes"])
+
+
+EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
+# What the program raises, and the setting of line 4 that is named for it.
+SETTINGS = [
+    ("AssertionError('actor.ppo_epochs (3) is odd')", EPOCHS),
+    (f"ValueError('set {EPOCHS}')", EPOCHS),
+    (f"omegaconf.ConfigError('Could not override {EPOCHS}')", EPOCHS),
+    ("ValueError('n_gpus is odd')", ""),
+]
+
+
+@pytest.mark.parametrize(("error", "key"), SETTINGS)
+def test_what_a_program_refuses_is_named_at_its_setting(
+    error: str, key: str, ran: Callable[..., Report], tmp_path: Path
+) -> None:
+    (one,) = refused(ran(f"{EPOCHS}=3", body=f"raise {error}"))
+    assert (one.severity, one.file, one.expected) == ("error", str(tmp_path / "run.sh"), "a launch that verl accepts")
+    assert one.actual.endswith(f"({key} at {tmp_path}/run.sh:4)") if key else one.actual == "n_gpus is odd"
+    assert f"{tmp_path}/verl/trainer/main_ppo.py:" in one.hint
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return", "ended before it began a job"),
+        ("sys.exit()", "ended before it began a job"),
+        ("import not_a_package_that_is_there", "ModuleNotFoundError"),
+        ("values['no such key']", "KeyError"),
+        ("raise omegaconf.ConfigError(\"Environment variable 'KEY' not found\")", "Environment variable"),
+    ],
+)
+def test_what_else_ends_a_program_is_inconclusive(body: str, says: str, ran: Callable[..., Report]) -> None:
+    report = ran(body=body)
+    (reason,) = reasons(report)
+    assert (refused(report), says in reason) == ([], True)
+
+
+def test_another_program_is_not_run(ran: Callable[..., Report], tmp_path: Path) -> None:
+    write(tmp_path, {"recipe/main_dapo.py": f"open({str(tmp_path / 'ran')!r}, 'w')"})
+    (reason,) = reasons(ran(program="-m recipe.main_dapo"))
+    assert ("was not asked: recipe.main_dapo" in reason, (tmp_path / "ran").exists()) == (True, False)
+
+
+@pytest.mark.parametrize("folder", ["jobs", "other"])
+def test_rolls_program_is_given_its_folder_of_settings_as_written(folder: str, tmp_path: Path) -> None:
+    """The folder's way from the program, which Hydra's `initialize` wants, not its path."""
+    program = (
+        "import argparse\nfrom roll.distributed.scheduler.initialize import init\nparser = argparse.ArgumentParser()\n"
+    )
+    program += "for name in ('path', 'name'): parser.add_argument(f'--config_{name}')\n"
+    program += f"assert parser.parse_args().config_path == {folder!r}\ninit()"
+    write(tmp_path, {"roll/__init__.py": "", "roll/distributed/scheduler/initialize.py": f"def init(): {BEGINS}"})
+    write(tmp_path, {"examples/start_rlvr_pipeline.py": program})
+    write(tmp_path, {"examples/jobs/job.yaml": "actor_train: {model_args: {dtype: bf16}}"})
+    start = "python examples/start_rlvr_pipeline.py --config_path jobs --config_name job"
+    (tmp_path / "run.sh").write_text(f"cd {tmp_path}\nexport PYTHONPATH={tmp_path}\n{start}\n")
+    report = preflight(script=tmp_path / "run.sh", ask_trainer=sys.executable)
+    assert (len(refused(report)), reasons(report)) == (folder != "jobs", [])
+
+
 def test_where_no_trainer_is_found_the_report_says_what_to_do(tmp_path: Path) -> None:
     words = tuple(map(Word, ["--hf-checkpoint", str(tmp_path)]))
     for program, says in (("train.py", "was not found"), ("pretrain_gpt.py", "number of its processes")):

@@ -9,6 +9,7 @@ from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from support.forking import run_in_engine
 from support.processes import python
 
 from verify.launch.options import names as lists
@@ -26,6 +27,7 @@ parser = argparse.ArgumentParser(add_help=False)
 ServerArgs.add_cli_args(parser)
 print(json.dumps([option for action in parser._actions for option in action.option_strings]))
 """
+ENGINES = [pytest.param("sglang", marks=pytest.mark.sglang), pytest.param("vllm", marks=pytest.mark.vllm)]
 # Options that a fork has, or that only an older release than those of the lists had.
 FORKS = {
     *("--original-max-position-embeddings", "--yarn-original-max-position-embeddings", "--yarn-beta-fast"),
@@ -62,6 +64,17 @@ def test_sglangs_own_parser_takes_nothing_that_the_list_lacks() -> None:
     options = json.loads(python("-c", SGLANG).stdout.splitlines()[-1])
     known = names("sglang")
     assert [one for one in options if one.startswith("--") and one[2:] not in known.every] == []
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_registries_are_those_of_the_installed_release(engine: str, tmp_path: Path) -> None:
+    """Written anew in the engine's Python: another release is another file."""
+    log = tmp_path / "log"
+    assert run_in_engine(engine, log, "lab.option_names", engine, tmp_path), log.read_text()[-3000:]
+    assert json.loads((tmp_path / f"{engine}.json").read_text()) == json.loads(
+        (ROOT / "converters" / "engines" / f"{engine}.json").read_text()
+    )
 
 
 def test_rolls_training_arguments_are_those_of_transformers() -> None:

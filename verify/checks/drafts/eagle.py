@@ -10,7 +10,8 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
 from converters.config.values import integer
-from converters.draft import EMBEDDING, ENGINES, FUSION, TOKENS, USED, Draft, draft_of, is_draft, target_of
+from converters.draft import EMBEDDING, FUSION, TOKENS, USED, Draft, draft_of, is_draft, target_of
+from converters.engines.registry import registries
 from verify.check import Tally, check
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
@@ -79,9 +80,9 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("the output layer", actual, hint, file=_CONFIG, severity=warning_if(subject.not_for_sglang))
     for expected, actual, hint in draft.unfilled(specs):
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
-    for engine, classes in ENGINES.items():
-        if draft.name not in classes:
-            tally.note(f"{engine} has no class {draft.name}")
+    for engine, registry in registries().items():
+        if not draft.has_class(engine):
+            tally.note(f"{registry.release} has no class {draft.name}")
 
 
 @check(

@@ -13,6 +13,7 @@ from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_config
 from converters.config.values import class_of, language_part
 from converters.draft import FUSION, is_draft, sizes_of, target_of
+from converters.engines.registry import registries
 from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -26,15 +27,7 @@ _NAMES = re.compile(r"(?:.*\.)?mtp(?:_layers|_block)?\.")
 _LAYER = re.compile(r".*?layers\.(\d+)\.")
 # Families whose config.json never speaks of the layers that they have.
 _UNSTATED = frozenset({"qwen3_next", "exaone_moe", "nemotron_h", "nemotron_h_puzzle", "hy_v3", "longcat_flash"})
-# Methods that draft with the layers of the model itself where no other model is given, and those that never do.
-_OWN = frozenset({"EAGLE", "NEXTN", "FROZEN_KV_MTP"})
-_OTHER = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
-_NEEDS_MODEL = frozenset({"draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "custom_class"})
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-# Methods whose draft is a model of a class of its own; vLLM makes the class's name of the stated one by a prefix.
-_OF_SGLANG, _OF_VLLM = frozenset({"EAGLE3", "EAGLE", "NEXTN"}), frozenset({"eagle3", "eagle", "dflash"})
-# What vLLM takes for a draft by its path, whatever the method is. Source: vLLM 0.26 `config/speculative.py`.
-_BY_PATH = re.compile("(?i)eagle-|eagle3|dflash|dspark")
 
 
 def _speculation(subject: Subject) -> Speculation:
@@ -78,8 +71,8 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     """A method without a draft model of its own."""
-    where = f"{found.method}, at {found.place}"
-    if found.method in _OTHER or found.method in _NEEDS_MODEL:
+    where, registry = f"{found.method}, at {found.place}", registries()[found.server]
+    if found.method in registry.needs_model:
         option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
         yield Issue(
             f"{option} with {found.method}", f"{where}, without it", "give the draft model that was trained for it"
@@ -91,7 +84,7 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
             actual = f"{where}, with {root}: its config.json speaks of none"
             yield Issue("a model with layers of DSpark, or a draft model", actual, "give the draft model", file=root)
         return
-    if found.method not in _OWN and found.method != "mtp" and not found.method.endswith("_mtp"):
+    if found.method not in registry.of_layers:
         return
     config = engine_config(root) if root else {}
     if root is None or not config:
@@ -150,20 +143,21 @@ def _class(
     for a language model, a warning where the engine may know more than is known here.
     """
     method, stated, sglang = found.method, class_of(config), found.server == "sglang"
+    registry = registries()[found.server]
     nested, expected = config.get("speculators_model_type") is not None, f"a draft model for {method}"
-    if sglang and nested and config.get("model_type") is None and method in (*_OF_SGLANG, "DFLASH", "DSPARK"):
+    if sglang and nested and config.get("model_type") is None:
         actual = "config.json of speculators, without model_type: SGLang, which reads it by transformers, stops"
         yield Issue(expected, actual, "serve it with vLLM, or convert it for SGLang", file=draft, severity="warning")
-    if not stated or nested or method not in (_OF_SGLANG if sglang else _OF_VLLM) or (layers and method != "EAGLE3"):
+    if not stated or nested or method not in registry.of_class or (layers and method != "EAGLE3"):
         return
     other = next((one for one in ("dspark", "dflash") if one in stated.lower() and one != method.lower()), None)
-    is_language_model = not is_draft(config) and "assistant" not in stated.lower()
+    is_language_model = not is_draft(config) and all(stated not in one.drafts for one in registries().values())
     if is_language_model and names and {FUSION, f"model.{FUSION}"}.isdisjoint(names):
         actual = f"{stated}, a language model, whose files hold no {FUSION}"
         hint = f"give a model that was trained for it, or name {'STANDALONE' if sglang else 'draft_model'}"
         yield Issue(expected, actual, hint, file=draft)
     elif is_language_model and sglang and (names or method == "EAGLE3"):
-        actual = f"{stated}, the class of a language model, which SGLang loads in place of a draft class"
+        actual = f"{stated}, the class of a language model, which {registry.release} loads in place of a draft class"
         hint = (
             f"name the draft class in architectures, as {stated}Eagle{'3' if method == 'EAGLE3' else ''} for {stated}"
         )
@@ -191,7 +185,7 @@ def _sizes(found: Speculation, draft: Path, config: Mapping[str, Any], target: M
     if own.version:
         hint = "tokens of another tokenizer are not accepted, or lie beyond the embedding: check the draft's target"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
-    elif engine and not is_draft(config) and not _BY_PATH.search(str(draft)):
+    elif engine and not is_draft(config):
         yield Issue(expected, actual, f"{engine} stops: give a draft of the same tokenizer", file=draft)
 
 
@@ -204,11 +198,12 @@ def _tokens(found: Speculation, config: Mapping[str, Any] | None) -> Iterator[Is
     if found.draft is None:
         yield Issue(expected, actual, f"vLLM {hint}")
         return
-    if config is None or found.method not in (*_OF_VLLM, "draft_model", "mtp"):
+    if config is None or found.method not in (*registries()["vllm"].of_class, "draft_model", "mtp"):
         return
-    by_itself = found.method == "draft_model" and (is_draft(config) or _BY_PATH.search(str(found.draft)))
+    by_itself = found.method == "draft_model" and is_draft(config)
     if found.method == "mtp" or config.get("speculators_config") is not None:
-        yield Issue(expected, actual, f"vLLM 0.26 {hint}", severity="warning")  # a later one may look there
+        # A later release may look there.
+        yield Issue(expected, actual, f"{registries()['vllm'].release} {hint}", severity="warning")
     elif config.get("n_predict") is None and not by_itself:
         yield Issue(expected, actual, f"vLLM {hint}")
 

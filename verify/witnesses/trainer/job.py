@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 MEGATRON = "megatron"
+# Trainers of whose launches the program itself is run, and the programs that are known to begin by its configuration.
+PROGRAMS = {
+    "verl": re.compile(r"verl\.trainer\.main_ppo|(?:.*/)?main_ppo\.py"),
+    "nemo_rl": re.compile(r"(?:.*/)?run_\w+\.py"),
+    "roll": re.compile(r"(?:.*/)?start_\w+_pipeline\.py"),
+}
 GPU_CAPABILITY = (9, 0)  # of the GPU that a trainer is told of
 
 

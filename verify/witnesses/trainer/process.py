@@ -10,6 +10,7 @@ import argparse
 import importlib
 import os
 import re
+import runpy
 import sys
 import traceback
 import types
@@ -25,12 +26,23 @@ from unittest.mock import MagicMock, patch
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, Answer, TrainerJob
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, Answer, TrainerJob
 
 # What trainers import for other things than parsing; sglang_router has options of its own.
-_NOT_NEEDED = ("accelerate", "memray", "mlflow", "polars", "qwen_vl_utils", "ring_flash_attn", "tensorboard", "wandb")
+_NOT_NEEDED = (
+    *("accelerate", "decord", "math_verify", "matplotlib", "memray", "mlflow", "nltk", "polars", "qwen_vl_utils"),
+    *("ring_flash_attn", "rouge_score", "swanlab", "tensorboard", "torchdata", "transfer_queue", "trl", "wandb"),
+)
 _ROUTER, _ROUTER_OPTIONS = "sglang_router", ("--router-", "--sglang-router-")
 _REFUSES = (AssertionError, FileNotFoundError, SystemExit, ValueError)
+# Packages that read configurations for trainers, whose own errors are refusals too.
+_READERS = ("dacite", "hydra", "omegaconf", "pydantic")
+# The first call of a trainer's job, after its configuration was read and validated: module and function.
+_BEGINS = {
+    "verl": ("ray", "init"),
+    "nemo_rl": ("nemo_rl.utils.logger", "get_next_experiment_dir"),
+    "roll": ("roll.distributed.scheduler.initialize", "init"),
+}
 # What Megatron-LM, and kernels that SGLang imports, ask of a GPU; the sizes are those of an H100 SXM.
 _GPU = types.SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
@@ -44,7 +56,7 @@ _GPU = types.SimpleNamespace(
 )
 # What a refusal says that may be due to this machine.
 _OF_THE_MACHINE = re.compile(
-    r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)"
+    r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)|Environment variable"
 )
 
 
@@ -68,7 +80,7 @@ class _Parsers:
     """Records what argparse refuses and leaves over: words that every parser leaves over are taken by none."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self.error, self.untaken = "", Counter(words)
+        self.error, self.untaken, self.have_parsed = "", Counter(words), False
         error, parse = argparse.ArgumentParser.error, argparse.ArgumentParser.parse_known_args
 
         def recorded_error(parser: argparse.ArgumentParser, message: str) -> typing.NoReturn:
@@ -79,9 +91,14 @@ class _Parsers:
             found = parse(parser, args, namespace)
             if list(sys.argv[1:] if args is None else args) == list(words):
                 self.untaken &= Counter(found[1])
+                self.have_parsed = True
             return found
 
         patch.multiple(argparse.ArgumentParser, error=recorded_error, parse_known_args=recorded_parse).start()
+
+
+class _AcceptedError(BaseException):
+    """Ends a program that would begin its job now; no `except Exception` of the trainer catches it."""
 
 
 def run(job: TrainerJob, phases: PhaseLog) -> Answer:
@@ -92,20 +109,34 @@ def run(job: TrainerJob, phases: PhaseLog) -> Answer:
     os.chdir(job.directory)
     sys.path[:0] = job.folders
     sys.meta_path.append(stand_ins := _StandIns())
-    if not hasattr(typing, "override"):  # before Python 3.12
-        typing.override = lambda method: method  # type: ignore[attr-defined]
+    if sys.version_info < (3, 12):
+        import typing_extensions
+
+        # pydantic reads no other TypedDict there.
+        typing.override, typing.TypedDict = typing_extensions.override, typing_extensions.TypedDict  # type: ignore
     sys.argv, process = list(job.words), os.getpid()
     trainer, home = _find_trainer(job.trainers)
     module = importlib.import_module(_module_of(trainer))
     if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) is not None:
         cuda.get_device_capability = lambda *_: GPU_CAPABILITY
         cuda.get_device_properties = lambda *_: _GPU
-    parsers, refusal, at = _Parsers(job.words[1:]), "", ""
+    program, refusal, at = "", "", ""
+    if trainer in PROGRAMS:
+        program = _program_file(job.words[0])
+        for begins in {("ray", "init"), _BEGINS[trainer]}:
+            _stop_at(*begins)
+        os.environ["HYDRA_FULL_ERROR"] = "1"
+        if trainer == "verl":
+            _keep_hydra_from_writing(os.path.dirname(job.report))
+    parsers = _Parsers(sys.argv[1:])
     phases.enter(Phase("parsing"))
     try:
-        _parse_megatron(module) if trainer == MEGATRON else module.parse_args()
-    except _REFUSES as error:
-        refusal, at = _refusal_of(error, parsers, home)
+        if program:
+            _run_program(job.words[0], program)
+        else:
+            _parse_megatron(module) if trainer == MEGATRON else module.parse_args()
+    except (Exception, SystemExit) as error:
+        refusal, at = _refusal_of(error, parsers, home, program)
         if not refusal:
             raise
     finally:
@@ -114,7 +145,8 @@ def run(job: TrainerJob, phases: PhaseLog) -> Answer:
     if _ROUTER in stand_ins.names and any(word.startswith(_ROUTER_OPTIONS) for word in job.words):
         raise CkptkitError(f"{_ROUTER}, which takes options of the launch, is not installed", "install it there")
     # Where a parser stops, others have not seen the words.
-    untaken = [] if parsers.error else [word for word in parsers.untaken if word.startswith("-") and word != "--"]
+    is_known = parsers.have_parsed and not parsers.error
+    untaken = [word for word in parsers.untaken if is_known and word.startswith("-") and word != "--"]
     return Answer(trainer, home, refusal, at, untaken, stand_ins.names)
 
 
@@ -123,14 +155,56 @@ def _find_trainer(trainers: Sequence[str]) -> tuple[str, str]:
     for trainer in trainers:
         spec = find_spec(trainer)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            if os.path.isfile(os.path.join(folder, *_module_of(trainer).split(".")[1:]) + ".py"):
+            module = os.path.join(folder, *_module_of(trainer).split(".")[1:])
+            if os.path.isfile(f"{module}.py") or os.path.isfile(os.path.join(module, "__init__.py")):
                 return trainer, os.path.abspath(folder)
     names = " or ".join(map(_module_of, trainers))
     raise CkptkitError(f"{names} was not found", "name a Python that has it, or set PYTHONPATH to its checkout")
 
 
 def _module_of(trainer: str) -> str:
+    if trainer in PROGRAMS:
+        return trainer
     return "megatron.training.arguments" if trainer == MEGATRON else f"{trainer}.utils.arguments"
+
+
+def _program_file(program: str) -> str:
+    """The file of a program or module. Raises CkptkitError where it is missing."""
+    spec = None if program.endswith(".py") else find_spec(program)
+    file = os.path.abspath(program if spec is None else spec.origin or "")
+    if not os.path.isfile(file):
+        raise CkptkitError(f"{program} was not found", "start it where the launch does")
+    return file
+
+
+def _stop_at(module: str, function: str) -> None:
+    """Has a function raise _AcceptedError in place of what it does."""
+
+    def accepted(*_: Any, **__: Any) -> typing.NoReturn:
+        raise _AcceptedError
+
+    setattr(importlib.import_module(module), function, accepted)
+
+
+def _keep_hydra_from_writing(folder: str) -> None:
+    """Has Hydra make its log in a folder, by overrides behind the last one: argparse takes them in one row only."""
+    last = max((at for at, word in enumerate(sys.argv) if "=" in word and not word.startswith("-")), default=0)
+    sys.argv[last + 1 : last + 1] = [f"hydra.run.dir='{folder}'", "hydra.output_subdir=null"]
+
+
+def _run_program(program: str, file: str) -> None:
+    """Runs a program until it would begin its job. Raises what it refuses, CkptkitError where it ended before that."""
+    try:
+        if program.endswith(".py"):
+            runpy.run_path(file, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except _AcceptedError:
+        return
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    raise CkptkitError(f"{program} ended before it began a job", "give the options of a job")
 
 
 def _parse_megatron(module: Any) -> None:
@@ -147,20 +221,38 @@ def _refuse_checkpoint_code(event: str, arguments: tuple[Any, ...]) -> None:
         raise CkptkitError("the checkpoint's config has code of its own, which is not run here")
 
 
-def _refusal_of(error: BaseException, parsers: _Parsers, home: str) -> tuple[str, str]:
-    """The message of the trainer or of argparse, and the trainer's place; empty where another cause is possible."""
+def _refusal_of(error: BaseException, parsers: _Parsers, home: str, program: str) -> tuple[str, str]:
+    """The message of the trainer or of a reader, and the trainer's place; empty where another cause is possible."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
+    is_call = _package_of(error) == "hydra" and type(error).__name__ == "InstantiationException"
+    if is_call and error.__cause__ is not None:  # Hydra called a class of the trainer
+        error = error.__cause__
+        frames += traceback.extract_tb(error.__traceback__)
     megatron = getattr(sys.modules.get(_module_of(MEGATRON)), "__file__", None) or home
-    homes = (f"{home}{os.sep}", f"{os.path.dirname(os.path.dirname(megatron))}{os.sep}")
+    homes = (f"{home}{os.sep}", f"{os.path.dirname(os.path.dirname(megatron))}{os.sep}", program or home)
     theirs = [frame for frame in frames if os.path.abspath(frame.filename).startswith(homes)]
+    imports = [frame for frame in frames if frame.name == "<module>" and frame.filename != program]
     is_parser = bool(frames) and frames[-1].filename == argparse.__file__
-    if not theirs or not (is_parser or frames[-1] is theirs[-1]) or any(frame.name == "<module>" for frame in frames):
+    is_reader = bool(frames) and frames[-1].filename.startswith(_reader_homes())
+    is_refusal = isinstance(error, _REFUSES) or _package_of(error) in (*_READERS, os.path.basename(home))
+    is_refusal |= is_call and is_reader and isinstance(error, TypeError)  # an argument that the class does not take
+    if not theirs or imports or not is_refusal or not (is_parser or is_reader or frames[-1] is theirs[-1]):
         return "", ""
     message = (parsers.error if is_parser else str(error)) or f"it stops at `{theirs[-1].line}`"
     is_import = isinstance(error.__cause__ or error.__context__, ImportError)
     if is_import or _OF_THE_MACHINE.search(f"{message} {theirs[-1].line}"):
         return "", ""
     return one_line(message), f"{theirs[-1].filename}:{theirs[-1].lineno}"
+
+
+def _package_of(error: BaseException) -> str:
+    return type(error).__module__.partition(".")[0]
+
+
+def _reader_homes() -> tuple[str, ...]:
+    """The directories of the packages that read configurations."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _READERS]
+    return tuple(f"{os.path.dirname(file)}{os.sep}" for file in files if file)
 
 
 if __name__ == "__main__":
