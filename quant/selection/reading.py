@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
-from converters.registry import FAMILIES
+from converters.registry import family_of
 from quant.formats.groups import LINEAR, Kind, Target
 from quant.lists.table import INDEXED, NAMES, PLAIN, ListReader, Rule, Run, exact, never
 from quant.patterns import check_lookups, matcher
@@ -89,7 +89,7 @@ def read(
     """Predicts what `reader` takes for packed. `targets`: classes and names of modules, as config.json has them."""
     if not matrices:  # of a model that is not known
         return Reading(reader, (), dict.fromkeys(ignore, frozenset()), ())
-    entry = FAMILIES[str(config.get("model_type"))].engine("sglang").entry if reader.startswith("SGLang") else str
+    entry = family_of(config).engine("sglang").entry if reader.startswith("SGLang") else str
     asked = tuple(_asked(reader, matrices, {entry(pattern) for pattern in ignore}, config))
     names = sorted({name for several in asked for name in several})
     found_by = covering(reader, ignore, names)
@@ -138,7 +138,7 @@ def _asked(
     if reader in BY_CLASS:
         yield from ((matrix.module,) for matrix in matrices)
         return
-    packed_modules = FAMILIES[str(config.get("model_type"))].engine("sglang").packed_modules
+    packed_modules = family_of(config).engine("sglang").packed_modules
     if reader == "vLLM 0.33":  # an entry that matches a fused layer's own name decides for its shards
         layers = sorted({matrix.vllm for matrix in matrices if matrix.vllm is not None})
         ignore = set[str]().union(*map(covering(reader, list(ignore), layers), ignore))
@@ -298,7 +298,7 @@ def read_list(
     `known`: what was found for other readers with the same rules and names, which is added to.
     """
     known = {} if known is None else known
-    sglang = FAMILIES[str(config.get("model_type"))].engine("sglang") if matrices else None
+    sglang = family_of(config).engine("sglang") if matrices else None
     engine = sglang.entry if sglang and reader.startswith("SGLang") else str
     layers = list(_all_looked_up(reader, row, matrices, config))
     kinds = {
@@ -428,7 +428,7 @@ def _parts_of_layer(
     """The names of a fused layer's parts, or the layer's own."""
     if reader not in SGLANG:
         return names_in_vllm(matrix, ()) if matrix.vllm is not None else (layer,)
-    declared = FAMILIES[str(config.get("model_type"))].engine("sglang").fused if matrix.unfused else ()
+    declared = family_of(config).engine("sglang").fused if matrix.unfused else ()
     name = layer.rpartition(".")[2]
     if name in declared or (name in _ALWAYS_FUSED and not row.declared):
         return tuple(layer.replace(name, part) for part in FUSED[name])
