@@ -11,7 +11,7 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +24,7 @@ from ckptkit.formats.hf.side_files import without_quantization
 from converters.config.dims import ModelDims
 from converters.family import FusedExperts, ModelFamily, Release
 from converters.hf_names import tail
+from converters.known_classes import KNOWN, Known
 from converters.rules import ParamMapping
 
 _LIMIT_S = 600  # importing transformers on a busy machine, and building a large class
@@ -144,15 +145,17 @@ def family_from(built: Built, model_type: str) -> ModelFamily:
         stacked=tuple(dict.fromkeys(tail(_module(one.name)) for one in within if _is_stacked(one))),
         routers=tuple(_module(one.name) for one in linears if one.kind == "Router"),
     )
-    return ModelFamily(
+    known = KNOWN.get(model_type, Known())
+    family = ModelFamily(
         (model_type,),
         (built.model_class,),
         lambda _: dims,
         lambda _: rules,
         carried=towers,
         fused=FusedExperts(always=any(one.is_fused and not one.is_linear for one in within)),
-        release=release,
+        release=replace(release, **known.release),
     )
+    return replace(family, **known.family)
 
 
 def _is_stacked(tensor: BuiltTensor) -> bool:

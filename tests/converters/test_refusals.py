@@ -47,7 +47,6 @@ FIXED = {
     "mistral": "layer_types",
     "nemotron_h": "attention_bias conv_kernel mamba_hidden_act mamba_proj_bias mlp_bias mlp_hidden_act "
     "n_shared_experts sliding_window use_bias use_conv_bias norm_topk_prob",
-    "olmo3": "attention_bias head_dim",
     "olmoe": "attention_bias norm_topk_prob clip_qkv num_key_value_heads rms_norm_eps",
     "qwen3-tied": "attention_bias",
     "qwen3_5": "attention_bias attn_output_gate mtp_use_dedicated_embeddings mlp_only_layers decoder_sparse_step",

@@ -64,8 +64,6 @@ SAID = {
     "bailing_moe_v2-tied": "does not recognize this architecture",
     "nemotron_h": "does not support triton attention backend",
     "nemotron_h-latent": "does not support triton attention backend",
-    "olmo3": "KeyError: 'rope_theta'",
-    "olmo3-tied-window-everywhere": "'NoneType' object is not subscriptable",
     # Of its own paths on a GPU, with small models or without the rest of an engine around the model.
     "deepseek_v4": "'TreeCacheNamespace' object has no attribute",
     "gemma4_text": "AssertionError: Attempted to load weight",

@@ -28,6 +28,7 @@ from ckptkit.core.isolation import start_python
 from converters import by_class
 from converters.by_class import built_from, family_by_class, family_from
 from converters.class_in_transformers import describe
+from converters.known_classes import KNOWN
 from converters.planner import tied_head
 from converters.registry import FAMILIES, family_of
 from quant.selection.tree import family_tree
@@ -215,6 +216,21 @@ def test_norms_are_stored_minus_one_where_the_class_begins_them_at_zero(model_ty
     config = content(model_type)
     family = family_from(built_from(describe(config)), model_type)
     assert family.read_dims(config).norm_offset is offset
+
+
+def test_transformers_is_no_reference_for_olmo_3_with_yarn() -> None:
+    """It turns layers with a window by YaRN too, which have none in vLLM, SGLang and OLMo 3's report."""
+    torch.manual_seed(0)
+    window = OLMO2 | {"num_attention_heads": 4, "sliding_window": 8, "layer_types": ["sliding_attention"] * 2}
+    yarn = {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 32}
+    model = transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**window))
+    scaled = transformers.Olmo3ForCausalLM(transformers.Olmo3Config(**window, rope_parameters=yarn))
+    scaled.load_state_dict(model.state_dict())
+    tokens = torch.arange(4, 68)[None]
+    assert not model(tokens).logits.allclose(scaled(tokens).logits, atol=1e-3)
+    unlike = KNOWN["olmo3"].family["unlike_transformers"]
+    assert "in layers with a window too" in unlike(json.loads(scaled.config.to_json_string()), 1)
+    assert unlike(json.loads(model.config.to_json_string()), 1) is None
 
 
 def test_megatron_has_no_names_for_it(olmo2: Path, tmp_path: Path) -> None:

@@ -40,8 +40,6 @@ DECLARED = {
 BY_TRANSFORMERS = set(RUN_BY_TRANSFORMERS)
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
 WITHOUT_INT4 |= {"glm5_next", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
-# Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
-NOT_BUILT = {"olmo3"}
 # SGLang without remote code knows the classes of these, but not the config.
 KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
@@ -55,7 +53,7 @@ def _built() -> dict[str, str]:
     found: dict[str, str] = {}
     for case in HF_CASES:
         model_type = config(case)["model_type"]
-        if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS - NOT_BUILT:
+        if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS:
             found.setdefault(model_type, case)
     return {case: FAMILIES[model_type].architectures[0] for model_type, case in found.items()}
 
@@ -146,7 +144,7 @@ def test_what_the_other_classes_declare(model_type: str) -> None:
     assert declared == known.packed_modules
 
 
-@pytest.mark.parametrize("model_type", sorted(CLASSES.keys() - BY_TRANSFORMERS - NOT_BUILT))
+@pytest.mark.parametrize("model_type", sorted(CLASSES.keys() - BY_TRANSFORMERS))
 def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
     classes = {config(case)["model_type"]: name for case, name in BUILT.items()} | {
         key: name for key, (_, name) in DECLARED.items()
@@ -178,7 +176,7 @@ def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
         from sglang.srt.models.registry import ModelRegistry
         from sglang.srt.models.transformers import TransformersBase
 
-    named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES.keys() - NOT_BUILT}
+    named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES}
     without = {key for key, several in named.items() if not ModelRegistry.models.keys() & set(several)}
     assert without == BY_TRANSFORMERS
     assert {key: FAMILIES[key].architectures for key in without} == {
@@ -192,7 +190,7 @@ def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
 def test_every_model_that_is_converted_is_known() -> None:
     assert CLASSES.keys() == FAMILIES.keys() - WITHOUT_INT4
     built = {config(case)["model_type"] for case in BUILT}
-    assert built | DECLARED.keys() | BY_TRANSFORMERS | NOT_BUILT == CLASSES.keys()
+    assert built | DECLARED.keys() | BY_TRANSFORMERS == CLASSES.keys()
     assert len(BUILT) >= 18
 
 

@@ -1,0 +1,33 @@
+"""What other programs do with models of which transformers' class says the rest (`converters.by_class`), as rows.
+
+A row has the fields of `ModelFamily` and of its `Release` that no class states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from converters.config.values import rope_of, sliding_layers
+
+
+@dataclass(frozen=True)
+class Known:
+    """Fields of a `model_type` in place of those that follow from its class: of `ModelFamily`, and of `Release`."""
+
+    family: Mapping[str, Any] = field(default_factory=dict)
+    release: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _olmo3_unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
+    """transformers 5 gives YaRN to the layers with a window too, from the first token on.
+
+    Its own class says that they have none, as OLMo 3's report does; vLLM and SGLang give them none. Run: 5.12.1.
+    """
+    if rope_of(config)["rope_type"] == "default" or not sliding_layers(config, 4):
+        return None
+    return "transformers scales rotary embedding in layers with a window too (transformers#45945)"
+
+
+KNOWN: Mapping[str, Known] = {"olmo3": Known({"unlike_transformers": _olmo3_unlike_transformers})}
