@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.config.values import rope_of, sliding_layers
+from converters.family import EngineClass
 
 
 @dataclass(frozen=True)
@@ -30,4 +31,22 @@ def _olmo3_unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | 
     return "transformers scales rotary embedding in layers with a window too (transformers#45945)"
 
 
-KNOWN: Mapping[str, Known] = {"olmo3": Known({"unlike_transformers": _olmo3_unlike_transformers})}
+def _granite_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """SGLang's config class takes 10000 where `rope_theta` is absent, and turns no other dimension."""
+    theta = rope_of(config)["rope_theta"]
+    return {"rope_theta": theta} if config.get("position_embedding_type") == "rope" and theta != 10000 else {}
+
+
+_MIXER = (("mamba", "mixer"),)
+KNOWN: Mapping[str, Known] = {
+    # No release that was read has `layer_id`.
+    "granitemoehybrid": Known(
+        {
+            "engines": {
+                "sglang": EngineClass(("qkv_proj",), inside=_MIXER, keys=_granite_keys),
+                "vllm": EngineClass(inside=_MIXER),
+            }
+        }
+    ),
+    "olmo3": Known({"unlike_transformers": _olmo3_unlike_transformers}),
+}

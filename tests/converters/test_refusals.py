@@ -31,7 +31,6 @@ FIXED = {
     "glm5_next": "attention_bias index_kpool_compress index_topk_freq index_topk_pattern mhc mla_use_nope model_type "
     "norm_topk_prob scoring_func hidden_act indexer_types",
     "gpt_oss": "attention_bias swiglu_limit",
-    "granitemoehybrid": "attention_bias mamba_conv_bias mamba_proj_bias normalization_function head_dim",
     "hy_v3": "attention_bias mlp_bias moe_router_enable_expert_bias moe_router_use_sigmoid qk_norm route_norm",
     "kimi_k3": "hidden_act latent_moe_use_norm mla_use_nope mla_use_output_gate moe_renormalize use_grouped_topk "
     "moe_router_activation_func num_nextn_predict_layers tie_word_embeddings topk_method moe_layer_freq model_type "
@@ -91,9 +90,6 @@ CHANGED = {
     "indexer_types=[['full']] index_topk_pattern='FFFFFFFFFFFX' index_topk_pattern='FSFSFSFSFSFS' index_topk_freq=0 "
     "index_topk_freq=2 first_k_dense_replace=2",
     "glm_moe_dsa-shared": "num_nextn_predict_layers=2",
-    "granitemoehybrid": "position_embedding_type='alibi' rope_scaling={'rope_type':'yarn'} time_step_limit=[0.0,0.1] "
-    "layer_types=['mamba'] layer_types=null logits_scaling=null logits_scaling=0 mamba_n_heads=12 "
-    "shared_intermediate_size=0 num_local_experts=-1",
     "hy_v3": "expert_hidden_dim=80 first_k_dense_replace=3",
     "kimi_k3": "num_key_value_heads=2 q_lora_rank=null rope_scaling={'type':'yarn','factor':2.0} attn_res_block_size=0 "
     "linear_attn_config=null linear_attn_config.full_attn_layers=[4,8,12] linear_attn_config.kda_layers=[0,1,2,3]",

@@ -36,7 +36,10 @@ from verify.report import Report
 from verify.run import verify
 
 # Dense, with experts in one tensor each or all in one, with a vision tower, with other layers than attention.
-TYPES = (*("olmo2", "cohere2", "gpt_neox", "phimoe", "flex_olmo", "jetmoe", "granitemoe", "qwen2_vl", "llava", "lfm2"),)
+TYPES = (
+    *("olmo2", "cohere2", "gpt_neox", "phimoe", "flex_olmo", "jetmoe", "granitemoehybrid", "qwen2_vl", "llava"),
+    "lfm2",
+)
 # SGLang's kernels take these, so that `verify` finds nothing at all.
 WIDE = {
     "hidden_size": 256,
@@ -201,12 +204,12 @@ def test_experts_of_another_layout_are_refused(tmp_path: Path) -> None:
 
 def test_stacked_experts_stay_as_they_are() -> None:
     """Under names of Linear layers, with three axes: engines that ask about them are told to leave them."""
-    config = content("granitemoe")
-    family = family_from(built_from(describe(config)), "granitemoe")
+    config = content("granitemoehybrid")
+    family = family_from(built_from(describe(config)), "granitemoehybrid")
     assert family.release is not None
     tree = family_tree(family, family.release, config)
     block = "model.layers.1.block_sparse_moe."
-    assert tree.reason_to_keep(f"{block}input_linear") == "GraniteMoeParallelExperts is not a Linear"
+    assert tree.reason_to_keep(f"{block}input_linear") == "GraniteMoeHybridParallelExperts is not a Linear"
     assert tree.reason_to_keep(f"{block}router.layer") == "beside the experts: a router or a gate"
     assert family.release.stacked == ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")
 

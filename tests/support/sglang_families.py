@@ -91,7 +91,6 @@ COMPUTED = {
 COMPUTED |= dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
-COMPUTED |= {"granitemoehybrid": tuple(f"model.layers.{layer}.mamba.A" for layer in (0, 1, 2, 5, 8, 9, 10, 11))}
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]
 
 

@@ -20,7 +20,6 @@ EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, whic
 # Others with such inputs.
 ODD = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS),
-    "granite": r"re:.*\.shared_mlp\..*",
     "step3p": r"re:.*\.share_expert\..*",
 }
 # Whose Linear layers are not known, whose experts SGLang does not load, or that it loads in other formats alone. It

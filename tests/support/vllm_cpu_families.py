@@ -16,7 +16,6 @@ _FOUR_HEADS, _OF_32 = {"num_attention_heads": 4}, {"head_dim": 32}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe", "qwen2_moe-dense-between"), _FOUR_HEADS),
     **dict.fromkeys(("mimo", "mimo-tied-two-layers"), _FOUR_HEADS),
-    **dict.fromkeys(("granitemoehybrid", "granite-4-dense-tied"), _FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3", "gemma3_text", "gemma3_text-v4", "phi3-tied-window"), _OF_32),
     "olmoe": {"num_attention_heads": 4, "num_key_value_heads": 4},
     # All tokens of the tests have an embedding for each layer.
@@ -39,7 +38,7 @@ COMPUTED = (
         "qwen3_omni_moe",
     ),
     # No released Megatron loads these.
-    *("olmoe", "granite-4-dense-tied"),
+    "olmoe",
     *("gemma4_text", "gemma4", "gemma4-small-as-released", "gemma4_unified"),
 )
 # The config classes that come with these releases, as code, and what they state that no config.json does.

@@ -34,7 +34,6 @@ NOT_INT4 = (
     "gemma4",
     "glm5_next",
     "gpt_oss",
-    "granite",
     "kimi_k3",
     "minimax_m3",
     "qwen3_omni",

@@ -63,7 +63,6 @@ FP8_ALONE = [
 ]
 DAILY = {
     ("gemma4-small-as-released", "nvfp4"),
-    ("granitemoehybrid", "mxfp4"),
     ("step3p5", "mxfp8"),
     ("mimo", "fp8-block"),
     ("deepseek_v32", "mxfp8"),

@@ -155,7 +155,6 @@ LACKING = {
     "moonlight": DEEPSEEK,
     "deepseek_v32": DEEPSEEK,
     "exaone_moe": f'"is_moe_layer": {json.dumps([False] * 2 + [True] * 10)}',
-    "granite-4-dense-tied": '"rope_theta": 10000000.0',
     "glm4_moe_lite": '"first_k_dense_replace": 1',
     **({} if release("sglang") >= (0, 5, 23) else {"gpt_oss": '"swiglu_limit": 7.0'}),
     "hy_v3": '"first_k_dense_replace": 2, "qk_norm": true, "route_norm": true',

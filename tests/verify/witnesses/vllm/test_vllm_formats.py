@@ -43,7 +43,7 @@ NO_EXPERTS_IN_ROWS = "compressed_tensors_moe_wna16.py"  # there 0.33 asserts tha
 AT_ONCE = 36  # starting vLLM takes half a minute
 
 # What `quantize` writes of models that no released Megatron loads, whose experts are joined or stacked in the release.
-NEW = ("granitemoehybrid", "granite-4-dense-tied", "gemma4", "gemma4-small-as-released", "minimax_m3_vl")
+NEW = ("gemma4", "gemma4-small-as-released", "minimax_m3_vl")
 SCHEMES: Mapping[str, Scheme] = {
     "w4a16": int4_scheme(group_size=32),
     "fp8-block": FloatScheme("fp8-block"),
@@ -63,7 +63,7 @@ PAIRS = [
     *(("step3p5", scheme) for scheme in ("fp8-channel", "mxfp4", "nvfp4")),
     ("deepseek_v4", "fp8-block"),
 ]
-DAILY_PAIRS = [("granitemoehybrid", "mxfp4"), ("minimax_m3_vl", "mxfp4"), ("deepseek_v4", "fp8-block")]
+DAILY_PAIRS = [("minimax_m3_vl", "mxfp4"), ("deepseek_v4", "fp8-block")]
 MODELS = [name for name in CASES if name in CLEAN or name in LEFT_OUT or name == KEY_OF_RELEASES]
 CELLS = {str(cell): cell for name in MODELS for form in FORMS for cell in [Cell(name, "wide", form, "HF")]}
 DAILY = [label for label, cell in CELLS.items() if cell.format in (FP8, "INT4 32 minmax") or cell.model in EVERY_FORM]
