@@ -37,6 +37,14 @@ def _granite_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta} if config.get("position_embedding_type") == "rope" and theta != 10000 else {}
 
 
+# Both engines join the indexer's projections of MiniMax-M3: SGLang as a layer of their own, vLLM with attention's.
+_M3_IN_SGLANG = (("block_sparse_moe", "mlp"), *((f"index_{one}_proj", "index_qkv_proj") for one in "qk"))
+_M3_IN_VLLM = tuple((f"index_{one}_proj", "qkv_proj") for one in "qk")
+_M3_TOWER_IN_VLLM = (
+    (".mlp.fc", ".fc"),
+    ("multi_modal_projector.", "vision_tower.multi_modal_projector."),
+    ("patch_merge_mlp.", "vision_tower.patch_merge_mlp."),
+)
 _MIXER = (("mamba", "mixer"),)
 KNOWN: Mapping[str, Known] = {
     # No release that was read has `layer_id`.
@@ -45,6 +53,15 @@ KNOWN: Mapping[str, Known] = {
             "engines": {
                 "sglang": EngineClass(("qkv_proj",), inside=_MIXER, keys=_granite_keys),
                 "vllm": EngineClass(inside=_MIXER),
+            }
+        }
+    ),
+    "minimax_m3_vl": Known(
+        {
+            "engines": {
+                "sglang": EngineClass(inside=_M3_IN_SGLANG),
+                # It takes `weight_scale_inv` for the scales of MXFP8.
+                "vllm": EngineClass(inside=_M3_IN_VLLM, outside=_M3_TOWER_IN_VLLM, fp8_blocks=False),
             }
         }
     ),

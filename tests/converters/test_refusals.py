@@ -38,10 +38,6 @@ FIXED = {
     "llama": "hidden_act",
     "mimo": "attention_bias use_mrope",
     "minimax_m2": "use_qk_norm qk_norm_type scoring_func use_routing_bias shared_intermediate_size sliding_window",
-    "minimax_m3_vl": "hidden_act swiglu_alpha swiglu_limit use_gemma_norm use_qk_norm qk_norm_type "
-    "attention_output_gate scoring_func use_routing_bias n_shared_experts shared_intermediate_size "
-    "sparse_attention_config.use_sparse_attention sparse_attention_config.sparse_score_type "
-    "sparse_attention_config.sparse_init_block",
     "ministral3": "sliding_window",
     "mistral": "layer_types",
     "nemotron_h": "attention_bias conv_kernel mamba_hidden_act mamba_proj_bias mlp_bias mlp_hidden_act "
@@ -96,9 +92,6 @@ CHANGED = {
     "llama": "attention_bias=true mlp_bias=true",
     "mimo": "use_sliding_window=true num_nextn_predict_layers='1'",
     "minimax_m2": "attn_type_list=[1,0] attn_type_list=1 partial_rotary_factor=1.0",
-    "minimax_m3_vl": "moe_layer_freq=[0,1] moe_layer_freq=null rotary_dim=8 index_head_dim=64 "
-    "sparse_attention_config.sparse_disable_index_value=[1] sparse_attention_config.sparse_attention_freq='all' "
-    "sparse_attention_config.sparse_disable_index_value=[0,0,0,0,0,0,0,0,0,0,0,0]",
     "mistral": "sliding_window=0 sliding_window='4096'",
     "mixtral": "sliding_window=4.5",
     "nemotron_h-latent": "hybrid_override_pattern='EM' layers_block_type=['mamba','gru'] layers_block_type=[] "
@@ -129,8 +122,6 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v32", {"mlp_layer_types": ["dense"] * 12}, "first_k_dense_replace"),
     ("deepseek_v4", {"layer_types": ["sliding_attention"] * 12}, "compress_ratios and layer_types"),
     ("deepseek_v4", {"mlp_layer_types": ["moe"] * 12}, "mlp_layer_types is 0"),
-    ("minimax_m3_vl", {"mlp_layer_types": ["sparse"] * 12}, "moe_layer_freq and mlp_layer_types"),
-    ("minimax_m3_vl", {"layer_types": ["full_attention"] * 12}, "sparse_attention_freq and layer_types"),
     ("exaone_moe", {"layer_types": ["full_attention"] * 12}, "without layers with a sliding window"),
     ("exaone_moe", {"n_group": 4, "topk_group": 2}, "3 experts a token out of 2 groups"),
     ("gemma4", {"layer_types": ["sliding_attention"] * 12}, "a sliding window in the last layer"),

@@ -84,10 +84,10 @@ CASES = {
     **gemma4.CASES,
     **deepseek_v4.CASES,
     **step3p5.CASES,
-    **minimax_m3.CASES,
 }
 # Models of no family of ours, which public reports are about.
 OTHERS = {
+    **minimax_m3.CASES,
     "granitemoehybrid": Case(
         lambda: GraniteMoeHybridConfig(**GRANITE), value=mixer_value, auto=WithoutKernels, edit=as_v4
     ),

@@ -80,15 +80,7 @@ EXPERT_OF_DRAFT = re.compile(
     r"(model\.(language_model\.)?layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"
 )
 # Parameters that SGLang computes of what it is given: -exp(A_log).
-# It joins queries, keys and values of MiniMax-M3's vision tower itself, after all tensors were given.
-COMPUTED = {
-    "minimax_m3_vl": tuple(
-        f"vision_tower.vision_model.encoder.layers.{layer}.self_attn.qkv_proj.{part}"
-        for layer in (0, 1)
-        for part in ("weight", "bias")
-    )
-}
-COMPUTED |= dict.fromkeys(
+COMPUTED = dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]

@@ -86,7 +86,6 @@ STEP = {
     **dict.fromkeys((f"model.layers.3.share_expert.{name}_proj" for name in GATE_UP_DOWN), None),
 }
 EXPERT = ("w1", "w2", "w3")
-M3, M3_SPARSE = "language_model.model.", ".layers.3.block_sparse_moe."
 REASONS: dict[str, dict[str, str | None]] = {
     "deepseek_v4": {
         "embed": "Embedding is not a Linear",
@@ -109,16 +108,6 @@ REASONS: dict[str, dict[str, str | None]] = {
     },
     "step3p5": STEP,
     "step3p7": STEP | {"vision_model.transformer.resblocks.0.mlp.c_fc": "outside the language model"},
-    "minimax_m3_vl": {
-        f"{M3}embed_tokens": "Embedding is not a Linear",
-        f"{M3[:-1]}{M3_SPARSE}gate": "Router is not a Linear",
-        "language_model.lm_head": "output embedding",
-        "vision_tower.vision_model.encoder.layers.0.mlp.fc1": "outside the language model",
-        **dict.fromkeys((f"{M3}layers.3.self_attn.{name}_proj" for name in (*"qkvo", "index_q", "index_k")), None),
-        **dict.fromkeys((f"{M3[:-1]}{M3_SPARSE}experts.11.{name}" for name in ("w1", "w2", "w3")), None),
-        **dict.fromkeys((f"{M3[:-1]}{M3_SPARSE}shared_experts.{name}_proj" for name in GATE_UP_DOWN), None),
-        **dict.fromkeys((f"{M3}layers.2.mlp.{name}_proj" for name in GATE_UP_DOWN), None),
-    },
 }
 
 
@@ -268,8 +257,6 @@ def matrix(name: str, module: str, shape: tuple[int, ...]) -> Matrix:
         ("gemma4-small", "model.audio_tower.something_else", (32, 1, 5), False),  # no Linear has three axes
         ("step3p7", "vision_model.conv1", (24, 3, 14, 14), False),
         ("step3p7", "vision_model.vit_downsampler1", (48, 24, 3, 3), False),
-        ("minimax_m3_vl", "vision_tower.vision_model.embeddings.patch_embedding", (64, 3, 2, 4, 4), False),
-        ("minimax_m3_vl", "vision_tower.embeddings.proj", (64, 3, 2, 4, 4), False),
     ],
 )
 def test_modules_of_towers_one_by_one(name: str, module: str, shape: tuple[int, ...], linear: bool) -> None:

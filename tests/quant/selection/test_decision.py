@@ -35,7 +35,6 @@ NOT_INT4 = (
     "glm5_next",
     "gpt_oss",
     "kimi_k3",
-    "minimax_m3",
     "qwen3_omni",
     "step3p",
 )
