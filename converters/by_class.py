@@ -52,7 +52,7 @@ class BuiltTensor:
     @property
     def is_fused(self) -> bool:
         """Whether the class holds all experts of a layer in one tensor that is no `weight`, however it is saved."""
-        return "expert" in self.own and not self.own.endswith((".weight", "bias"))
+        return ".experts." in self.own and not self.own.endswith((".weight", "bias"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +60,15 @@ class Built:
     """What transformers' class of a model is made of.
 
     `head`: the output embedding's weight, or nothing. `tied`: weights that repeat another, with that; all as they are
-    saved. `zero_norms`: norm weights are stored minus one. `sizes`: those of the language model, by transformers' keys.
+    saved. `joins_experts`: it saves all experts of a layer in one tensor, and here they are one by one. `zero_norms`:
+    norm weights are stored minus one. `sizes`: those of the language model, by transformers' keys.
     """
 
     model_class: str
     head: str
     tensors: tuple[BuiltTensor, ...]
     tied: Mapping[str, str]
+    joins_experts: bool
     zero_norms: bool
     sizes: Mapping[str, int]
 
@@ -76,8 +78,9 @@ def family_by_class(config: Mapping[str, Any]) -> ModelFamily | None:
 
     Raises CkptkitError where transformers refuses the config, or gives no answer.
     """
-    built = built_class(config)
-    return None if built is None else family_from(built, str(config["model_type"]))
+    configs = KNOWN.get(str(config.get("model_type")), Known()).configs(config)
+    several = tuple(built for one in configs if (built := built_class(one)) is not None)
+    return family_from(several, str(config["model_type"])) if several else None
 
 
 def built_class(config: Mapping[str, Any]) -> Built | None:
@@ -119,8 +122,11 @@ def built_from(found: Mapping[str, Any]) -> Built:
 
 
 @lru_cache(maxsize=16)
-def family_from(built: Built, model_type: str) -> ModelFamily:
-    """The family of models of a class."""
+def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
+    """The family of models of a class, with tensors that only others of `several` have."""
+    built, names = several[0], {one.name for one in several[0].tensors}
+    more = (one for other in several[1:] for one in other.tensors if one.name not in names)
+    built = replace(built, tensors=(*built.tensors, *more))
     head = built.head or "lm_head.weight"
     repeated: dict[str, tuple[str, ...]] = {}
     for name, source in built.tied.items():

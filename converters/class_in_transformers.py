@@ -101,7 +101,9 @@ def describe(content: Mapping[str, Any]) -> dict[str, Any]:
     modules = dict(model.named_modules())
     names = {id(module): name for name, module in modules.items()}
     decoder, head = names.get(id(model.get_decoder()), ""), model.get_output_embeddings()
-    saved = _saved(model, model.state_dict())
+    state = model.state_dict()
+    plain = revert_weight_conversion(model, dict(state))
+    saved = _saved(model, state, plain)
     tied = {one: source for one, source in model.all_tied_weights_keys.items() if one != source}
     lm_head = "" if head is None else f"{names[id(head)]}.weight"
     begin = f"{decoder}." if decoder else ""
@@ -124,17 +126,19 @@ def describe(content: Mapping[str, Any]) -> dict[str, Any]:
         "head": next(iter(saved.get(lm_head, {})), ""),
         "tensors": tensors,
         "tied": {name: next(iter(saved[source])) for one, source in tied.items() for name in saved[one]},
+        "joins_experts": any(name not in plain for names in saved.values() for name in names),
         "zero_norms": any(_starts_at_zero(model, one) for name, one in modules.items() if name.startswith(begin)),
         "sizes": {key: size for key in _SIZES if type(size := getattr(text, key, None)) is int},
     }
 
 
-def _saved(model: Any, tensors: Mapping[str, Any]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The names and shapes under which transformers saves each tensor of its class.
+def _saved(
+    model: Any, tensors: Mapping[str, Any], everything: Mapping[str, Any]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The names and shapes under which transformers saves each tensor of its class; `everything`: what it saves.
 
     Raises ValueError where it makes one tensor of those of several modules.
     """
-    everything = revert_weight_conversion(model, dict(tensors))
     plain = {id(tensor): name for name, tensor in everything.items()}
     found = {own: {plain[id(one)]: tuple(one.shape)} for own, one in tensors.items() if id(one) in plain}
     rest = {own: one for own, one in tensors.items() if own not in found}

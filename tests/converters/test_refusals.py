@@ -26,7 +26,6 @@ FIXED = {
     "exaone_moe": "norm_topk_prob scoring_func swiglu_limits sliding_windows",
     "gemma3_text": "attention_bias attn_logit_softcapping final_logit_softcapping hidden_activation "
     "use_bidirectional_attention",
-    "gemma4": "attention_bias hidden_activation use_bidirectional_attention",
     "glm4_moe": "norm_topk_prob scoring_func topk_method hidden_act",
     "glm5_next": "attention_bias index_kpool_compress index_topk_freq index_topk_pattern mhc mla_use_nope model_type "
     "norm_topk_prob scoring_func hidden_act indexer_types",
@@ -69,11 +68,6 @@ CHANGED = {
     "ernie4_5_moe": "moe_num_experts=[64,64]",
     "exaone_moe": "layer_types=null sliding_window=null is_moe_layer=2 is_moe_layer=[true] mlp_layer_types=['sparse']",
     "gemma3_text": "sliding_window_pattern=0 query_pre_attn_scalar=0 rope_parameters='linear'",
-    "gemma4": "num_global_key_value_heads=null final_logit_softcapping=0 top_k_experts=13 expert_intermediate_size=80 "
-    "rope_parameters={'rope_theta':1e4} per_layer_config=[48] per_layer_config={'05':{'head_dim':48}} "
-    "rope_parameters.full_attention.rope_type='yarn' rope_parameters.full_attention.partial_rotary_factor=1.0",
-    "gemma4-small": "num_global_key_value_heads=1 num_kv_shared_layers=12 num_kv_shared_layers=7",
-    "gemma4_unified": "enable_moe_block=true",
     "glm4_moe": "num_attention_heads=6.9 num_hidden_layers='12' num_hidden_layers=1000000000000 "
     "num_hidden_layers=1000000000 num_hidden_layers=null tie_word_embeddings='false' rms_norm_eps=NaN rms_norm_eps=0 "
     "num_experts_per_tok=13 num_experts_per_tok=0 n_group=[1] routed_scaling_factor='2.5' rope_parameters='yarn' "
@@ -110,8 +104,6 @@ CHANGED = {
     "attention_other_setting=null attention_other_setting.num_attention_groups=4",
 }
 EVERY_FIFTH = [("full" if number % 5 == 4 else "linear") + "_attention" for number in range(12)]
-OTHER_HEADS = {"per_layer_config": {key: {"num_attention_heads": 5} for key in ("05", "11")}}
-FULL_HEADS = {"per_layer_config": {key: {"head_dim": 48} for key in ("05", "11")}}
 # Those for which it takes more than one key, or a long list, and words of the refusal.
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "mtp_num_hidden_layers is 1 but"),
@@ -124,9 +116,6 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v4", {"mlp_layer_types": ["moe"] * 12}, "mlp_layer_types is 0"),
     ("exaone_moe", {"layer_types": ["full_attention"] * 12}, "without layers with a sliding window"),
     ("exaone_moe", {"n_group": 4, "topk_group": 2}, "3 experts a token out of 2 groups"),
-    ("gemma4", {"layer_types": ["sliding_attention"] * 12}, "a sliding window in the last layer"),
-    ("gemma4", FULL_HEADS | {"global_head_dim": 64}, "global_head_dim is 64 but per_layer_config is 48"),
-    ("gemma4", OTHER_HEADS, "num_attention_heads 5"),
     (
         "gemma3_text",
         {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},

@@ -81,12 +81,12 @@ CASES = {
         ),
         fused=True,
     ),
-    **gemma4.CASES,
     **deepseek_v4.CASES,
     **step3p5.CASES,
 }
 # Models of no family of ours, which public reports are about.
 OTHERS = {
+    **gemma4.CASES,
     **minimax_m3.CASES,
     "granitemoehybrid": Case(
         lambda: GraniteMoeHybridConfig(**GRANITE), value=mixer_value, auto=WithoutKernels, edit=as_v4

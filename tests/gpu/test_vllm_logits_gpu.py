@@ -82,7 +82,7 @@ FAMILIES = (
     *("exaone_moe", "exaone_moe-groups-tied", "bailing_moe_v2-tied", "qwen3_omni_moe"),
     *("nemotron_h", "nemotron_h-latent"),
     # No released Megatron loads these.
-    *("ernie4_5_moe", "gemma4", "step3p5", "step3p7"),
+    *("ernie4_5_moe", "step3p5", "step3p7"),
 )
 LING = "bailing_moe"  # with a draft layer
 # Its kernels multiply FP8 alone, with a cache in FP8.
@@ -91,7 +91,6 @@ IN_FP8 = ("deepseek_v4",)
 # Gemma 4's test model is another one in bfloat16.
 ASKED = {
     **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), Asked(length=300)),
-    "gemma4": Asked({"dtype": "float32", "attention_config": {"backend": "TRITON_ATTN"}}),
     "deepseek_v4": Asked({"kv_cache_dtype": "fp8", "block_size": 256, "kv_cache_memory_bytes": 1 << 30}, 2200),
 }
 PLAIN = [label for label in CLEAN if label.endswith("BF16")]

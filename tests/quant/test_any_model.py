@@ -205,7 +205,7 @@ def test_experts_of_another_layout_are_refused(tmp_path: Path) -> None:
 def test_stacked_experts_stay_as_they_are() -> None:
     """Under names of Linear layers, with three axes: engines that ask about them are told to leave them."""
     config = content("granitemoehybrid")
-    family = family_from(built_from(describe(config)), "granitemoehybrid")
+    family = family_from((built_from(describe(config)),), "granitemoehybrid")
     assert family.release is not None
     tree = family_tree(family, family.release, config)
     block = "model.layers.1.block_sparse_moe."
@@ -217,7 +217,7 @@ def test_stacked_experts_stay_as_they_are() -> None:
 @pytest.mark.parametrize(("model_type", "offset"), [("gemma2", True), ("olmo2", False), ("starcoder2", False)])
 def test_norms_are_stored_minus_one_where_the_class_begins_them_at_zero(model_type: str, offset: bool) -> None:
     config = content(model_type)
-    family = family_from(built_from(describe(config)), model_type)
+    family = family_from((built_from(describe(config)),), model_type)
     assert family.read_dims(config).norm_offset is offset
 
 

@@ -313,7 +313,7 @@ CASES = {
         on_checkpoint(_as_transformers_saves),
     ),
     "Automodel#1761": Case(
-        "gemma4/hf", ("router.per_expert_scale", "in no shard"), on_checkpoint(_as_the_trainer_names)
+        "gemma4/hf", ("router.per_expert_scale", "missing: transformers fills"), on_checkpoint(_as_the_trainer_names)
     ),
     "verl#4761": Case("qwen2-untied/hf", ("base_model.model.",), renamed(_lora)),
     "prime-rl#2640": Case(

@@ -20,8 +20,6 @@ SAID = {
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",
     "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
     # Its config class takes neither spelling of rotary settings as transformers 5 wants them.
-    # It gives the sizes of full layers to the class of the whole model alone.
-    "gemma4_text": "Attempted to load weight (torch.Size([48]))",
     "gemma3": "KeyError: 'vision_tower.embeddings.patch_embedding.weight'",  # transformers 5 names it so, no release
 }
 if release("sglang") < (0, 5, 23):

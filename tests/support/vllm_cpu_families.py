@@ -18,8 +18,6 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("mimo", "mimo-tied-two-layers"), _FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3", "gemma3_text", "gemma3_text-v4", "phi3-tied-window"), _OF_32),
     "olmoe": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    # All tokens of the tests have an embedding for each layer.
-    "gemma4-small-as-released": {"vocab_size_per_layer_input": 352},
     "qwen3_vl_moe": {"norm_topk_prob": True},  # releases have the key, which transformers 5 does not write
 }
 COMPUTED = (
@@ -39,7 +37,6 @@ COMPUTED = (
     ),
     # No released Megatron loads these.
     "olmoe",
-    *("gemma4_text", "gemma4", "gemma4-small-as-released", "gemma4_unified"),
 )
 # The config classes that come with these releases, as code, and what they state that no config.json does.
 _OF_LING = {"embedding_dropout": 0.0, "use_rmsnorm": True}

@@ -31,7 +31,6 @@ from quant.selection.tree import class_tree
 NOT_INT4 = (
     "bailing_moe",
     "deepseek_v4",
-    "gemma4",
     "glm5_next",
     "gpt_oss",
     "kimi_k3",

@@ -119,17 +119,6 @@ def test_the_vision_tower_of_gemma_is_looked_up(built: Mapping[str, dict[str, An
     assert layers <= set(built["gemma3"]["names"])
 
 
-def test_the_vision_tower_of_gemma_4_is_looked_up(built: Mapping[str, dict[str, Any]]) -> None:
-    """By the names of its layers as the release has them, written down by hand."""
-    attention = [f"self_attn.{name}_proj.linear.weight" for name in "qkvo"]
-    layer = [*attention, *(f"mlp.{name}_proj.linear.weight" for name in ("gate", "up", "down"))]
-    names = [f"model.vision_tower.encoder.layers.1.{name}" for name in layer]
-    names.append("model.embed_vision.embedding_projection.weight")
-    layers = {matrix.sglang for matrix in matrices_named(names, class_tree(config("gemma4")), config("gemma4"))}
-    assert len(layers) == 5
-    assert layers <= set(built["gemma4"]["names"])
-
-
 @pytest.mark.parametrize("model_type", list(DECLARED))
 def test_what_the_other_classes_declare(model_type: str) -> None:
     module, name = DECLARED[model_type]

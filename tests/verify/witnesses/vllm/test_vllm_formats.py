@@ -43,7 +43,6 @@ NO_EXPERTS_IN_ROWS = "compressed_tensors_moe_wna16.py"  # there 0.33 asserts tha
 AT_ONCE = 36  # starting vLLM takes half a minute
 
 # What `quantize` writes of models that no released Megatron loads, whose experts are joined or stacked in the release.
-NEW = ("gemma4", "gemma4-small-as-released")
 SCHEMES: Mapping[str, Scheme] = {
     "w4a16": int4_scheme(group_size=32),
     "fp8-block": FloatScheme("fp8-block"),
@@ -54,7 +53,6 @@ QUOTED = {
     ("step3p5", "nvfp4"): "The size of tensor a (64) must match the size of tensor b (128)",
 }
 PAIRS = [
-    *((name, scheme) for name in NEW for scheme in SCHEMES),
     *(("step3p5", scheme) for scheme in ("fp8-channel", "mxfp4", "nvfp4")),
     ("deepseek_v4", "fp8-block"),
 ]
