@@ -10,6 +10,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -18,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import offline, start_python
 from ckptkit.formats.hf.side_files import without_quantization
 from converters.config.dims import ModelDims
@@ -76,7 +77,7 @@ class Built:
 def family_by_class(config: Mapping[str, Any]) -> ModelFamily | None:
     """The family of the model that a config describes; None where transformers has no class for it, or is not there.
 
-    Raises CkptkitError where transformers refuses the config, or gives no answer.
+    Raises CkptkitError where transformers refuses the config, UnknownModelError where it gives no answer.
     """
     configs = KNOWN.get(str(config.get("model_type")), Known()).configs(config)
     several = tuple(built for one in configs if (built := built_class(one)) is not None)
@@ -108,7 +109,12 @@ def _built(text: str, model_type: str) -> Built | None:
         finally:
             process.kill()
             process.wait()
-        found = json.loads(report.read_text()) if report.exists() else {"refused": reason}
+        if not report.exists():
+            message = (
+                f"config.json: of model_type {model_type!r} nothing is known: transformers gave no answer, {reason}"
+            )
+            raise UnknownModelError(message, f"run `{sys.executable} -c 'import transformers'` to see whether it works")
+        found = json.loads(report.read_text())
     if "refused" in found:
         what = f"transformers cannot build model_type {model_type!r} from config.json"
         raise CkptkitError(f"{what}: {found['refused']}", _HINT)

@@ -216,9 +216,13 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     try:
         found = describe(json.loads(Path(sys.argv[2]).read_text()))
+    except (ImportError, MemoryError, NotImplementedError):  # say nothing about the config
+        raise
     except Exception as error:  # noqa: BLE001 - what a class says of its config in words of its own is the answer
         found = {"refused": words_of(error)[:300]}
-    Path(sys.argv[3]).write_text(json.dumps(found))
+    report = Path(sys.argv[3])
+    report.with_suffix(".partial").write_text(json.dumps(found))
+    report.with_suffix(".partial").rename(report)
 
 
 if __name__ == "__main__":

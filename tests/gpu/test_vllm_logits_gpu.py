@@ -82,7 +82,7 @@ FAMILIES = (
     *("exaone_moe", "exaone_moe-groups-tied", "bailing_moe_v2-tied", "qwen3_omni_moe"),
     *("nemotron_h", "nemotron_h-latent"),
     # No released Megatron loads these.
-    *("ernie4_5_moe", "step3p5", "step3p7"),
+    "ernie4_5_moe",
 )
 LING = "bailing_moe"  # with a draft layer
 # Its kernels multiply FP8 alone, with a cache in FP8.

@@ -45,26 +45,12 @@ CODE: Mapping[str, Mapping[str, Any]] = {
     "mimo-tied-two-layers": {},
     "bailing_moe": _OF_LING,
     "bailing_moe_v2-tied": _OF_LING,
-    "step3p7": {},
 }
 _CLASS = """from transformers import PretrainedConfig
 
 
 class Config(PretrainedConfig):
 {body}"""
-# Its parts are configs too.
-_OF_STEP = """from transformers import PretrainedConfig
-from vllm.transformers_utils.configs.step3p5 import Step3p5Config
-
-
-class Config(PretrainedConfig):
-    model_type = "step3p7"
-
-    def __init__(self, text_config=(), vision_config=(), **content):
-        self.text_config = Step3p5Config(**dict(text_config))
-        self.vision_config = PretrainedConfig(**dict(vision_config))
-        super().__init__(**content)
-"""
 
 
 def _without_bias(model: PreTrainedModel) -> None:
@@ -95,7 +81,7 @@ def write_code(name: str, path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     stated = {"model_type": config["model_type"], **CODE[name]}
     body = "".join(f"    {key} = {value!r}\n" for key, value in stated.items())
-    (path / "configuration.py").write_text(_OF_STEP if name == "step3p7" else _CLASS.format(body=body))
+    (path / "configuration.py").write_text(_CLASS.format(body=body))
     (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.Config"}}))
 
 

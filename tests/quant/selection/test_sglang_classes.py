@@ -37,7 +37,7 @@ DECLARED = {
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
 }
 # Models without a class of their own, which SGLang runs as transformers builds them.
-BY_TRANSFORMERS = set(RUN_BY_TRANSFORMERS)
+BY_TRANSFORMERS = RUN_BY_TRANSFORMERS.keys() & FAMILIES.keys()
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
 WITHOUT_INT4 |= {"glm5_next", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
 # SGLang without remote code knows the classes of these, but not the config.
@@ -169,8 +169,9 @@ def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
     without = {key for key, several in named.items() if not ModelRegistry.models.keys() & set(several)}
     assert without == BY_TRANSFORMERS
     assert {key: FAMILIES[key].architectures for key in without} == {
-        key: (name,) for key, name in RUN_BY_TRANSFORMERS.items()
+        key: (RUN_BY_TRANSFORMERS[key],) for key in BY_TRANSFORMERS
     }
+    assert not ModelRegistry.models.keys() & set(RUN_BY_TRANSFORMERS.values())
     targets = ("Linear", "re:.*proj$", "model.layers.0.self_attn.q_proj")
     rewritten = TransformersBase.hf_to_sglang_mapper.apply_dict(dict.fromkeys(targets, 1))
     assert list(rewritten) == ["model.Linear", "model.re:.*proj$", "model.layers.0.self_attn.q_proj"]
