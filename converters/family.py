@@ -285,7 +285,6 @@ class ModelFamily:
     `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
     model, with the `model_type` of that.
 
-    `spellings`: tensors that only saves under other names than the releases' have, with whose names those are.
     `release`: how releases are spelled and quantized; None where INT4 is not supported.
     `engines`: its class in each inference engine, by the engine's name. An engine without an entry has a plain class.
     `reference`: what to set in transformers' config of a model, so that it computes what engines and Megatron do.
@@ -306,7 +305,6 @@ class ModelFamily:
     tie: TieFlag = _TIED_AT_THE_TOP
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     language_models: Mapping[str, str] = field(default_factory=dict)
-    spellings: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
     engines: Mapping[str, EngineClass] = field(default_factory=dict)
     reference: Mapping[str, Any] = field(default_factory=dict)

@@ -13,6 +13,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError, UsageError
 from ckptkit.core.printable import shortened
 from converters import families
+from converters.by_class import family_by_class
 from converters.config.bounds import check_config
 from converters.draft import NAMED, is_draft
 from converters.family import ModelFamily
@@ -55,8 +56,31 @@ _OTHERS = (
 )
 
 
+def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
+    """The family of a config's `model_type`, or one made from transformers' class; None where neither is there.
+
+    Raises CkptkitError where transformers refuses the config.
+    """
+    check_config(config)
+    model_type = config.get("model_type")
+    return FAMILIES.get(model_type) or family_by_class(config) if isinstance(model_type, str) else None
+
+
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config.
+    """The family of a config, or one made from transformers' class, which has names of HF alone.
+
+    Raises CkptkitError as `named_family_of` and `find_family`.
+    """
+    try:
+        return named_family_of(config)
+    except UnknownModelError:
+        if (family := find_family(config)) is None:
+            raise
+        return family
+
+
+def named_family_of(config: Mapping[str, Any]) -> ModelFamily:
+    """The family that has a config's `model_type`.
 
     Raises UnknownModelError for an unknown `model_type`, naming the known ones, CkptkitError where there is none, and
     UnsupportedError for a class that is not the family's.
@@ -93,15 +117,15 @@ def unwitnessed(config: Mapping[str, Any]) -> str | None:
 def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
     """Refuses to convert what no released Megatron loads, unless it was asked for and has names in some Megatron.
 
-    Raises UnsupportedError for that, UsageError where it was asked for without need, and as `family_of`.
+    Raises UnsupportedError for that, UsageError where it was asked for without need, and as `named_family_of`.
     """
-    family, message = family_of(config).unwitnessed, unwitnessed(config)
+    family, message = named_family_of(config).unwitnessed, unwitnessed(config)
     if family is None or message is None:
         if asked:
             message = f"--unwitnessed: released Megatron loads {config['model_type']}"
             raise UsageError(message, "leave it out")
     elif family.names is None:
-        unlisted = family_of(config).release is None
+        unlisted = named_family_of(config).release is None
         verbs = "inspect, verify and lint" if unlisted else "inspect, verify, lint and quantize"
         raise UnsupportedError(
             f"{message}; its names are not settled upstream, and none are invented here",

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
 
 from converters.config.dims import ModelDims
 from converters.ops.basic import Copy, Op
 from converters.ops.shapes import Shape, shape_of
-
-Kind = Literal["Linear", "Embedding", "Router", "Conv1d", "Experts"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +23,8 @@ class ParamMapping:
     `vocab` marks rows that Megatron may pad; `upcast` marks a Megatron tensor kept in the next wider dtype, because its
     op would round in the HF tensor's own.
     `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`. `kind`: the class of the
-    HF modules whose weights with two or more axes these are. Only a Linear may become INT4.
+    HF modules whose weights with two or more axes these are: Linear, Embedding, Router, Conv1d, Experts, or another's
+    name. Only a Linear may become INT4.
     """
 
     megatron: str
@@ -38,7 +36,7 @@ class ParamMapping:
     vocab: bool = False
     upcast: bool = False
     copies: tuple[str, ...] = ()
-    kind: Kind = "Linear"
+    kind: str = "Linear"
 
     @cached_property
     def megatron_shape(self) -> Shape:
@@ -82,7 +80,7 @@ class NamePrefix:
         fp32: bool = False,
         indices: bool = False,
         upcast: bool = False,
-        kind: Kind = "Linear",
+        kind: str = "Linear",
     ) -> ParamMapping:
         """The rule between names of this place."""
         names = {self.hf + name: shape for name, shape in hf.items()}
@@ -91,7 +89,7 @@ class NamePrefix:
         )
 
     def tensors(
-        self, shapes: Mapping[str, Shape], *, fp32: bool = False, kind: Kind = "Linear"
+        self, shapes: Mapping[str, Shape], *, fp32: bool = False, kind: str = "Linear"
     ) -> tuple[ParamMapping, ...]:
         """One rule a tensor of a model without Megatron names, for `unnamed`."""
         return tuple(self.rule("", {name: shape}, fp32=fp32, kind=kind) for name, shape in shapes.items())

@@ -76,18 +76,17 @@ class OtherSpelling:
     """The layers that a config's class reads under `expected` are stored under `found`, as another class names them.
 
     `renamed`: transformers renames them while it loads. `towers`: how its names begin for a vision tower that has
-    others in the release. `whose`: whose names these are, where parts of them are others inside a layer too.
+    others in the release.
     """
 
     expected: str
     found: str
     renamed: bool
     towers: tuple[str, ...] = ()
-    whose: str = ""
 
     def explains(self, name: str, stored: Collection[str], promised: Collection[str]) -> bool:
         """Whether a stored name is a promised one in the other spelling, or a promised name is stored in it."""
-        if self.whose or name.startswith(self.towers) or (name in _HEADS and any(head in stored for head in _HEADS)):
+        if name.startswith(self.towers) or (name in _HEADS and any(head in stored for head in _HEADS)):
             return True
         other = f"{self.expected}{name.removeprefix(self.found)}"
         if name.startswith(self.found) and name not in promised and other in promised:
@@ -99,8 +98,6 @@ def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSp
     """Of a config as its file states it. Raises CkptkitError as `family_of` and `ModelFamily.read_dims`."""
     family = family_of(config)
     root = family.read_dims(config).root
-    if (whose := next((whose for tensor, whose in family.spellings.items() if tensor in names), None)) is not None:
-        return OtherSpelling(root, _INNER, False, whose=whose)
     if any(root + tensor in names for tensor in _OUTSIDE_LAYERS):
         return None
     for found in _ROOTS:

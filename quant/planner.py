@@ -14,6 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
+from converters.registry import FAMILIES
 from quant.formats.groups import refusals
 from quant.schemes.interface import Request
 from quant.schemes.registry import Packing, Scheme, scheme_module
@@ -66,7 +67,9 @@ def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
             f"{scheme.title} {config['model_type']} is not supported: its experts are one tensor a layer, "
             "and no reader knows them one by one",
             "engines load experts with biases in MXFP4 and BF16 (SGLang's FP8 in blocks has biases too, but 128 does "
-            "not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none",
+            "not divide gpt-oss's 2880 features): serve the release, or dequantize it with --scheme none"
+            if config["model_type"] in FAMILIES
+            else "which rows are gate and which up is not known: serve the release",
             code="unsupported",
         )
 

@@ -34,8 +34,8 @@ from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
 from converters.megatron.run_config import stored_args
 from converters.open import open_checkpoint
-from converters.planner import HYBRID, MCORE, dims_of
-from converters.registry import unwitnessed
+from converters.planner import HYBRID, MCORE
+from converters.registry import named_family_of, unwitnessed
 from converters.stored import as_stored
 
 _DELTAS = "deltas (slime, miles, vime)"
@@ -211,7 +211,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 def _arguments(config: Mapping[str, Any], dialect: str = MCORE) -> dict[str, Any]:
     if (message := unwitnessed(config)) is not None:
         raise UnsupportedError(f"config.json: {message}", "so Megatron has no arguments for it")
-    dims = dims_of(config)
+    dims = named_family_of(config).read_dims(config)
     lines = unsaid(dims)
     if dialect == HYBRID or dims.pattern:
         lines = [*lines, "the class: Megatron-LM's pretrain_hybrid.py builds HybridModel, pretrain_gpt.py GPTModel"]

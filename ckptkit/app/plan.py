@@ -197,8 +197,10 @@ def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> Convers
     layout = _cut(view, options) if options.max_shard_size or parted else _layout(source, options)
     if options.scheme is None and view is source and isinstance(source, HfCheckpoint):
         raise UsageError(f"{options.src} is not quantized: there is nothing to dequantize", "use it as it is")
-    if options.scheme is not None and is_fused(view.specs):
+    fused = is_fused(view.specs)
+    if options.scheme is not None and (fused or only_fused(source.config)):
         _require_separate_experts(source.config, options.scheme)
+    if options.scheme is not None and fused:
         view = View(view, unfuse(view.specs, source.config, options.src))
         layout = _cut(view, options)
     before = source.source if isinstance(source, View) else None

@@ -7,8 +7,10 @@ is started here.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,6 +60,21 @@ def isolated(variables: Mapping[str, str], *packages: Path) -> dict[str, str]:
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
     path = [*map(str, packages), *(part for part in given if os.path.isabs(part) and not _is_here(part))]
     return {**variables, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
+
+
+def offline() -> dict[str, str]:
+    """This process's variables, `isolated` and without secrets, for a process that asks the network for nothing."""
+    public = {name: value for name, value in os.environ.items() if not is_withheld(name, value)}
+    # A token may also lie in the user's home directory.
+    hub = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
+    return isolated(public, PACKAGES_HOME) | hub
+
+
+def end_with_parent(parent: int) -> None:
+    """Has the kernel kill this process when its parent, the process `parent`, ends (prctl(2), PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended meanwhile
+        os._exit(1)
 
 
 def _is_here(path: str) -> bool:

@@ -93,24 +93,6 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
-class Attention:
-    """Softmax attention of some layers: heads of queries, groups of keys and values, their size, and the layers.
-
-    `values`: v_proj is stored; without it, values are the keys before their norm.
-    """
-
-    heads: int
-    groups: int
-    head_dim: int
-    layers: tuple[int, ...]
-    values: bool = True
-
-    def __post_init__(self) -> None:
-        require_positive(self)
-        _require_divided(self.heads, self.groups)
-
-
-@dataclass(frozen=True)
 class Mamba:
     """A Mamba-2 mixer (megatron-core `ssm/mamba_mixer.py`).
 
@@ -172,8 +154,8 @@ class ModelDims:
     pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
     multi-token prediction layer. `mixer_layers`: those with a Mamba mixer or with KDA in the place of softmax
     attention, where a layer also has an MLP or experts. `rotary`: attention has rotary embedding, but in `nope_layers`.
-    `expert_hidden`: the size that routed experts work in; None: the hidden size. `other_attention`: layers whose
-    attention has other sizes. `own`: what only the rules of the model's own family read.
+    `expert_hidden`: the size that routed experts work in; None: the hidden size. `own`: what only the rules of the
+    model's own family read.
     """
 
     layers: int
@@ -233,7 +215,6 @@ class ModelDims:
     router_groups: int | None = None
     router_top_groups: int | None = None
     router_normalize: bool = True
-    other_attention: Attention | None = None
     own: Any = None
 
     def __post_init__(self) -> None:
@@ -280,14 +261,6 @@ class ModelDims:
             return places(self.pattern, ATTENTION)
         others = {*(self.linear.layers if self.linear else ()), *self.mixer_layers}
         return tuple(layer for layer in self.all_layers if layer not in others)
-
-    @property
-    def attentions(self) -> tuple[Attention, ...]:
-        """Softmax attention by its sizes, that of most layers first."""
-        other = self.other_attention
-        left = set(other.layers) if other else set()
-        plain = tuple(layer for layer in self.softmax_layers if layer not in left)
-        return (Attention(self.heads, self.groups, self.head_dim, plain), *((other,) if other else ()))
 
     @property
     def mixers(self) -> tuple[int, ...]:

@@ -14,16 +14,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
 from converters.config.dims import ModelDims, base_dims, first_layers, require_positive
-from converters.config.values import (
-    agreed,
-    agreed_by_layer,
-    integer,
-    kinds_of_layers,
-    number,
-    places,
-    require,
-    unsupported,
-)
+from converters.config.values import integer, kinds_of_layers, places, require, unsupported
 from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
@@ -34,19 +25,6 @@ _KINDS = {
     "sliding_attention": _WINDOW,
     "compressed_sparse_attention": _SPARSE,
     "heavily_compressed_attention": _DENSE,
-}
-# What the releases say, where readers compute nothing else or disagree.
-_ONLY = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-    "num_key_value_heads": 1,
-    "n_shared_experts": 1,
-    "num_nextn_predict_layers": (1, 0),
-    "scoring_func": "sqrtsoftplus",
-    "topk_method": "noaux_tc",
-    "compress_rates": {kind: ratio for kind, ratio in _KINDS.items() if ratio},
 }
 
 
@@ -72,14 +50,13 @@ class _Own:
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a deepseek_v4 config. Source: transformers `DeepseekV4Config`, SGLang `models/deepseek_v4.py`.
-
-    Raises CkptkitError for what no release has and readers read differently.
-    """
-    require(config, "deepseek_v4", _ONLY)
+    """Sizes of a deepseek_v4 config. Source: transformers `DeepseekV4Config`, SGLang `models/deepseek_v4.py`."""
+    require(config, "deepseek_v4", {"n_shared_experts": 1, "num_nextn_predict_layers": (1, 0)})
     if drafts := sorted(key for key in config if key.startswith("dspark_")):
         why = "multi-token prediction layers of DSpark are others than those of the first releases"
         raise unsupported(f"deepseek_v4 with {drafts[0]}", why)
+    layers, expert_ffn = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
+    hashed = min(integer(config, "num_hash_layers", 3), layers)
     own = _Own(
         query_rank=integer(config, "q_lora_rank"),
         output_rank=integer(config, "o_lora_rank"),
@@ -87,75 +64,30 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         index_heads=integer(config, "index_n_heads"),
         index_dim=integer(config, "index_head_dim"),
         streams=integer(config, "hc_mult"),
-        ratios=_ratios(config),
-        hashed=_hashed_layers(config),
+        ratios=_ratios(config, layers),
+        hashed=first_layers({"num_hash_layers": hashed}, "num_hash_layers", 0),
     )
-    expert_ffn = integer(config, "moe_intermediate_size")
-    dims = base_dims(
+    return base_dims(
         {"rms_norm_eps": 1e-6, **config, "intermediate_size": expert_ffn, "num_key_value_heads": 1},
         root="",
         head="head.weight",
         tied=False,
-        rope_interleaved=True,
-        rotary_fraction=_rotary_fraction(config),
-        sinks=True,
-        window=integer(config, "sliding_window"),
         mtp_layers=integer(config, "num_nextn_predict_layers", 0),
         experts=integer(config, "n_routed_experts"),
         top_k=integer(config, "num_experts_per_tok"),
         expert_ffn=expert_ffn,
         shared_ffn=expert_ffn,
-        router_bias=True,
-        router_scale=number(config, "routed_scaling_factor"),
         own=own,
     )
-    if dims.heads % own.output_groups:
-        raise CkptkitError(
-            f"config.json: {dims.heads} attention heads do not divide into {own.output_groups} groups (o_groups)",
-            "compare both with the release",
-        )
-    return dims
 
 
-def _rotary_fraction(config: Mapping[str, Any]) -> float:
-    """The part of a head that turns: `qk_rope_head_dim`, which SGLang reads, or `partial_rotary_factor`."""
-    head_dim, key = integer(config, "head_dim"), "partial_rotary_factor"
-    factor = int(number(config, key) * head_dim) if config.get(key) is not None else None
-    by_key = {"qk_rope_head_dim": config.get("qk_rope_head_dim"), f"{key} of head_dim": factor}
-    return float(agreed(by_key, tuple(by_key), int(0.125 * head_dim))) / max(head_dim, 1)
-
-
-def _hashed_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers with a table, the first: `num_hash_layers` of the releases, which engines read.
-
-    transformers reads `mlp_layer_types`, miles `n_hash_layers`. Raises CkptkitError where two of them disagree.
-    """
-    kinds, counted = kinds_of_layers(config, "mlp_layer_types", ("hash_moe", "moe")), dict(config)
-    if kinds is not None:
-        counted["mlp_layer_types"] = kinds.count("hash_moe")
-    count = agreed(counted, ("num_hash_layers", "n_hash_layers", "mlp_layer_types"), 3)
-    if kinds is not None and kinds != sorted(kinds):
-        raise unsupported("a table of experts behind a layer without one", "the releases have them in the first layers")
-    return first_layers({"num_hash_layers": min(count, integer(config, "num_hidden_layers"))}, "num_hash_layers", 0)
-
-
-def _ratios(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """`compress_ratios` of the releases, which engines read, or `layer_types` of transformers.
-
-    Both have the multi-token prediction layer behind the others where there is one.
-    """
-    layers, keys = integer(config, "num_hidden_layers"), ("compress_ratios", "layer_types")
-    stated = {key: config[key] for key in keys if isinstance(config.get(key), list)}
-    spellings: dict[str, Mapping[Any, int]] = {keys[0]: {ratio: ratio for ratio in _KINDS.values()}, keys[1]: _KINDS}
-    ratios = agreed_by_layer({**config, **{key: one[:layers] for key, one in stated.items()}}, spellings)
-    if ratios is None:
-        raise CkptkitError("config.json has no 'compress_ratios'", "a deepseek_v4 config must state it")
-    if any(stated.get(keys[0], [])[layers:]):
-        raise unsupported(
-            "compress_ratios of a multi-token prediction layer other than 0",
-            "the releases have 0, and SGLang builds no other",
-        )
-    return ratios
+def _ratios(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """`compress_ratios` of the releases, or `layer_types` of transformers, without the layer behind the others."""
+    for key, known in (("compress_ratios", {ratio: ratio for ratio in _KINDS.values()}), ("layer_types", _KINDS)):
+        if isinstance(stated := config.get(key), list):
+            kinds = kinds_of_layers({**config, key: stated[:layers]}, key, tuple(known)) or ()
+            return tuple(known[kind] for kind in kinds)
+    raise CkptkitError("config.json has no 'compress_ratios'", "a deepseek_v4 config must state it")
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -241,13 +173,6 @@ def _bias(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
     return at.tensors({"ffn.gate.bias": (dims.experts,)}, fp32=True)
 
 
-def _sglang_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """SGLang and vLLM read the layers' kinds under the names of the release alone."""
-    dims = read_dims(text)
-    ratios = [*dims.own.ratios, *[_WINDOW] * dims.mtp_layers]
-    return {"compress_ratios": ratios, "num_hash_layers": len(dims.own.hashed), "topk_method": "noaux_tc"}
-
-
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     """The multi-token prediction layer, where the config promises one. Its joining projections are in FP8 too."""
     at = "mtp.0."
@@ -279,12 +204,8 @@ FAMILIES = (
             fp8_only=True,
             stated={"expert_dtype": "fp8"},  # vLLM takes experts in MXFP4 without it
         ),
-        spellings={
-            "model.hc_head.hc_fn": "transformers' own modules",
-            "model.hc_head_fn": "the modules of SGLang and miles",
-        },
         engines={
-            "sglang": EngineClass(root=("layers.", "model.layers."), inside=_IN_SGLANG, keys=_sglang_keys),
+            "sglang": EngineClass(root=("layers.", "model.layers."), inside=_IN_SGLANG),
             "vllm": EngineClass(inside=_IN_VLLM, cache_dtype="fp8"),
         },
         unwitnessed=Unwitnessed(

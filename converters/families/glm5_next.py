@@ -11,28 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.blocks.decoder import dense_mlp, embeddings, moe_mlp
 from converters.blocks.latent_attention import mla_attention, read_mla
 from converters.blocks.sigmoid_moe import dense_layers, read_sigmoid_moe
 from converters.config.dims import Indexer, Kda, ModelDims, base_dims
-from converters.config.values import agreed, integer, kinds_of_layers, places, require, text_part, unsupported, wrong
+from converters.config.values import integer, kinds_of_layers, places, text_part
 from converters.families.kimi_k3 import kda
 from converters.family import ModelFamily, Unwitnessed
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
-# What the release says. transformers 5.24 knows no switch for most of it and does the same.
-_FIXED: Mapping[str, Any] = {
-    "index_kpool_compress": True,
-    "index_topk_freq": 1,
-    "index_topk_pattern": None,
-    "mhc": True,
-    "mla_use_nope": True,
-    "model_type": "glm5_next_text",
-    "tie_word_embeddings": False,
-}
 _LINEAR = "linear_attention"
 # Words for the other layers: the release's, that of its first config class, and that which transformers saves.
 _SPARSE = ("deepseek_sparse_attention", "full_attention", "indexed_attention")
@@ -45,61 +33,27 @@ _KDA = {
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of the language model of a glm5_next config. Source: transformers 5.24 `Glm5NextTextConfig`.
-
-    Raises CkptkitError for what no released model has, and for what readers take differently.
-    """
+    """Sizes of the language model of a glm5_next config. Source: transformers 5.24 `Glm5NextTextConfig`."""
     text, root = text_part(config)
-    inner = config["text_config"]
-    require(inner, "glm5_next", _FIXED, strict=True)
-    require(text, "glm5_next", {"tie_word_embeddings": False}, "the release has its own output layer")
     kinds = kinds_of_layers({**text, "layer_types": text.get("layer_types") or ()}, "layer_types", (_LINEAR, *_SPARSE))
-    linear = places(kinds or (), _LINEAR)
-    stated = (text.get("linear_attn_config") or {}).get("kda_layers")
-    if stated is not None and stated != list(linear):
-        raise CkptkitError(
-            f"config.json: layer_types has KDA in layers {shortened(list(linear))}, but kda_layers is "
-            f"{shortened(stated)}",
-            "transformers reads the first, engines the second; make them agree",
-        )
-    if text.get("mlp_layer_types") is None:
-        raise CkptkitError("config.json has no 'mlp_layer_types'", "readers take 1 or 3 dense layers without it")
-    mla = read_mla(text, rotary=False)
-    if mla.q_rank is None:
-        raise unsupported("glm5_next with q_lora_rank null", "the indexer takes compressed queries")
+    stated = text.get("linear_attn_config")
+    given = stated if isinstance(stated, Mapping) else {}
     dims = base_dims(
         {key: value for key, value in text.items() if key != "head_dim"},
         root=root,
         rotary=False,
-        mla=mla,
-        kda=_kda(text),
-        mixer_layers=linear,
+        mla=read_mla(text, rotary=False),
+        kda=Kda(
+            *(integer(given if key in given else text, key if key in given else other) for key, other in _KDA.items())
+        ),
+        mixer_layers=places(kinds or (), _LINEAR),
         dense_layers=dense_layers(text),
         own=integer(text, "hc_mult"),
         mtp_layers=integer(text, "num_nextn_predict_layers", 0),
         **read_sigmoid_moe(text, absent={}),
     )
-    why = "the release has an indexer of its own in every layer without KDA"
-    require(text, "glm5_next", {"indexer_types": ["full"] * dims.layers}, why)
-    indexer = Indexer(
-        heads=integer(text, "index_n_heads"),
-        head_dim=integer(text, "index_head_dim"),
-        top_k=integer(text, "index_topk"),
-        layers=dims.softmax_layers,
-        pool=integer(text, "index_kpool"),
-    )
-    if indexer.pool < 1 or dims.own < 1:
-        raise wrong("index_kpool or hc_mult", (indexer.pool, dims.own), "positive")
-    return replace(dims, indexer=indexer)
-
-
-def _kda(text: Mapping[str, Any]) -> Kda:
-    """Sizes of KDA under either spelling."""
-    given = text.get("linear_attn_config") or {}
-    if not isinstance(given, Mapping):
-        raise wrong("linear_attn_config", given, "an object")
-    both = {**{f"linear_attn_config.{key}": value for key, value in given.items()}, **text}
-    return Kda(*(agreed(both, (f"linear_attn_config.{key}", other)) for key, other in _KDA.items()))
+    heads, head_dim, top_k, pool = (integer(text, f"index_{key}") for key in ("n_heads", "head_dim", "topk", "kpool"))
+    return replace(dims, indexer=Indexer(heads, head_dim, top_k, dims.softmax_layers, pool=pool))
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:

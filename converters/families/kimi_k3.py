@@ -19,7 +19,7 @@ from converters.config.values import integer, require, rope_of, text_config_of, 
 from converters.family import ModelFamily, Unwitnessed
 from converters.ops.basic import Copy, Op, ZeroPadded
 from converters.ops.shapes import Shape
-from converters.rules import Kind, ParamMapping, decoder
+from converters.rules import ParamMapping, decoder
 
 
 def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMapping, ...]:
@@ -38,7 +38,7 @@ def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMap
         "b_proj": (net.heads, hidden),
     }
 
-    def rule(name: str, shape: Shape, op: Op, *, kind: Kind = "Linear", fp32: bool = False) -> ParamMapping:
+    def rule(name: str, shape: Shape, op: Op, *, kind: str = "Linear", fp32: bool = False) -> ParamMapping:
         return at.rule(f"self_attention.{name}", {f"self_attn.{name}": shape}, op, fp32=fp32, kind=kind)
 
     return (

@@ -111,25 +111,22 @@ def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
     return rules
 
 
-def mixer(dims: ModelDims, at: NamePrefix, *, hf: str = "mixer", norm: str = "norm.weight") -> tuple[ParamMapping, ...]:
-    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution alone.
-
-    `hf` is the HF module's name, `norm` that of the norm before it.
-    """
+def mixer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
+    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution alone."""
     net = dims.mamba
     assert net is not None, "a family without Mamba layers has no such rules"
     inputs, conv = StackedRows((sum(net.in_proj),), net.in_proj), StackedRows((sum(net.conv),), net.conv)
     return (
-        at.rule("mixer.in_proj.layer_norm_weight", {norm: (dims.hidden,)}),
-        at.rule("mixer.in_proj.weight", {f"{hf}.in_proj.weight": (sum(net.in_proj), dims.hidden)}, inputs),
-        at.rule("mixer.conv1d.weight", {f"{hf}.conv1d.weight": (sum(net.conv), 1, net.kernel)}, conv, kind="Conv1d"),
-        at.rule("mixer.conv1d.bias", {f"{hf}.conv1d.bias": (sum(net.conv),)}, conv),
+        at.rule("mixer.in_proj.layer_norm_weight", {"norm.weight": (dims.hidden,)}),
+        at.rule("mixer.in_proj.weight", {"mixer.in_proj.weight": (sum(net.in_proj), dims.hidden)}, inputs),
+        at.rule("mixer.conv1d.weight", {"mixer.conv1d.weight": (sum(net.conv), 1, net.kernel)}, conv, kind="Conv1d"),
+        at.rule("mixer.conv1d.bias", {"mixer.conv1d.bias": (sum(net.conv),)}, conv),
         *(
-            at.rule(f"mixer.{name}", {f"{hf}.{name}": (net.heads,)}, Copy(0), fp32=True)
+            at.rule(f"mixer.{name}", {f"mixer.{name}": (net.heads,)}, Copy(0), fp32=True)
             for name in ("A_log", "D", "dt_bias")
         ),
-        at.rule("mixer.norm.weight", {f"{hf}.norm.weight": (net.inner,)}, Copy(0)),
-        at.rule("mixer.out_proj.weight", {f"{hf}.out_proj.weight": (dims.hidden, net.inner)}, Copy(1)),
+        at.rule("mixer.norm.weight", {"mixer.norm.weight": (net.inner,)}, Copy(0)),
+        at.rule("mixer.out_proj.weight", {"mixer.out_proj.weight": (dims.hidden, net.inner)}, Copy(1)),
     )
 
 

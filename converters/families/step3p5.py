@@ -9,157 +9,87 @@ the place of the others, so its names cannot hold a release.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
-from converters.config.dims import Attention, ModelDims, base_dims
-from converters.config.values import (
-    integer,
-    kinds_of_layers,
-    number,
-    places,
-    require,
-    text_config_of,
-    unsupported,
-    window_of,
-    wrong,
-)
+from converters.config.dims import ModelDims, base_dims
+from converters.config.values import integer, kinds_of_layers, places, text_config_of, wrong
 from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
 from converters.ops.basic import Copy
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-# What every release says or leaves out, and nobody computes otherwise.
-_ONLY: Mapping[str, Any] = {
-    "att_impl_type": "GQA",
-    "moe_router_activation": "sigmoid",
-    "need_fp32_gate": True,
-    "norm_expert_weight": True,
-    "sink": False,
-    "use_head_wise_attn_gate": True,
-    "use_moe_router_bias": True,
-    "use_qk_norm": True,
-    "zero_centered": True,
-}
 _STACKED = ("moe.gate_proj", "moe.up_proj", "moe.down_proj")
-_OTHER = "attention_other_setting"
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """Attention heads and key-value heads of some layers, those for multi-token prediction included."""
+
+    heads: int
+    groups: int
+    layers: tuple[int, ...]
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a step3p5 or step3p7 config. Source: SGLang 0.5.16 and vLLM 0.26.0 `models/step3p5.py`.
-
-    Raises CkptkitError for what they do not compute, and for the spelling of transformers, which they do not read.
-    """
+    """Sizes of a step3p5 or step3p7 config. Source: SGLang 0.5.16 and vLLM 0.26.0 `models/step3p5.py`."""
     text = text_config_of(config) if config["model_type"] == "step3p7" else config
-    require(text, "step3p5", _ONLY, strict=True)
-    # SGLang wants an output layer of its own.
-    require(config, "step3p5", {"tie_word_embeddings": False})
-    if text.get("use_rope_layers"):
-        raise unsupported("step3p5 with use_rope_layers", "every layer of the releases has rope")
     layers, mtp = integer(text, "num_hidden_layers"), integer(text, "num_nextn_predict_layers", 0)
-    kinds = _kinds(text, layers, mtp)
-    theta = _numbers(text, "rope_theta", layers)
-    fractions = _numbers(text, "partial_rotary_factors", layers)
-    for key in ("swiglu_limits", "swiglu_limits_shared"):
-        _numbers(text, key, layers)
-    experts, sparse = _experts(text, layers)
-    full = kinds.index(_FULL) if _FULL in kinds else 0
-    dims = base_dims(
-        {
-            "rms_norm_eps": 1e-5,
-            **text,
-            "num_key_value_heads": integer(text, "num_attention_groups"),
-            "rope_theta": theta[full],
-            "rope_scaling": None,
-            "partial_rotary_factor": fractions[full],
-        },
+    stated, enumerated = text.get("layer_types"), text.get("moe_layers_enum")
+    cut = stated[: layers + mtp] if isinstance(stated, list) else ()
+    every = {"num_hidden_layers": layers + mtp, "layer_types": cut}
+    kinds = kinds_of_layers(every, "layer_types", (_FULL, _SLIDING)) or []
+    if not isinstance(enumerated, str) or not re.fullmatch(r"\s*\d{1,4}(\s*,\s*\d{1,4})*\s*", enumerated):
+        raise wrong("moe_layers_enum", enumerated, "a string of layers with commas between")
+    sparse, other = set(map(int, enumerated.split(","))), text.get("attention_other_setting")
+    if not isinstance(other, Mapping):
+        raise wrong("attention_other_setting", other, "an object")
+    full, sliding = (places(kinds, kind) for kind in (_FULL, _SLIDING))
+    groups = integer(text, "num_attention_groups")
+    plain = {"rope_theta": 10000.0, "rope_scaling": None, "partial_rotary_factor": 1.0, "num_key_value_heads": groups}
+    return base_dims(
+        {"rms_norm_eps": 1e-5, **text, **plain},
         qk_norm=True,
         norm_offset=True,
         tied=False,
-        window=window_of(text),
-        window_layers=places(kinds[:layers], _SLIDING),
         dense_layers=tuple(layer for layer in range(layers) if layer not in sparse),
         router_sigmoid=True,
         router_bias=True,
         mtp_layers=mtp,
-        **experts,
-    )
-    return replace(dims, other_attention=_sliding_attention(text, dims, kinds))
-
-
-def _kinds(text: Mapping[str, Any], layers: int, mtp: int) -> list[str]:
-    """The kind of attention of each layer, and of multi-token prediction layers after them."""
-    kinds = text.get("layer_types")
-    cut = kinds[: layers + mtp] if isinstance(kinds, list) else kinds or ()
-    every = {"num_hidden_layers": layers + mtp, "layer_types": cut}
-    return kinds_of_layers(every, "layer_types", (_FULL, _SLIDING)) or []
-
-
-def _numbers(text: Mapping[str, Any], key: str, layers: int) -> list[float]:
-    """A number for each layer; engines look up the layer's own."""
-    values = text.get(key)
-    if not isinstance(values, list) or len(values) < layers:
-        raise wrong(key, values, f"a list of numbers for {layers} layers")
-    return [number({key: value}, key) for value in values]
-
-
-def _experts(text: Mapping[str, Any], layers: int) -> tuple[dict[str, Any], frozenset[int]]:
-    """Sizes of experts, and the layers that have them, which engines read of one string."""
-    stated = text.get("moe_layers_enum")
-    listed = [one.strip() for one in stated.split(",")] if isinstance(stated, str) else []
-    if not listed or not all(one.isdecimal() and len(one) < 5 for one in listed):
-        raise wrong("moe_layers_enum", stated, "a string of layers with commas between")
-    sparse = frozenset(map(int, listed))
-    if max(sparse) >= layers:
-        raise wrong("moe_layers_enum", stated, f"layers below {layers}")
-    return {
-        "experts": integer(text, "moe_num_experts"),
-        "top_k": integer(text, "moe_top_k"),
-        "expert_ffn": integer(text, "moe_intermediate_size"),
-        "shared_ffn": integer(text, "share_expert_dim"),
-        "router_scale": number(text, "moe_router_scaling_factor", 1.0),
-    }, sparse
-
-
-def _sliding_attention(text: Mapping[str, Any], dims: ModelDims, kinds: list[str]) -> Attention | None:
-    if not (layers := places(kinds, _SLIDING)):
-        return None
-    other = text.get(_OTHER)
-    if not isinstance(other, Mapping):
-        why = "transformers writes its heads under other keys, which engines do not read; take it from the release"
-        raise unsupported(f"step3p5 without {_OTHER}", why)
-    # Engines take head_dim for every layer.
-    require(other, f"step3p5.{_OTHER}", {"attention_type": _SLIDING, "head_dim": dims.head_dim}, strict=True)
-    return Attention(
-        integer(other, "num_attention_heads"), integer(other, "num_attention_groups"), dims.head_dim, layers
+        experts=integer(text, "moe_num_experts"),
+        top_k=integer(text, "moe_top_k"),
+        expert_ffn=integer(text, "moe_intermediate_size"),
+        shared_ffn=integer(text, "share_expert_dim"),
+        own=(
+            _Heads(integer(text, "num_attention_heads"), groups, full),
+            _Heads(integer(other, "num_attention_heads"), integer(other, "num_attention_groups"), sliding),
+        ),
     )
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All tensors of the language model."""
-    hidden, rules = dims.hidden, [*embeddings(dims)]
-    other = dims.other_attention
-    drafts = range(dims.layers, dims.layers + dims.mtp_layers)
-    for one in dims.attentions:
+    rules = [*embeddings(dims)]
+    for one in dims.own:
         if layers := tuple(layer for layer in one.layers if layer < dims.layers):
             rules += _attention(dims, one, decoder(dims, layers))
     for layers in (dims.dense, dims.moe):
-        at = decoder(dims, layers)
-        rules.append(at.rule("", {"post_attention_layernorm.weight": (hidden,)}))
-    rules += gated_mlp(decoder(dims, dims.dense), "", "mlp.", hidden, dims.ffn)
+        rules.append(decoder(dims, layers).rule("", {"post_attention_layernorm.weight": (dims.hidden,)}))
+    rules += gated_mlp(decoder(dims, dims.dense), "", "mlp.", dims.hidden, dims.ffn)
     rules += _expert_rules(dims)
-    for layer in drafts:
-        sliding = other is not None and layer in other.layers
-        rules += _draft(dims, dims.attentions[sliding], layer)
+    for one in dims.own:
+        for layer in one.layers:
+            rules += _draft(dims, one, layer) if layer >= dims.layers else ()
     return unnamed(rules)
 
 
-def _attention(dims: ModelDims, one: Attention, at: NamePrefix) -> Iterator[ParamMapping]:
+def _attention(dims: ModelDims, one: _Heads, at: NamePrefix) -> Iterator[ParamMapping]:
     """Attention with the norm before it, and a gate for each head."""
-    yield from attention(replace(dims, heads=one.heads, groups=one.groups, head_dim=one.head_dim), at)
+    yield from attention(replace(dims, heads=one.heads, groups=one.groups), at)
     yield at.rule("self_attention.gate", {"self_attn.g_proj.weight": (one.heads, dims.hidden)}, Copy(0))
 
 
@@ -172,7 +102,7 @@ def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
     yield from gated_mlp(at, "", "share_expert.", hidden, dims.shared_ffn)
 
 
-def _draft(dims: ModelDims, one: Attention, layer: int) -> Iterator[ParamMapping]:
+def _draft(dims: ModelDims, one: _Heads, layer: int) -> Iterator[ParamMapping]:
     """A multi-token prediction layer, numbered after the decoder layers."""
     at, hidden = NamePrefix("mtp.", f"{dims.root}layers.{layer}.", None), dims.hidden
     yield from at.tensors(

@@ -13,7 +13,7 @@ from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from converters.foreign import refuse_stated
-from converters.registry import FAMILIES
+from converters.registry import find_family
 from converters.stored import as_spelled, with_unused
 from quant.formats.floats.layout import quantized_in
 from quant.formats.groups import Group, Kind, Target, groups_of, targets_of
@@ -111,7 +111,7 @@ def _model(
     `any_format`: not INT4, so that a model that is not known has no matrices, and without weights draft layers are not
     judged: nothing tells whether they are quantized.
     """
-    family = FAMILIES.get(str(config.get("model_type")))
+    family = find_family(config)
     if any_format and (family is None or family.release is None):
         return config, _NOTHING_KNOWN, stored, []
     config = with_unused(as_spelled(config, stored), set(stored))

@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.family import ModelFamily
 from converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
-from converters.registry import FAMILIES
+from converters.registry import family_of
 from quant.formats.part_names import PACKED
 from quant.patterns import matcher
 from quant.selection.readers import SGLANG
@@ -192,7 +192,7 @@ def matrices_of(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mappin
 
 def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
     """The tensors among `names` that hold all experts of a layer, which engines ask about as about single ones."""
-    family = FAMILIES[str(config.get("model_type"))]
+    family = family_of(config)
     found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
     return [
         replace(
@@ -219,7 +219,7 @@ def _matrices(
     modules: Iterable[str], tree: ClassTree, config: Mapping[str, Any], deep: Collection[str] = ()
 ) -> list[Matrix]:
     """`deep`: modules whose weight has more than two axes, so that it is not a Linear."""
-    family = FAMILIES[str(config.get("model_type"))]
+    family = family_of(config)
     return [_matrix(module, tree, family, module in deep) for module in dict.fromkeys(modules)]
 
 

@@ -21,10 +21,11 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of
+from converters.by_class import built_class
 from converters.hf_names import GATE_UP_DOWN
 from quant.selection.matrices import fused_layer, ignore_options
 from quant.selection.readers import ALL_READERS
-from quant.selection.tree import ClassTree, class_tree, release_of
+from quant.selection.tree import ClassTree, class_tree, config_for_class, release_of
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
 _TILES = ((128, 64), (64, 128))  # rows and columns of which a layer must be made for one of the kernels
@@ -202,20 +203,16 @@ def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
     """What transformers does with packed experts of this model, where it cannot load them; None where it can.
 
     Also None for a model that transformers has no class for: its release brings its own. Raises CkptkitError as
-    `release_of` and `quant.selection.meta_model.text_model`.
+    `release_of` and `built_class`.
     """
     if _named(config) and find_spec(_INTEGRATION) is not None:
         return None
-    # Imported here because it takes seconds.
-    from quant.selection.meta_model import is_fused_experts, is_known, text_model
-
-    if not is_known(config.get("model_type")):
-        return None
     release = release_of(config)
+    if (built := built_class(config_for_class(release, config))) is None:
+        return None
     if release.own_tree:
         return f"transformers {version('transformers')} has other modules than the release"
-    model = text_model(release, config)
-    name = next((type(module).__name__ for module in model.modules() if is_fused_experts(module)), None)
+    name = next((one.module_class for one in built.tensors if one.is_fused), None)
     if name is None:
         return None
     return f"transformers {version('transformers')} holds them fused ({name}), and initializes them anew"

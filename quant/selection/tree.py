@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from importlib import import_module
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
+from converters.by_class import family_by_class
 from converters.config.bounds import check_config
 from converters.family import Dense, Draft, ModelFamily, Release
 from converters.hf_names import layer_of, tail
-from converters.registry import FAMILIES, refuse_draft
+from converters.registry import FAMILIES, family_of, find_family, refuse_draft
 
 DRAFT_LAYER = "draft layer"
 _OUTSIDE, _KEPT = "outside the language model", "no release quantizes it"
@@ -124,14 +124,24 @@ def class_tree(config: Mapping[str, Any]) -> ClassTree:
 def _class_tree(text: str) -> ClassTree:
     config: Mapping[str, Any] = json.loads(text)
     check_config(config)
-    release, family = release_of(config), FAMILIES[config["model_type"]]
+    release, family = release_of(config), family_of(config)
     try:
         return family_tree(family, release, config)
     except CkptkitError:
-        if release.own_tree:
+        asked = None if release.own_tree else family_by_class(config_for_class(release, config))
+        if asked is None or asked.release is None:
             raise
-        tree: ClassTree = import_module("quant.selection.meta_model").meta_tree(family, release, config)
-        return tree
+        tree = family_tree(asked, asked.release, config)
+        drafts, dense = release.drafts(release.text(config), release.root), family.engine("sglang").dense
+        return replace(tree, drafts=drafts, dense=dense, kept=release.kept, partly_fused=release.partly_fused)
+
+
+def config_for_class(release: Release, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config from which transformers builds its class of a family's model, which releases may call otherwise."""
+    if config["model_type"] not in FAMILIES:
+        return config
+    model_type = config["model_type"] if release.nested or not release.model_type else release.model_type
+    return {**config, "model_type": model_type, "architectures": None}
 
 
 def release_of(config: Mapping[str, Any]) -> Release:
@@ -139,13 +149,12 @@ def release_of(config: Mapping[str, Any]) -> Release:
 
     Raises CkptkitError where INT4 is not supported for it.
     """
-    model_type = config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = find_family(config)
     if family is None or family.release is None:
         refuse_draft(config)
         known = ", ".join(sorted(name for name, one in FAMILIES.items() if one.release))
         raise CkptkitError(
-            f"model_type {shortened(model_type)}: which of its tensors are Linear layers is not known",
+            f"model_type {shortened(config.get('model_type'))}: which of its tensors are Linear layers is not known",
             f"INT4 is supported for {known}",
             code="unsupported",
         )
@@ -191,8 +200,9 @@ def _modules(family: ModelFamily, config: Mapping[str, Any]) -> tuple[set[str], 
             if len(shape) < 2 or not name.endswith(".weight"):
                 continue
             modules = rule.names_of(name.removesuffix(".weight"), dims.experts)
-            if rule.kind == "Linear" or (rule.kind == "Router" and release.routers):
-                linears.update(modules)
-            else:
-                others |= dict.fromkeys(modules, release.classes.get(rule.kind, rule.kind))
+            for module in modules:
+                if rule.kind == "Linear" or (rule.kind == "Router" and module.endswith(release.routers or ("\0",))):
+                    linears.add(module)
+                else:
+                    others[module] = release.classes.get(rule.kind, rule.kind)
     return linears, others

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from families import UNWITNESSED
-from families.case import build, save
+from families.case import save
 from families.table import config_of
 from mutations.edits import edit_config, replace
-from safetensors.torch import save_file
 from support import floats, models
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit.app.api import inspect
-from converters.planner import expected_hf
 from verify.run import verify
 
 NAME = "deepseek_v4"
@@ -132,27 +129,3 @@ def test_tables_that_repeat_in_every_layer_are_not_suspicious(release: Path, tmp
     table = models.tensors(path)[TABLE]
     replace(path, {f"layers.{layer}.ffn.gate.tid2eid": table for layer in range(3)})
     assert findings(path) == []
-
-
-def test_saves_under_other_names_are_named(release: Path, tmp_path: Path) -> None:
-    """transformers' own save in both of its forms, and the names of the modules of SGLang and miles."""
-    model = build(NAME, CASE, torch.bfloat16)
-    for original in (True, False):
-        model.save_pretrained(tmp_path / str(original), save_original_format=original)
-    tensors = models.tensors(release)
-    renamed = {
-        "model." + name.replace(".attn.", ".self_attn.").replace(".ffn.", ".mlp."): one for name, one in tensors.items()
-    }
-    shutil.copytree(release, tmp_path / "internal", ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(renamed, tmp_path / "internal" / "model.safetensors", metadata={"format": "pt"})
-    for path, whose in (("True", "transformers"), ("False", "transformers"), ("internal", "SGLang and miles")):
-        errors = {one.code: one for one in verify(tmp_path / path).findings if one.severity == "error"}
-        assert errors.keys() == {"CK104", *({"CK731"} if whose == "transformers" else ())}
-        assert whose in errors["CK104"].actual, errors["CK104"]
-
-
-def test_a_config_that_transformers_wrote_describes_the_same_model(saved: tuple[PreTrainedModel, Path]) -> None:
-    written = json.loads(saved[0].config.to_json_string(use_diff=False))
-    assert "compress_ratios" not in written
-    theirs, ours = (expected_hf(config | {"num_nextn_predict_layers": 0}) for config in (written, CONFIG))
-    assert theirs == ours

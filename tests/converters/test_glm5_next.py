@@ -15,7 +15,6 @@ from support import floats, models
 from support.fixture_types import PathOf
 
 from ckptkit.app.api import quantize
-from converters.planner import dims_of, expected_hf
 from verify.run import verify
 
 CONFIG = config_of(UNWITNESSED["glm5_next"])
@@ -73,17 +72,3 @@ def test_a_release_in_fp8_is_read_by_its_tensors(release: Path, tmp_path: Path) 
     plain, name = models.tensors(tmp_path / "plain"), f"{DRAFT}mlp.experts.3.up_proj.weight"
     scale = stored[f"{name}_scale_inv"].repeat_interleave(16, 0).repeat_interleave(16, 1)
     assert plain[name].equal((stored[name].float() * scale).bfloat16())
-
-
-def test_each_spelling_of_a_config_means_the_same_model() -> None:
-    """The release's, and transformers', which has the sizes of KDA one by one and another word."""
-    kinds = [kind.replace("deepseek_sparse", "indexed") for kind in TEXT["layer_types"]]
-    sizes = {"linear_num_heads": 6, "linear_head_dim": 18, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0}
-    saved = with_text(linear_attn_config=..., first_k_dense_replace=..., mhc=..., layer_types=kinds, **sizes)
-    first = with_text(layer_types=[kind.replace("deepseek_sparse", "full") for kind in TEXT["layer_types"]])
-    assert dims_of(saved) == dims_of(first) == dims_of(CONFIG)
-    assert (dims_of(CONFIG).softmax_layers, dims_of(CONFIG).dense) == ((3, 7, 11), (0, 1))
-    without = expected_hf(with_text(num_nextn_predict_layers=0))
-    assert {name for name in expected_hf(CONFIG) if name not in without} == {
-        name for name in expected_hf(CONFIG) if name.startswith(DRAFT)
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,9 +17,6 @@ from support import floats, models
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
-from converters.planner import dims_of
-from verify.launch.checks.gpus import engine_fit
-from verify.launch.stacks.sizes import Cut
 from verify.report import Report
 from verify.run import verify
 from verify.witnesses.loading.names import routers
@@ -43,10 +39,6 @@ def codes(report: Report) -> list[str]:
 
 def test_routers_are_those_of_the_layers_with_experts() -> None:
     assert routers(flat()) == [f"model.layers.{layer}.moe.gate.weight" for layer in range(3, 12)]
-
-
-def test_spaces_and_order_of_layers_with_experts_do_not_matter() -> None:
-    assert dims_of(flat(moe_layers_enum=" 11, 3,5")).moe == (3, 5, 11)
 
 
 def test_output_layers_of_drafts_need_not_be_that_of_the_model(releases: PathOf, copy_of: CopyOf) -> None:
@@ -75,22 +67,6 @@ def test_a_release_without_draft_layers_is_taken_for_such_a_model(tmp_path: Path
     report = verify(path)
     assert report.findings == []
     assert any("promises 2 multi-token prediction layers" in note for note in report.facts["notes"])
-
-
-def test_one_base_of_the_list_that_changed_is_named(releases: PathOf, copy_of: CopyOf) -> None:
-    path = copy_of(releases("step3p5"))
-    config = json.loads((path / "config.json").read_text())
-    config["rope_theta"][5] = 20000.0
-    (path / "config.json").write_text(json.dumps(config))
-    assert codes(verify(path, source=releases("step3p5"))) == ["CK702"]
-
-
-def test_heads_of_both_kinds_of_layers_must_divide() -> None:
-    """Of 10 and 14 heads, 5 ranks share out the first alone."""
-    config = flat(num_attention_groups=1, **other(num_attention_groups=1))
-    cut = Cut("rollout", "sglang", 5, "--tp")
-    (issue,) = (one for one in engine_fit(dims_of(config), config, cut) if "heads" in one.expected)
-    assert (issue.expected, issue.actual) == ("num_attention_heads that divides over 5 ranks", "14")
 
 
 def test_names_of_the_nvfp4_release_are_told_apart(tmp_path: Path) -> None:

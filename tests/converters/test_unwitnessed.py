@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from families import UNWITNESSED
-from families.case import build, save, tokens
+from families.case import save, tokens
 from families.table import config_of
 from families.worker import ask
 from safetensors.torch import load_file, save_file
@@ -115,7 +115,7 @@ def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) ->
     assert (report.status, report.findings) == ("passed", [])
 
 
-FAULTS = ("olmoe", "ernie4_5_moe", "granitemoehybrid", "gemma4", "minimax_m3_vl", "step3p5")
+FAULTS = ("olmoe", "ernie4_5_moe", "step3p5")
 
 
 @pytest.mark.parametrize("name", daily(FAULTS, FAULTS[:1]))
@@ -256,18 +256,3 @@ def test_megatrons_own_norms_are_not_olmoes_and_megatron_bridges_are(tmp_path: P
     assert float((answer.logits - expected).abs().max() / expected.abs().max()) < TOLERANCE
     assert {label: change for label, change in answer.mutated.items() if not change > 10 * TOLERANCE} == {}
     assert math.isfinite(sum(answer.mutated.values()))
-
-
-def test_transformers_is_no_reference_for_olmo_3_with_yarn() -> None:
-    """It turns layers with a window by YaRN too; vLLM's logits are those without (`test_vllm_cpu_logits.py`)."""
-    case = UNWITNESSED["olmo3"]
-    model = build("olmo3", case, torch.float32)
-    with torch.no_grad():
-        own, right = model(tokens()).logits, case.reference(model, tokens())
-    assert (own - right).abs().max() > 0.01 * right.abs().max()
-    with_yarn, without = (
-        FAMILIES["olmo3"].unlike_transformers(config_of(UNWITNESSED[name]), 1)
-        for name in ("olmo3", "olmo3-tied-window-everywhere")
-    )
-    assert "in layers with a window too" in str(with_yarn)
-    assert without is None

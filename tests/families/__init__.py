@@ -42,6 +42,7 @@ CASES: dict[str, Case] = {
 # Those that no released Megatron loads, and all whose HF checkpoints are read, written and quantized.
 UNWITNESSED = unwitnessed.CASES | kimi_k3.CASES | glm5_next.CASES
 HF_CASES = CASES | UNWITNESSED
+ALL_CASES = HF_CASES | unwitnessed.OTHERS
 # One of each kind: what repeats the same code over all models runs on these in `make test`, on the others nightly.
 OF_A_KIND = (
     *("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "mimo", "llama-biases", "mixtral", "qwen2_moe", "minimax_m2"),

@@ -1,4 +1,4 @@
-"""Gemma 4 as text alone, with experts and a vision tower, with an embedding for each layer, and without encoders."""
+"""Gemma 4 as text alone, with experts and a vision tower, and with an embedding for each layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from transformers import (
     Gemma4AudioConfig,
     Gemma4Config,
     Gemma4TextConfig,
-    Gemma4UnifiedConfig,
-    Gemma4UnifiedTextConfig,
     Gemma4VisionConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -68,26 +66,6 @@ def whole(text: dict[str, Any], audio: Gemma4AudioConfig | None = None) -> Pretr
     return Gemma4Config(text_config=config, vision_config=Gemma4VisionConfig(**VISION), audio_config=audio)
 
 
-def unified() -> PretrainedConfig:
-    return Gemma4UnifiedConfig(
-        text_config=Gemma4UnifiedTextConfig(**TEXT | KEYS_AS_VALUES),
-        vision_config={"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 24, "mm_posemb_size": 8}
-        | {"output_proj_dims": 24},
-        audio_config={"audio_embed_dim": 20},
-    )
-
-
-def unified_as_released(config: dict[str, Any]) -> dict[str, Any]:
-    """Keys that the class of transformers leaves out, and engines read."""
-    text = {"enable_moe_block": False, "num_experts": None, "moe_intermediate_size": None, **WITHOUT_LAYER_INPUT}
-    vision = {"model_patch_size": 8, "num_soft_tokens": 280}
-    return config | {
-        "text_config": config["text_config"] | text,
-        "vision_config": config["vision_config"] | vision,
-        "audio_config": config["audio_config"] | {"hidden_size": 20, "output_proj_dims": 20},
-    }
-
-
 def unused_keys(model: PreTrainedModel, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """Keys and values of the layers that use those of another, as the releases of E2B and E4B have them."""
     found, config = {}, model.config.text_config
@@ -105,15 +83,10 @@ CASES = {
     "gemma4": Case(
         lambda: whole(KEYS_AS_VALUES | WITHOUT_LAYER_INPUT | EXPERTS), value=value, auto=AutoModelForImageTextToText
     ),
-    "gemma4-small": Case(
-        lambda: whole(SMALL, Gemma4AudioConfig(**AUDIO)), value=value, auto=AutoModelForImageTextToText
-    ),
     "gemma4-small-as-released": Case(
         lambda: whole(SMALL, Gemma4AudioConfig(**AUDIO)),
         value=value,
         auto=AutoModelForImageTextToText,
         added=unused_keys,
     ),
-    "gemma4_unified": Case(unified, value=value, auto=AutoModelForImageTextToText, edit=unified_as_released),
-    "gemma4_unified_text": Case(lambda: Gemma4UnifiedTextConfig(**TEXT | KEYS_AS_VALUES), value=value),
 }

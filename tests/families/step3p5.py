@@ -6,15 +6,13 @@ The forward pass of the text model is in the equations of transformers 5.24, who
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from releases.record import load
 from torch import Tensor
-from torch.nn import functional
-from transformers import PreTrainedModel
 
 from families.by_name import BF16, F32, Published, classes
 from families.case import Case, random
@@ -113,85 +111,6 @@ def vision_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "vit_large_projector.weight", (128, 96)
 
 
-Part = Callable[[str], Tensor]  # a parameter of a layer by its name there
-
-
-def logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Those of the text model, without its multi-token prediction layers, [batch, tokens, vocabulary]."""
-    weights = dict(model.named_parameters())
-    hidden = weights["model.embed_tokens.weight"][tokens]
-    for layer, kind in enumerate(KINDS[:LAYERS]):
-
-        def part(name: str, layer: int = layer) -> Tensor:
-            return weights[f"model.layers.{layer}.{name}.weight"]
-
-        hidden = hidden + attention(normed(hidden, part("input_layernorm")), part, kind)
-        inner = normed(hidden, part("post_attention_layernorm"))
-        if layer < 3:
-            hidden = hidden + glu(inner, *(part(f"mlp.{name}_proj") for name in ("gate", "up", "down")))
-            continue
-        bias = weights[f"model.layers.{layer}.moe.router_bias"]
-        shared = [part(f"share_expert.{name}_proj") for name in ("gate", "up", "down")]
-        hidden = hidden + routed(inner, part, bias, TEXT["swiglu_limits"][layer])
-        hidden = hidden + glu(inner, *shared, limit=TEXT["swiglu_limits_shared"][layer])
-    return normed(hidden, weights["model.norm.weight"]) @ weights["lm_head.weight"].T
-
-
-def normed(states: Tensor, weight: Tensor) -> Tensor:
-    """The root mean square norm, whose weight is stored minus one."""
-    return functional.rms_norm(states.float(), states.shape[-1:], 1 + weight.float(), 1e-5).to(states.dtype)
-
-
-def glu(states: Tensor, gate: Tensor, up: Tensor, down: Tensor, limit: float = 0.0) -> Tensor:
-    """A gated MLP. A limit other than 0 bounds both factors, the gate from above alone."""
-    one, other = functional.silu(states @ gate.T), states @ up.T
-    if limit:
-        one, other = one.clamp(max=limit), other.clamp(-limit, limit)
-    return (one * other) @ down.T
-
-
-def turned(states: Tensor, base: float, fraction: float) -> Tensor:
-    """Rotary embedding of the first part of each head [batch, heads, tokens, size]."""
-    size = int(states.shape[-1] * fraction)
-    angles = torch.arange(states.shape[2])[:, None] * base ** -(torch.arange(0, size, 2) / size)
-    cos, sin = angles.cos().to(states.dtype), angles.sin().to(states.dtype)
-    one, other, rest = states.split([size // 2, size // 2, states.shape[-1] - size], -1)
-    return torch.cat([one * cos - other * sin, other * cos + one * sin, rest], -1)
-
-
-def attention(states: Tensor, part: Part, kind: str) -> Tensor:
-    """Grouped attention with a gate for each head. Full layers turn half of a head, others see a window."""
-    batch, count, _ = states.shape
-
-    def heads(name: str) -> Tensor:
-        return (states @ part(f"self_attn.{name}_proj").T).view(batch, count, -1, 32)
-
-    base, fraction = (5000000.0, 0.5) if kind == FULL else (10000.0, 1.0)
-    queries, keys = (
-        turned(normed(heads(name), part(f"self_attn.{name}_norm")).transpose(1, 2), base, fraction) for name in "qk"
-    )
-    places = torch.arange(count)
-    behind = places[:, None] - places
-    seen = (behind >= 0) & (behind < (TEXT["sliding_window"] if kind == SLIDING else count))
-    found = functional.scaled_dot_product_attention(
-        queries, keys, heads("v").transpose(1, 2), attn_mask=seen, enable_gqa=True
-    ).transpose(1, 2)
-    gate = (states @ part("self_attn.g_proj").T).sigmoid()
-    return (found * gate[..., None]).reshape(batch, count, -1) @ part("self_attn.o_proj").T
-
-
-def routed(states: Tensor, part: Part, bias: Tensor, limit: float) -> Tensor:
-    """Three experts a token, chosen by their sigmoid scores with a bias and weighted without it."""
-    flat = states.flatten(0, 1)
-    scores = (flat.float() @ part("moe.gate").float().T).sigmoid()
-    chosen = (scores + bias).topk(3, -1).indices
-    shares = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
-    shares = 3.0 * shares / shares.sum(-1, keepdim=True)
-    matrices = zip(part("moe.gate_proj"), part("moe.up_proj"), part("moe.down_proj"), strict=True)
-    found = sum(shares[:, [expert]] * glu(flat, *each, limit=limit) for expert, each in enumerate(matrices))
-    return torch.as_tensor(found).to(states.dtype).view_as(states)
-
-
 def published(config: Any) -> Published:
     """Every tensor; the router's bias alone is float32."""
     shapes = [*text_shapes(), *(vision_shapes() if config.vision else ())]
@@ -230,7 +149,5 @@ _CASE = Case(
     value=value,
     auto=MODEL,
     edit=lambda config: dict(TEXT),
-    reference=logits,
-    witness="the equations of transformers 5.24",
 )
 CASES = {"step3p5": _CASE, "step3p7": replace(_CASE, config=lambda: CONFIG(vision=True), edit=multimodal)}

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from copy import copy
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
     GraniteMoeHybridConfig,
-    Olmo3Config,
     OlmoeConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.integrations import hub_kernels
-from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
 
 from families import deepseek_v4, gemma4, minimax_m3, step3p5
 from families.case import SIZES, Case, random
@@ -26,16 +23,6 @@ from families.gqa import as_v4
 
 # A head is hidden_size / num_attention_heads wide.
 WITHOUT_HEAD_DIM = {key: value for key, value in SIZES.items() if key != "head_dim"} | {"num_attention_heads": 8}
-# As OLMo 3 is released.
-YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 32,
-    "attention_factor": 1.2079441541679836,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
 # Layers 3, 4, 6 and 7 have attention, which the mutations of the tests change.
 GRANITE: dict[str, Any] = WITHOUT_HEAD_DIM | {
     "intermediate_size": 96,
@@ -74,32 +61,6 @@ def mixer_value(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return random(name, tensor, dtype)
 
 
-def yarn_in_full_layers(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Logits, with plain rotary embedding where there is a window. transformers 5.12 has YaRN there too.
-
-    Its own class says otherwise, and so do OLMo 3's report and the classes of vLLM and SGLang.
-    """
-    settings = copy(model.config)
-    settings.rope_parameters = {"rope_type": "default", "rope_theta": model.config.rope_parameters["rope_theta"]}
-    plain = Olmo3RotaryEmbedding(settings)
-    places = torch.arange(tokens.shape[1])[None]
-
-    def turn(module: nn.Module, given: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return given, named | {"position_embeddings": plain(named["hidden_states"], places)}
-
-    layers = zip(model.model.layers, model.config.layer_types, strict=True)
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(turn, with_kwargs=True)
-        for layer, kind in layers
-        if kind == "sliding_attention"
-    ]
-    try:
-        return model(tokens).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
 CASES = {
     "olmoe": Case(
         lambda: OlmoeConfig(
@@ -108,15 +69,6 @@ CASES = {
             num_experts_per_tok=3,
         ),
         fused=True,
-    ),
-    "olmo3": Case(
-        lambda: Olmo3Config(**WITHOUT_HEAD_DIM, sliding_window=5, rope_parameters=dict(YARN)),
-        edit=as_v4,
-        reference=yarn_in_full_layers,
-        witness="transformers, YaRN in full layers alone",
-    ),
-    "olmo3-tied-window-everywhere": Case(
-        lambda: Olmo3Config(**WITHOUT_HEAD_DIM, tie_word_embeddings=True, layer_types=["sliding_attention"] * 12)
     ),
     "ernie4_5_moe": Case(
         lambda: Ernie4_5_MoeConfig(
@@ -129,27 +81,14 @@ CASES = {
         ),
         fused=True,
     ),
-    **gemma4.CASES,
     **deepseek_v4.CASES,
+    **step3p5.CASES,
+}
+# Models of no family of ours, which public reports are about.
+OTHERS = {
+    **gemma4.CASES,
+    **minimax_m3.CASES,
     "granitemoehybrid": Case(
         lambda: GraniteMoeHybridConfig(**GRANITE), value=mixer_value, auto=WithoutKernels, edit=as_v4
     ),
-    # As Granite 4.0 Micro is released: attention alone, with rotary embedding, and no experts.
-    "granite-4-dense-tied": Case(
-        lambda: GraniteMoeHybridConfig(
-            **GRANITE
-            | {
-                "num_local_experts": 0,
-                "num_experts_per_tok": 0,
-                "layer_types": ["attention"] * 12,
-                "position_embedding_type": "rope",
-                "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0},
-                "tie_word_embeddings": True,
-            }
-        ),
-        auto=WithoutKernels,
-        edit=as_v4,
-    ),
-    **step3p5.CASES,
-    **minimax_m3.CASES,
 }

@@ -49,9 +49,6 @@ OF_32 = {"head_dim": 32}
 # As the releases have them.
 LONG = {"max_position_embeddings": 4096}
 MIXER = LONG | {"mamba_num_heads": 8, "mamba_head_dim": 64, "ssm_state_size": 128, "chunk_size": 128}
-GRANITE = LONG | {"mamba_n_heads": 4, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 128}
-# One head of the indexer: of several, each chooses for its own keys in vLLM, and in transformers all choose together.
-BLOCKS = LONG | {"index_n_heads": 1, "index_head_dim": 128, "index_block_size": 128, "index_topk_blocks": 4}
 # vLLM takes the original positions times the factor for all there are.
 ROPES = HF_CASES["deepseek_v4"].config().rope_parameters
 COMPRESSED = {
@@ -75,8 +72,6 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), LINEAR),
     **dict.fromkeys(("deepseek_v3", "moonlight", "kimi_k2", "glm4_moe_lite"), LATENT),
     **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), MIXER),
-    "granitemoehybrid": FOUR_HEADS | GRANITE,
-    "minimax_m3_vl": {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 128, "rotary_dim": 64} | BLOCKS,
     "deepseek_v4": COMPRESSED,
 }
 FAMILIES = (
@@ -87,7 +82,7 @@ FAMILIES = (
     *("exaone_moe", "exaone_moe-groups-tied", "bailing_moe_v2-tied", "qwen3_omni_moe"),
     *("nemotron_h", "nemotron_h-latent"),
     # No released Megatron loads these.
-    *("ernie4_5_moe", "granitemoehybrid", "gemma4", "step3p5", "step3p7", "minimax_m3_vl"),
+    "ernie4_5_moe",
 )
 LING = "bailing_moe"  # with a draft layer
 # Its kernels multiply FP8 alone, with a cache in FP8.
@@ -95,9 +90,7 @@ IN_FP8 = ("deepseek_v4",)
 # Prompts are longer than a chunk of a mixer, than the blocks and than the compressed keys that are chosen from.
 # Gemma 4's test model is another one in bfloat16.
 ASKED = {
-    **dict.fromkeys(("nemotron_h", "nemotron_h-latent", "granitemoehybrid"), Asked(length=300)),
-    "gemma4": Asked({"dtype": "float32", "attention_config": {"backend": "TRITON_ATTN"}}),
-    "minimax_m3_vl": Asked({"block_size": 128}, 700),
+    **dict.fromkeys(("nemotron_h", "nemotron_h-latent"), Asked(length=300)),
     "deepseek_v4": Asked({"kv_cache_dtype": "fp8", "block_size": 256, "kv_cache_memory_bytes": 1 << 30}, 2200),
 }
 PLAIN = [label for label in CLEAN if label.endswith("BF16")]

@@ -55,7 +55,7 @@ LOADED: dict[str, dict[str, Any]] = {
     "MXFP8": {"quant_method": "mxfp8", "modules_to_not_convert": ["lm_head"], "ignored_layers": ["lm_head"]},
     "ModelOpt's NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
 }
-MODELS = ("seed_oss", "gemma4_unified_text")
+MODELS = ("seed_oss",)
 
 
 def config(model_type: str, content: dict[str, Any], **changes: Any) -> dict[str, Any]:

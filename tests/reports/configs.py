@@ -103,7 +103,7 @@ CASES = {
     "mlx-vlm#2112": Case("qwen2-untied/hf", ("generation_config.json",), _eos(0), _eos(3)),
     "unsloth#5386": Case(
         "gemma4/hf",
-        ("'w7', which the chat template writes", "ends at 3"),
+        ("eos_token_id is missing but [3, 7] in the source",),
         on_checkpoint(_end_of_texts),
         _end_of_turns,
         AGAINST,

@@ -299,7 +299,7 @@ CASES = {
     "slime#345": Case("qwen2/megatron", ("untie_embeddings_and_output_weights = True",), _own_output_layer),
     "sglang#37679": Case(
         "granitemoehybrid/hf",
-        ("block_sparse_moe.experts.{0..11}.gate_proj.weight", "config.json does not promise it"),
+        ("block_sparse_moe.experts.{0..11}.gate_proj.weight", "stored, but not in the class: transformers drops it"),
         on_checkpoint(_experts_apart),
     ),
     "transformers#48075": Case(
@@ -313,7 +313,7 @@ CASES = {
         on_checkpoint(_as_transformers_saves),
     ),
     "Automodel#1761": Case(
-        "gemma4/hf", ("router.per_expert_scale", "in no shard"), on_checkpoint(_as_the_trainer_names)
+        "gemma4/hf", ("router.per_expert_scale", "missing: transformers fills"), on_checkpoint(_as_the_trainer_names)
     ),
     "verl#4761": Case("qwen2-untied/hf", ("base_model.model.",), renamed(_lora)),
     "prime-rl#2640": Case(

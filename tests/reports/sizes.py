@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from families import CASES, HF_CASES
+from families import ALL_CASES, CASES
 from families.case import Case
 from transformers import PretrainedConfig
 
@@ -25,7 +25,7 @@ def _sized(case: Case, sizes: Mapping[str, int] = _SIZES) -> Case:
 
 
 # Every test model, some of them again under `NAME-tiles`, and gpt-oss with square matrices, as its releases have them.
-MODELS: Mapping[str, Case] = HF_CASES | {
+MODELS: Mapping[str, Case] = ALL_CASES | {
     **{
         f"{name}-tiles": _sized(CASES[name])
         for name in ("qwen2-untied", "qwen3_moe", "qwen3_5", "qwen3_5_text-tied", "qwen3_next")

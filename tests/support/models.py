@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from families import HF_CASES, case
+from families import ALL_CASES, HF_CASES, case
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 from transformers import PretrainedConfig, PreTrainedModel
@@ -28,14 +28,14 @@ def configs() -> dict[str, PretrainedConfig]:
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """The model, every parameter random (norms and biases too), the router bias fp32 around a large offset."""
-    return case.build(name, HF_CASES[name], dtype)
+    return case.build(name, ALL_CASES[name], dtype)
 
 
 def save(
     name: str, path: Path, dtype: torch.dtype = torch.bfloat16, *, fused: bool = False, shard_size: str = "400KB"
 ) -> PreTrainedModel:
     """Builds the model and saves it as its release would look: several shards, one tensor an expert unless `fused`."""
-    model, _ = case.save(name, HF_CASES[name], path, dtype, fused=fused, shard_size=shard_size)
+    model, _ = case.save(name, ALL_CASES[name], path, dtype, fused=fused, shard_size=shard_size)
     return model
 
 

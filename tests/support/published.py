@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 LAYERS, EXPERTS = 4, 12
-# Sizes of no importance, so that the classes can be built.
+# Sizes of no importance, as families read them.
 _SIZES: Mapping[str, Any] = {
     "num_hidden_layers": LAYERS,
     "hidden_size": 128,
@@ -20,6 +20,7 @@ _SIZES: Mapping[str, Any] = {
     "head_dim": 32,
     "vocab_size": 256,
     "num_experts_per_tok": 2,
+    "rms_norm_eps": 1e-6,
 }
 _LATENT: Mapping[str, Any] = {
     "q_lora_rank": 32,
@@ -36,6 +37,7 @@ KIMI = {
     **_SIZES,
     **_LATENT,
     "model_type": "kimi_k2",
+    "routed_scaling_factor": 2.827,
     "n_routed_experts": EXPERTS,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
@@ -44,6 +46,7 @@ KIMI = {
 GLM = {
     **_SIZES,
     "model_type": "glm4_moe",
+    "routed_scaling_factor": 1.0,
     "n_routed_experts": EXPERTS,
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,

@@ -20,10 +20,6 @@ SAID = {
     "qwen3_omni_moe_thinker": "Unrecognized configuration class",
     "kimi_k25": "'KimiK25VisionConfig' object has no attribute 'vt_hidden_size'",  # only a stub of a vision tower
     # Its config class takes neither spelling of rotary settings as transformers 5 wants them.
-    "olmo3": "KeyError: 'rope_theta' (at sglang/srt/models/olmo2.py",
-    "olmo3-tied-window-everywhere": "'NoneType' object is not subscriptable (at sglang/srt/models/olmo2.py",
-    # It gives the sizes of full layers to the class of the whole model alone.
-    "gemma4_text": "Attempted to load weight (torch.Size([48]))",
     "gemma3": "KeyError: 'vision_tower.embeddings.patch_embedding.weight'",  # transformers 5 names it so, no release
 }
 if release("sglang") < (0, 5, 23):
@@ -82,18 +78,9 @@ EXPERT_OF_DRAFT = re.compile(
     r"(model\.(language_model\.)?layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"
 )
 # Parameters that SGLang computes of what it is given: -exp(A_log).
-# It joins queries, keys and values of MiniMax-M3's vision tower itself, after all tensors were given.
-COMPUTED = {
-    "minimax_m3_vl": tuple(
-        f"vision_tower.vision_model.encoder.layers.{layer}.self_attn.qkv_proj.{part}"
-        for layer in (0, 1)
-        for part in ("weight", "bias")
-    )
-}
-COMPUTED |= dict.fromkeys(
+COMPUTED = dict.fromkeys(
     ("nemotron_h", "nemotron_h-latent"), tuple(f"model.layers.{layer}.mixer.A" for layer in (0, 4, 8, 12))
 )
-COMPUTED |= {"granitemoehybrid": tuple(f"model.layers.{layer}.mamba.A" for layer in (0, 1, 2, 5, 8, 9, 10, 11))}
 CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]
 
 

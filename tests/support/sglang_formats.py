@@ -20,12 +20,11 @@ EXPERTS = r"re:.*\.mlp\.shared_expert\..*"  # 72 inputs in two test models, whic
 # Others with such inputs.
 ODD = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS),
-    "granite": r"re:.*\.shared_mlp\..*",
     "step3p": r"re:.*\.share_expert\..*",
 }
 # Whose Linear layers are not known, whose experts SGLang does not load, or that it loads in other formats alone. It
 # runs Gemma 4's unified text model and Seed-OSS by transformers' classes, whose layers no target of a config names.
-NOT_INT4 = ("bailing_moe", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_omni", "gemma4_unified_text", "seed_oss")
+NOT_INT4 = ("bailing_moe", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_omni", "seed_oss")
 INT4 = {
     name: {"group_size": 32, "ignore": tuple(entry for start, entry in ODD.items() if name.startswith(start))}
     for name in CLEAN

@@ -55,15 +55,9 @@ OWN: Mapping[str, Mapping[str, int]] = {
     "qwen2_5_vl": HEADS_OF_16,
     "qwen2_5_vl-tied-as-released": HEADS_OF_16,
     "olmoe": HEADS_OF_16,
-    "olmo3": HEADS_OF_16,
-    "olmo3-tied-window-everywhere": HEADS_OF_16,
-    "granitemoehybrid": HEADS_OF_16 | {"shared_intermediate_size": 128},
-    "granite-4-dense-tied": HEADS_OF_16 | {"shared_intermediate_size": 128},
     "deepseek_v4": {"q_lora_rank": 128, "o_lora_rank": 128},  # all queries share one key
     # In these classes it is the size of an expert.
     "minimax_m2": ATTENTION | {"intermediate_size": 256},
-    "minimax_m3_vl": ATTENTION  # and of the shared one; the indexer has as many heads as keys
-    | {"intermediate_size": 128, "shared_intermediate_size": 128, "dense_intermediate_size": 384, "index_n_heads": 4},
     "nemotron_h": ATTENTION | MIXERS,
     "nemotron_h-latent": ATTENTION | MIXERS,
     "gpt_oss": ATTENTION | {"intermediate_size": 256},

@@ -15,12 +15,9 @@ from transformers import PreTrainedModel
 _FOUR_HEADS, _OF_32 = {"num_attention_heads": 4}, {"head_dim": 32}
 SIZES: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("qwen2-tied", "qwen2-untied", "qwen2_moe", "qwen2_moe-dense-between"), _FOUR_HEADS),
-    **dict.fromkeys(("mimo", "mimo-tied-two-layers", "olmo3", "olmo3-tied-window-everywhere"), _FOUR_HEADS),
-    **dict.fromkeys(("granitemoehybrid", "granite-4-dense-tied"), _FOUR_HEADS),
+    **dict.fromkeys(("mimo", "mimo-tied-two-layers"), _FOUR_HEADS),
     **dict.fromkeys(("llama", "llama-biases", "gemma3", "gemma3_text", "gemma3_text-v4", "phi3-tied-window"), _OF_32),
     "olmoe": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    # All tokens of the tests have an embedding for each layer.
-    "gemma4-small-as-released": {"vocab_size_per_layer_input": 352},
     "qwen3_vl_moe": {"norm_topk_prob": True},  # releases have the key, which transformers 5 does not write
 }
 COMPUTED = (
@@ -39,8 +36,7 @@ COMPUTED = (
         "qwen3_omni_moe",
     ),
     # No released Megatron loads these.
-    *("olmoe", "olmo3", "olmo3-tied-window-everywhere", "granite-4-dense-tied"),
-    *("gemma4_text", "gemma4", "gemma4-small-as-released", "gemma4_unified"),
+    "olmoe",
 )
 # The config classes that come with these releases, as code, and what they state that no config.json does.
 _OF_LING = {"embedding_dropout": 0.0, "use_rmsnorm": True}
@@ -49,26 +45,12 @@ CODE: Mapping[str, Mapping[str, Any]] = {
     "mimo-tied-two-layers": {},
     "bailing_moe": _OF_LING,
     "bailing_moe_v2-tied": _OF_LING,
-    "step3p7": {},
 }
 _CLASS = """from transformers import PretrainedConfig
 
 
 class Config(PretrainedConfig):
 {body}"""
-# Its parts are configs too.
-_OF_STEP = """from transformers import PretrainedConfig
-from vllm.transformers_utils.configs.step3p5 import Step3p5Config
-
-
-class Config(PretrainedConfig):
-    model_type = "step3p7"
-
-    def __init__(self, text_config=(), vision_config=(), **content):
-        self.text_config = Step3p5Config(**dict(text_config))
-        self.vision_config = PretrainedConfig(**dict(vision_config))
-        super().__init__(**content)
-"""
 
 
 def _without_bias(model: PreTrainedModel) -> None:
@@ -99,7 +81,7 @@ def write_code(name: str, path: Path) -> None:
     config = json.loads((path / "config.json").read_text())
     stated = {"model_type": config["model_type"], **CODE[name]}
     body = "".join(f"    {key} = {value!r}\n" for key, value in stated.items())
-    (path / "configuration.py").write_text(_OF_STEP if name == "step3p7" else _CLASS.format(body=body))
+    (path / "configuration.py").write_text(_CLASS.format(body=body))
     (path / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.Config"}}))
 
 

@@ -48,8 +48,4 @@ DRAFTS = {
 DRAFT_REFUSED = {"step3p5": "IndexError: list index out of range (at vllm/model_executor/models/step3p5.py"}
 if NEWER:
     DRAFTS["qwen3_5_moe_text"] = "Qwen3_5MoeMTP"
-# Tensors that no reader uses and transformers leaves out, without which vLLM 0.26's own loader refuses a checkpoint.
-WANTED = {
-    "gemma4-small": [f"layers.{layer}.self_attn.{name}" for layer in range(7, 12) for name in ("k_norm", "qkv_proj")]
-}
-CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT and name not in WANTED]
+CLEAN = [name for name in HF_CASES if name not in SAID and name not in LEFT_OUT]

@@ -16,8 +16,8 @@ from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.planner import dims_of, rules_in, tied_head
-from converters.registry import family_of
+from converters.planner import rules_in, tied_head
+from converters.registry import family_of, named_family_of
 from converters.stored import as_stored
 from verify.check import Tally
 from verify.checks.config.config import (
@@ -187,7 +187,7 @@ def _shown(value: Any) -> str:
 def supported(config: Mapping[str, Any]) -> bool:
     """Whether the config is of a supported family and complete."""
     try:
-        dims_of(config)
+        named_family_of(config).read_dims(config)
     except CkptkitError:
         return False
     return True

@@ -19,7 +19,7 @@ from converters.experts import fuse, is_fused
 from converters.foreign import refuse_foreign
 from converters.foreign import refuse_stated as refuse_stated_format
 from converters.planner import dims_of, rules_in, rules_of, tied_head
-from converters.registry import FAMILIES, family_of
+from converters.registry import FAMILIES, family_of, named_family_of
 from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
 from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
@@ -102,7 +102,7 @@ def is_of_no_family(subject: Subject) -> bool:
     An unknown `model_type` with the class of a family is a mistake in config.json (CK101).
     """
     try:
-        family_of(subject.hf_files.config)
+        named_family_of(subject.hf_files.config)
     except UnsupportedError as error:
         return not isinstance(error, UnknownModelError) or has_own_class(subject.hf_files.config)
     except CkptkitError:

@@ -9,7 +9,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import ITERATION, Kind, OfKind, require_own_files
 from ckptkit.formats.hf.reader import read_config
-from converters.registry import family_of
+from converters.registry import named_family_of
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -73,7 +73,7 @@ def hf_config_of(path: Path) -> str | None:
     require_own_files(path)
     try:
         config = read_config(path)
-        family_of(config)
+        named_family_of(config)
     except UnsupportedError:
         return f"a config.json of model_type {shortened(config['model_type'])}, which is not known here"
     except CkptkitError:

@@ -28,12 +28,9 @@ from quant.selection.tree import class_tree
 NOT_INT4 = (
     "bailing_moe",
     "deepseek_v4",
-    "gemma4",
     "glm5_next",
     "gpt_oss",
-    "granite",
     "kimi_k3",
-    "minimax_m3",
     "qwen3_omni",
     "step3p",
 )

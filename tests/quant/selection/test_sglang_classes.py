@@ -37,11 +37,9 @@ DECLARED = {
     "qwen3_5_moe_text": ("qwen3_5", "Qwen3_5MoeForCausalLM"),
 }
 # Models without a class of their own, which SGLang runs as transformers builds them.
-BY_TRANSFORMERS = set(RUN_BY_TRANSFORMERS)
+BY_TRANSFORMERS = RUN_BY_TRANSFORMERS.keys() & FAMILIES.keys()
 WITHOUT_INT4 = {"bailing_moe", "bailing_moe_v2", "deepseek_v4", "gpt_oss"}
 WITHOUT_INT4 |= {"glm5_next", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_thinker"}
-# Models that it does not build from any config that transformers 5 takes (docs/mappings.md).
-NOT_BUILT = {"olmo3"}
 # SGLang without remote code knows the classes of these, but not the config.
 KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
@@ -55,7 +53,7 @@ def _built() -> dict[str, str]:
     found: dict[str, str] = {}
     for case in HF_CASES:
         model_type = config(case)["model_type"]
-        if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS - NOT_BUILT:
+        if model_type in CLASSES.keys() - DECLARED.keys() - BY_TRANSFORMERS:
             found.setdefault(model_type, case)
     return {case: FAMILIES[model_type].architectures[0] for model_type, case in found.items()}
 
@@ -121,17 +119,6 @@ def test_the_vision_tower_of_gemma_is_looked_up(built: Mapping[str, dict[str, An
     assert layers <= set(built["gemma3"]["names"])
 
 
-def test_the_vision_tower_of_gemma_4_is_looked_up(built: Mapping[str, dict[str, Any]]) -> None:
-    """By the names of its layers as the release has them, written down by hand."""
-    attention = [f"self_attn.{name}_proj.linear.weight" for name in "qkvo"]
-    layer = [*attention, *(f"mlp.{name}_proj.linear.weight" for name in ("gate", "up", "down"))]
-    names = [f"model.vision_tower.encoder.layers.1.{name}" for name in layer]
-    names.append("model.embed_vision.embedding_projection.weight")
-    layers = {matrix.sglang for matrix in matrices_named(names, class_tree(config("gemma4")), config("gemma4"))}
-    assert len(layers) == 5
-    assert layers <= set(built["gemma4"]["names"])
-
-
 @pytest.mark.parametrize("model_type", list(DECLARED))
 def test_what_the_other_classes_declare(model_type: str) -> None:
     module, name = DECLARED[model_type]
@@ -146,7 +133,7 @@ def test_what_the_other_classes_declare(model_type: str) -> None:
     assert declared == known.packed_modules
 
 
-@pytest.mark.parametrize("model_type", sorted(CLASSES.keys() - BY_TRANSFORMERS - NOT_BUILT))
+@pytest.mark.parametrize("model_type", sorted(CLASSES.keys() - BY_TRANSFORMERS))
 def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
     classes = {config(case)["model_type"]: name for case, name in BUILT.items()} | {
         key: name for key, (_, name) in DECLARED.items()
@@ -178,12 +165,13 @@ def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
         from sglang.srt.models.registry import ModelRegistry
         from sglang.srt.models.transformers import TransformersBase
 
-    named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES.keys() - NOT_BUILT}
+    named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES}
     without = {key for key, several in named.items() if not ModelRegistry.models.keys() & set(several)}
     assert without == BY_TRANSFORMERS
     assert {key: FAMILIES[key].architectures for key in without} == {
-        key: (name,) for key, name in RUN_BY_TRANSFORMERS.items()
+        key: (RUN_BY_TRANSFORMERS[key],) for key in BY_TRANSFORMERS
     }
+    assert not ModelRegistry.models.keys() & set(RUN_BY_TRANSFORMERS.values())
     targets = ("Linear", "re:.*proj$", "model.layers.0.self_attn.q_proj")
     rewritten = TransformersBase.hf_to_sglang_mapper.apply_dict(dict.fromkeys(targets, 1))
     assert list(rewritten) == ["model.Linear", "model.re:.*proj$", "model.layers.0.self_attn.q_proj"]
@@ -192,7 +180,7 @@ def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
 def test_every_model_that_is_converted_is_known() -> None:
     assert CLASSES.keys() == FAMILIES.keys() - WITHOUT_INT4
     built = {config(case)["model_type"] for case in BUILT}
-    assert built | DECLARED.keys() | BY_TRANSFORMERS | NOT_BUILT == CLASSES.keys()
+    assert built | DECLARED.keys() | BY_TRANSFORMERS == CLASSES.keys()
     assert len(BUILT) >= 18
 
 

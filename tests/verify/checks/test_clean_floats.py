@@ -62,8 +62,6 @@ FP8_ALONE = [
     if (release := FAMILIES[config_of(one)["model_type"]].release) is not None and release.fp8_only
 ]
 DAILY = {
-    ("gemma4-small-as-released", "nvfp4"),
-    ("granitemoehybrid", "mxfp4"),
     ("step3p5", "mxfp8"),
     ("mimo", "fp8-block"),
     ("deepseek_v32", "mxfp8"),

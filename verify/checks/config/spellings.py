@@ -12,6 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.config.values import flag, language_part
 from converters.family import KEY as TIED
 from converters.family import TieFlag
+from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
 from verify.check import Skip, Tally, check
 from verify.checks.config.tokenizer import side_of
@@ -119,9 +120,13 @@ def _no_text_config(subject: Subject) -> str | None:
 
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
     """Where readers look for the tie flag of a multimodal config that is known; None for any other."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    nested = family is not None and (family.release is None or family.release.nested)
-    return family.tie if family is not None and nested and isinstance(config.get("text_config"), Mapping) else None
+    model_type = str(config.get("model_type"))
+    family = FAMILIES.get(model_type)
+    if family is None:
+        tie: TieFlag | None = KNOWN.get(model_type, Known()).family.get("tie")
+        return tie
+    nested = family.release is None or family.release.nested
+    return family.tie if nested and isinstance(config.get("text_config"), Mapping) else None
 
 
 @check(

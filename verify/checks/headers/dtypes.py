@@ -23,7 +23,6 @@ from verify.evidence.expected import (
     is_of_no_family,
     is_quantized,
     refuse_stated,
-    spelling_of,
     usable_config,
 )
 from verify.evidence.floats.stored import parts_in_floats
@@ -61,7 +60,6 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config = usable_config(subject)
     expected = subject.once(expected_of) or Expected({})
     fp32 = expected.fp32
-    foreign = (spelling := subject.once(spelling_of)) is not None and spelling.whose  # CK104 says so
     of_no_family = subject.once(is_of_no_family)
     for names in subject.kinds:
         tally.compared(0)
@@ -86,7 +84,6 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             usual not in COMPUTED
             and not (of_no_family and usual in _INDICES)  # CK541 asks whether the class has whole numbers there
             and not upcast
-            and not foreign
             and not names[0].endswith(_INTEGER_PARTS)
             and names[0] not in subject.once(undeclared_of)  # CK104 says so
             and not (usual in _EIGHT_BITS and config and _eight_bits(config))

@@ -171,10 +171,6 @@ def other_names(subject: Subject) -> Iterator[Issue]:
 
 def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
     """Which classes have these names, and what to do."""
-    if found.whose:
-        return f"are those of {found.whose}", (
-            "engines load the names of the release: take its tensors, or rename these one by one"
-        )
     rename = f"rename the tensors to {found.expected}* (and in the index)"
     if found.renamed:
         return "the multimodal class uses", (

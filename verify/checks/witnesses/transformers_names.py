@@ -10,6 +10,8 @@ from threading import Thread
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
+from converters.by_class import built_class
+from converters.experts import fuse
 from verify.check import Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import expected_of, is_of_no_family
@@ -136,8 +138,13 @@ def _homes(name: str) -> Iterator[str]:
 
 def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
     """The tensors as their weights are when nothing is packed, which is how transformers' class has them."""
-    quantized = is_quantized(subject.hf_files.config)
-    return list((plain(subject.path).specs if quantized else names_of(subject)).values())
+    config = subject.hf_files.config
+    if not is_quantized(config):
+        return list(names_of(subject).values())
+    specs, built = plain(subject.path).specs, built_class(config)
+    if built is not None and built.joins_experts:
+        return [spec for step in fuse(specs, config, "").steps for spec in step.outputs]
+    return list(specs.values())
 
 
 def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from converters.config.dims import ModelDims
-from converters.planner import dims_of
+from converters.registry import named_family_of
 from verify.check import Skip
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
@@ -40,7 +40,7 @@ def engine_config(root: Path) -> Mapping[str, Any]:
 def engine_dims(config: Mapping[str, Any]) -> ModelDims:
     """The model of the engine's config. Raises Skip where CK101 says that it is broken, UnsupportedError for others."""
     try:
-        return dims_of(config)
+        return named_family_of(config).read_dims(config)
     except UnsupportedError:
         raise
     except (CkptkitError, TypeError, ValueError) as error:

@@ -30,13 +30,11 @@ _VOCABULARY = 64
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
     hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
-    for heads, groups in dict.fromkeys((one.heads, one.groups) for one in dims.attentions):
-        if heads % attention:
-            yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{heads}", hint)
-            break
-        if not dims.mla and groups % attention and attention % groups:
-            expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
-            yield Issue(expected, f"{groups}", hint)
+    if dims.heads % attention:
+        yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
+    elif not dims.mla and dims.groups % attention and attention % dims.groups:
+        expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
+        yield Issue(expected, f"{dims.groups}", hint)
     yield from _blocks(dims, config, cut)
     if cut.by == "vllm":
         return
@@ -167,15 +165,14 @@ def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterat
         for what, size, name, columns in sides if whole else ():
             yield _Side(what, size, ranks, dims.softmax_layers, f"self_attn.{name}", columns)
         return
-    for one in dims.attentions:
-        name = f"num_attention_heads {one.heads} x head_dim {one.head_dim}"
-        rows = _Side(name, one.heads * one.head_dim, ranks, one.layers, "self_attn.q_proj")
-        if merged:
-            yield replace(rows, size=rows.size * (1 + dims.attention_gate))
-            name, share = f"num_key_value_heads {one.groups} x head_dim {one.head_dim}", min(ranks, one.groups)
-            yield _Side(name, one.groups * one.head_dim, share, one.layers, "self_attn.k_proj")
-        if whole:
-            yield replace(rows, module="self_attn.o_proj", columns=True)
+    name, layers = f"num_attention_heads {dims.heads} x head_dim {dims.head_dim}", dims.softmax_layers
+    rows = _Side(name, dims.heads * dims.head_dim, ranks, layers, "self_attn.q_proj")
+    if merged:
+        yield replace(rows, size=rows.size * (1 + dims.attention_gate))
+        name, share = f"num_key_value_heads {dims.groups} x head_dim {dims.head_dim}", min(ranks, dims.groups)
+        yield _Side(name, dims.groups * dims.head_dim, share, layers, "self_attn.k_proj")
+    if whole:
+        yield replace(rows, module="self_attn.o_proj", columns=True)
 
 
 def sequence_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:

@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.formats.hf.reader import read_config
 from converters.open import open_megatron
 from converters.passthrough import passthrough_beside
-from converters.registry import FAMILIES
+from converters.registry import family_of
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
@@ -163,7 +163,7 @@ def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
     For a name without a class of its own an engine would take transformers' class, and to find it run the Python files
     that `auto_map` names, which come with the checkpoint.
     """
-    wanted, named = FAMILIES[config["model_type"]].architectures, config.get("architectures")
+    wanted, named = family_of(config).architectures, config.get("architectures")
     if named not in [[one] for one in wanted]:
         raise Unable(
             f"config.json has architectures {named!r:.80}, not ['{wanted[0]}']: {engine.label} would run another "
@@ -176,7 +176,7 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
 
     The engine builds the tower, and a Megatron language model has no weights for it.
     """
-    carried = FAMILIES[config["model_type"]].carried
+    carried = family_of(config).carried
     if subject.is_hf or not carried or "vision_config" not in config:
         return
     opened = open_megatron(subject.location, subject.hf_path)

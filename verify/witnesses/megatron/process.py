@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.isolation import end_with_parent
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.config.dims import ModelDims
@@ -35,7 +36,6 @@ from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from verify.witnesses.megatron.slices import Position, compare_all
 from verify.witnesses.process import codec
 from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.process.sandbox import end_with_parent
 from verify.witnesses.reference.job import Judged, judged
 
 with importing_megatron():

@@ -7,7 +7,6 @@ runs MODULE as `python -m` would. Linux only, as the witnesses are.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import re
@@ -20,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckptkit.core.isolation import PACKAGES_HOME, is_withheld, isolated, start_python
+from ckptkit.core.isolation import end_with_parent, offline, start_python
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.memory import session_members
 
@@ -32,13 +31,10 @@ _FRAMES = 3
 
 def environment(**more: str) -> dict[str, str]:
     """This process's variables without secrets, with `more`: offline, on the loopback interface, and without TF32."""
-    public = {name: value for name, value in os.environ.items() if not is_withheld(name, value)}
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
-    # A token may also lie in the user's home directory.
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}
     # Some containers turn on TF32, which rounds the factors of float32 to 10 bits of mantissa.
     exact = {"NVIDIA_TF32_OVERRIDE": "0", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "0"}
-    return isolated(public, PACKAGES_HOME) | loopback | offline | exact | more
+    return offline() | loopback | exact | more
 
 
 def start(
@@ -80,13 +76,6 @@ def stuck_at(log: Path) -> str:
         return ""
     frames = [line.strip() for line in lines[starts[-1] + 1 :][:_FRAMES] if line.startswith("  File ")]
     return f"; it was at {one_line(' | '.join(frames))}"
-
-
-def end_with_parent(parent: int) -> None:
-    """Has the kernel kill this process when its parent, the process `parent`, ends (prctl(2), PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended meanwhile
-        os._exit(1)
 
 
 def main() -> None:

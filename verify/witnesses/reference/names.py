@@ -6,12 +6,10 @@ tensors of the stored names and shapes through transformers' own renaming, as `f
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +20,7 @@ from transformers import modeling_utils
 from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from quant.selection.meta_model import hub_offline
+from converters.class_in_transformers import class_for, config_for, hub_offline, is_model
 from verify.witnesses.process.exit_report import Phase, PhaseLog, described, is_verdict, run_job
 from verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
@@ -44,20 +42,15 @@ def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
 
 def load_names(job: NamesJob) -> NamesReport:
     """Loads names and shapes into the class. Raises what transformers raises about a config."""
-    home = Path(job.report).parent / "config"
-    home.mkdir()
-    (home / "config.json").write_text(json.dumps(_without_code(job.config)))
-    if job.config["model_type"] not in transformers.CONFIG_MAPPING:
-        return NamesReport()
-    config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
-    if (model_class := _class_of(config)) is None:
+    config = config_for(job.config)
+    if config is None or (model_class := class_for(config)) is None:
         return NamesReport()
     report = _loaded(model_class, config, job.tensors)
     if 2 * len(report.missing) <= len(report.own):
         return report
     module = import_module(model_class.__module__)
     for other in (getattr(module, name) for name in module.__all__ if not name.endswith("PreTrainedModel")):
-        if _is_model(other) and other.config_class is type(config) and other is not model_class:
+        if is_model(other) and other.config_class is type(config) and other is not model_class:
             found = _loaded(other, config, job.tensors)
             if found.own and not (found.missing or found.unexpected or found.other_shapes or found.errors):
                 return replace(report, fits=other.__name__)
@@ -110,19 +103,6 @@ def _aliases(model: Any, stored: Mapping[str, object]) -> dict[str, list[str]]:
     return found
 
 
-def _without_code(config: Any) -> Any:
-    """A part of a config without the keys that name code: classes of a repository, or implementations from a hub."""
-    if isinstance(config, list):
-        return [_without_code(one) for one in config]
-    if not isinstance(config, dict):
-        return config
-    return {
-        key: _without_code(value)
-        for key, value in config.items()
-        if key != "auto_map" and not key.endswith("implementation")
-    }
-
-
 @contextmanager
 def _recorded() -> Iterator[list[Any]]:
     """What transformers would log of each load and, where it cannot convert tensors, end with.
@@ -143,20 +123,6 @@ def _last_words(text: str) -> str:
     lines = text.strip().splitlines()
     said = [line for line in lines if line and not line.startswith((" ", "Traceback", "Error"))]
     return one_line(said[-1] if said else text)
-
-
-def _class_of(config: Any) -> Any | None:
-    """transformers' class that `architectures` names first, or that of a causal model; None: it has neither."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    if not config.architectures:
-        return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
-    found = getattr(transformers, str(config.architectures[0]), None)
-    return found if _is_model(found) else None
-
-
-def _is_model(found: Any) -> bool:
-    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
 if __name__ == "__main__":

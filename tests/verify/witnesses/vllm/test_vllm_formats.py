@@ -12,58 +12,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from families import CASES, HF_CASES
-from families.case import save
+from families import CASES
 from support.nightly import collected, daily
 from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, values
 from support.sglang_matrix import troubles
 from support.sglang_runs import Case, checked
-from support.sglang_sizes import widened
 from support.vllm_families import CLEAN, LEFT_OUT, NEWER
 from support.vllm_runs import run_cases
 
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
-from quant.schemes.floats import FloatScheme
-from quant.schemes.registry import Scheme
-from quant.schemes.w4a16 import int4_scheme
 from verify.report import CheckResult
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.vllm.facts import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-Pair = tuple[str, str]
 FORMS = (FP8, *(form for form in INT4 if "qmax7" not in form))
 KEY_OF_RELEASES = "qwen3_vl_moe"  # transformers 5 does not write `norm_topk_prob`, which its releases have
 EVERY_FORM = ("qwen3-untied", "qwen3_moe", "deepseek_v3")
 NO_EXPERTS_IN_ROWS = "compressed_tensors_moe_wna16.py"  # there 0.33 asserts that experts have groups
 AT_ONCE = 36  # starting vLLM takes half a minute
 
-# What `quantize` writes of models that no released Megatron loads, whose experts are joined or stacked in the release.
-NEW = ("granitemoehybrid", "granite-4-dense-tied", "gemma4", "gemma4-small-as-released", "minimax_m3_vl")
-SCHEMES: Mapping[str, Scheme] = {
-    "w4a16": int4_scheme(group_size=32),
-    "fp8-block": FloatScheme("fp8-block"),
-    **{name: FloatScheme(name) for name in ("fp8-channel", "mxfp4", "nvfp4")},
-}
-# vLLM 0.26 takes stacked experts for quantized where a layer beside them is; it joins the indexer's projections to
-# those of attention, and has no place for their scales of a whole tensor.
-QUOTED = {
-    ("step3p5", "nvfp4"): "The size of tensor a (64) must match the size of tensor b (128)",
-    ("minimax_m3_vl", "nvfp4"): "in _shard_id_as_int",
-}
-# Its class takes these scales for those of MXFP8, and drops them, which `quantize` says.
-DROPPED = ("minimax_m3_vl", "fp8-block")
-PAIRS = [
-    *((name, scheme) for name in NEW for scheme in SCHEMES),
-    ("minimax_m3_vl", "mxfp8"),
-    *(("step3p5", scheme) for scheme in ("fp8-channel", "mxfp4", "nvfp4")),
-    ("deepseek_v4", "fp8-block"),
-]
-DAILY_PAIRS = [("granitemoehybrid", "mxfp4"), ("minimax_m3_vl", "mxfp4"), ("deepseek_v4", "fp8-block")]
 MODELS = [name for name in CASES if name in CLEAN or name in LEFT_OUT or name == KEY_OF_RELEASES]
 CELLS = {str(cell): cell for name in MODELS for form in FORMS for cell in [Cell(name, "wide", form, "HF")]}
 DAILY = [label for label, cell in CELLS.items() if cell.format in (FP8, "INT4 32 minmax") or cell.model in EVERY_FORM]
@@ -164,49 +135,6 @@ def test_every_part_is_where_vllm_keeps_it(label: str, found: Outcomes) -> None:
     assert outcome.run.report is not None, outcome.run
     assert (outcome.wrong, outcome.builds.status) == ([], "passed")
     assert (outcome.run.draft_crash, outcome.run.draft_error) == (None, None)
-
-
-@pytest.fixture(scope="module")
-def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Pair, Outcome]:
-    """What vLLM makes of the pairs that are asked for."""
-    root = tmp_path_factory.mktemp("written")
-    (root / "runs").mkdir()
-    cases: dict[str, Case] = {}
-    for model, scheme in (pair for pair in PAIRS if pair in collected(request, "pair")):
-        if not (root / model).exists():
-            save(model, HF_CASES[model] if model == "step3p5" else widened(model), root / model, torch.bfloat16)
-        out = root / f"{model}, {scheme}"
-        quantize(root / model, out, SCHEMES.get(scheme) or FloatScheme(scheme), readers=("vllm",))
-        cases[out.name] = Case(out)
-    found: dict[Pair, Outcome] = {}
-    for name, run in run_cases(cases, root / "runs").items():
-        model, _, scheme = name.partition(", ")
-        # Draft layers of Step-3.5 are not looked at: vLLM does not build that class.
-        drafts = ("model.layers.12.", "model.layers.13.") if model == "step3p5" else ("\0",)
-        seen = [] if run.report is None else troubles(run.report, values(cases[name]), False)
-        wrong = [one for one in seen if not one[0].startswith(drafts)]
-        found[model, scheme] = Outcome("", run, wrong=wrong, builds=checked(cases[name], run, VLLM)[0]["CK521"])
-    return found
-
-
-@pytest.mark.parametrize("pair", daily(PAIRS, DAILY_PAIRS), ids=", ".join)
-def test_what_quantize_writes_of_new_families_is_where_vllm_keeps_it(
-    pair: Pair, written: Mapping[Pair, Outcome]
-) -> None:
-    outcome = written[pair]
-    assert outcome.run is not None
-    if pair in QUOTED:
-        assert QUOTED[pair] in f"{outcome.run.crash}{outcome.run.unable}"
-        return
-    assert outcome.run.report is not None, outcome.run
-    if pair == DROPPED:
-        assert (
-            "language_model.model.layers.0.self_attn.o_proj.weight_scale_inv",
-            "5 of 5 elements were never written: the checkpoint gave it, vLLM dropped it",
-        ) in outcome.wrong
-        return
-    assert outcome.builds is not None
-    assert (outcome.wrong, outcome.builds.status) == ([], "passed")
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"])

@@ -1,0 +1,215 @@
+"""A family for a model of any other `model_type`, from transformers' own class: HF names alone, none of Megatron's.
+
+The class is built by `converters.class_in_transformers` in a process of its own, so this needs torch and transformers
+installed, and seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ckptkit.core.errors import CkptkitError, UnknownModelError
+from ckptkit.core.isolation import offline, start_python
+from ckptkit.formats.hf.side_files import without_quantization
+from converters.config.dims import ModelDims
+from converters.family import FusedExperts, ModelFamily, Release
+from converters.hf_names import tail
+from converters.known_classes import KNOWN, Known
+from converters.rules import ParamMapping
+
+_LIMIT_S = 600  # importing transformers on a busy machine, and building a large class
+_LAYER = re.compile(r"(.*?)(?:layers|h|blocks|block)\.\d+\.")
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_HINT = "update transformers, or repair config.json"
+
+
+@dataclass(frozen=True)
+class BuiltTensor:
+    """A tensor as transformers saves it; `own`: its name in the class.
+
+    `kind`: of its module, as in `ParamMapping`. `is_linear`: it is the weight of a Linear layer, a router's too.
+    `module_class`: the class itself. `outside`: not of the language model.
+    """
+
+    name: str
+    own: str
+    shape: tuple[int, ...]
+    kind: str
+    is_linear: bool
+    module_class: str
+    outside: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the class holds all experts of a layer in one tensor that is no `weight`, however it is saved."""
+        return ".experts." in self.own and not self.own.endswith((".weight", "bias"))
+
+
+@dataclass(frozen=True, eq=False)
+class Built:
+    """What transformers' class of a model is made of.
+
+    `head`: the output embedding's weight, or nothing. `tied`: weights that repeat another, with that; all as they are
+    saved. `joins_experts`: it saves all experts of a layer in one tensor, and here they are one by one. `zero_norms`:
+    norm weights are stored minus one. `sizes`: those of the language model, by transformers' keys.
+    """
+
+    model_class: str
+    head: str
+    tensors: tuple[BuiltTensor, ...]
+    tied: Mapping[str, str]
+    joins_experts: bool
+    zero_norms: bool
+    sizes: Mapping[str, int]
+
+
+def family_by_class(config: Mapping[str, Any]) -> ModelFamily | None:
+    """The family of the model that a config describes; None where transformers has no class for it, or is not there.
+
+    Raises CkptkitError where transformers refuses the config, UnknownModelError where it gives no answer.
+    """
+    configs = KNOWN.get(str(config.get("model_type")), Known()).configs(config)
+    several = tuple(built for one in configs if (built := built_class(one)) is not None)
+    return family_from(several, str(config["model_type"])) if several else None
+
+
+def built_class(config: Mapping[str, Any]) -> Built | None:
+    """What transformers' class of a config is made of. None and errors as `family_by_class`."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or any(find_spec(one) is None for one in ("torch", "transformers")):
+        return None
+    return _built(json.dumps(without_quantization(config), sort_keys=True), model_type)
+
+
+@lru_cache(maxsize=16)  # several questions are asked of one model
+def _built(text: str, model_type: str) -> Built | None:
+    with TemporaryDirectory(prefix="ckptkit-class-") as scratch:
+        job, report, log = (Path(scratch) / name for name in ("config.json", "report.json", "log"))
+        job.write_text(text)
+        words = ["-m", "converters.class_in_transformers", str(os.getpid()), str(job), str(report)]
+        with log.open("wb") as output:
+            process = start_python(words, Path(scratch), offline(), stdout=output, stderr=output)
+        try:
+            process.wait(_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            reason = f"it did not answer within {_LIMIT_S} s"
+        else:
+            reason = f"its process ended with exit code {process.returncode}"
+        finally:
+            process.kill()
+            process.wait()
+        if not report.exists():
+            message = (
+                f"config.json: of model_type {model_type!r} nothing is known: transformers gave no answer, {reason}"
+            )
+            raise UnknownModelError(message, f"run `{sys.executable} -c 'import transformers'` to see whether it works")
+        found = json.loads(report.read_text())
+    if "refused" in found:
+        what = f"transformers cannot build model_type {model_type!r} from config.json"
+        raise CkptkitError(f"{what}: {found['refused']}", _HINT)
+    return built_from(found) if found else None
+
+
+def built_from(found: Mapping[str, Any]) -> Built:
+    """What `converters.class_in_transformers.describe` found."""
+    tensors = tuple(BuiltTensor(**one | {"shape": tuple(one["shape"])}) for one in found["tensors"])
+    return Built(**{**found, "tensors": tensors})
+
+
+@lru_cache(maxsize=16)
+def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
+    """The family of models of a class, with tensors that only others of `several` have."""
+    built, names = several[0], {one.name for one in several[0].tensors}
+    more = (one for other in several[1:] for one in other.tensors if one.name not in names)
+    built = replace(built, tensors=(*built.tensors, *more))
+    head = built.head or "lm_head.weight"
+    repeated: dict[str, tuple[str, ...]] = {}
+    for name, source in built.tied.items():
+        repeated[source] = (*repeated.get(source, ()), name)
+    within = [tensor for tensor in built.tensors if not tensor.outside]
+    rules = tuple(
+        ParamMapping(one.name, {one.name: one.shape}, kind=one.kind, copies=repeated.get(one.name, ()))
+        for one in within
+    )
+    linears = [tensor for tensor in built.tensors if tensor.is_linear]
+    spelled = {_module(one.own) for one in linears if not one.is_fused}
+    spelled |= {_module(one.name) for one in linears if one.outside}
+    towers = _prefixes([one.name for one in built.tensors if one.outside], [*(one.name for one in within), head])
+    dims = _dims(built, head)
+    release = Release(
+        root=dims.root,
+        head=head.removesuffix(".weight"),
+        nested=bool(towers),
+        flat=True,
+        linears_outside=lambda _: spelled,
+        classes={one.kind: one.module_class for one in within if one.name.endswith(".weight") and not one.is_linear},
+        stacked=tuple(dict.fromkeys(tail(_module(one.name)) for one in within if _is_stacked(one))),
+        routers=tuple(_module(one.name) for one in linears if one.kind == "Router"),
+    )
+    known = KNOWN.get(model_type, Known())
+    family = ModelFamily(
+        (model_type,),
+        (built.model_class,),
+        lambda _: dims,
+        lambda _: rules,
+        carried=towers,
+        fused=FusedExperts(always=any(one.is_fused and not one.is_linear for one in within)),
+        release=replace(release, **known.release),
+    )
+    return replace(family, **known.family)
+
+
+def _is_stacked(tensor: BuiltTensor) -> bool:
+    """Whether it is a `weight` that holds all experts of a layer."""
+    return len(tensor.shape) == 3 and tensor.name.endswith(".weight") and "Conv" not in tensor.kind
+
+
+def _module(weight: str) -> str:
+    return weight.removesuffix(".weight")
+
+
+def _dims(built: Built, head: str) -> ModelDims:
+    """The sizes that HF checkpoints are read with; of Megatron's there are none."""
+    sizes = dict.fromkeys(_SIZES, 1) | {key: size for key, size in built.sizes.items() if size > 0}
+    heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    layer = next((match for one in built.tensors if not one.outside and (match := _LAYER.match(one.name))), None)
+    return ModelDims(
+        layers=sizes["num_hidden_layers"],
+        hidden=sizes["hidden_size"],
+        heads=heads,
+        groups=heads if heads % groups else groups,
+        head_dim=sizes["head_dim"],
+        ffn=1,
+        vocab=sizes["vocab_size"],
+        tied=head in built.tied,
+        norm_eps=1e-6,
+        rope_theta=10000.0,
+        rotary_fraction=1.0,
+        rope_scaling=None,
+        max_positions=1,
+        initializer_range=0.02,
+        root=layer[1] if layer else "model.",
+        head=head,
+        norm_offset=built.zero_norms,
+    )
+
+
+def _prefixes(outside: Iterable[str], inside: Iterable[str]) -> tuple[str, ...]:
+    """The shortest starts of names, of modules as a whole, that cover those outside and none inside."""
+    taken = {start for name in inside for start in _starts(name)}
+    return tuple(dict.fromkeys(next((one for one in _starts(name) if one not in taken), name) for name in outside))
+
+
+def _starts(name: str) -> list[str]:
+    return [name[: at + 1] for at, letter in enumerate(name) if letter == "."]

@@ -1,0 +1,229 @@
+"""Builds transformers' own class of a model on the meta device: no weights, no network, no code of the checkpoint.
+
+As a program, `python -m converters.class_in_transformers PARENT CONFIG.json REPORT.json`, it writes down what the class
+is made of, for `converters.by_class`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import constants
+from torch import nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations import hub_kernels
+from transformers.models.auto import modeling_auto
+
+from ckptkit.core.errors import words_of
+from ckptkit.core.isolation import end_with_parent
+
+_OFFLINE = Lock()
+_KERNELS = ("causal-conv1d", "falcon_mamba-ssm", "mamba-ssm")
+_ROUTERS = ("router", "gating", "topk")  # in the name of a class that chooses experts
+# What transformers' `use_experts_implementation` says of experts in the usual layout.
+_USUAL = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+
+
+@contextmanager
+def hub_offline() -> Iterator[None]:
+    """Lets no request to the Hugging Face hub through. The switch is the process's, so builds take turns.
+
+    Mixers of some classes ask the hub for kernels; an empty module stands for each meanwhile.
+    """
+    with _OFFLINE:
+        before, kernels = constants.HF_HUB_OFFLINE, dict(hub_kernels._KERNEL_MODULE_MAPPING)
+        constants.HF_HUB_OFFLINE = True
+        hub_kernels._KERNEL_MODULE_MAPPING.update({name: ModuleType(name) for name in _KERNELS})
+        try:
+            yield
+        finally:
+            constants.HF_HUB_OFFLINE = before
+            hub_kernels._KERNEL_MODULE_MAPPING.clear()
+            hub_kernels._KERNEL_MODULE_MAPPING.update(kernels)
+
+
+def config_for(content: Mapping[str, Any]) -> Any | None:
+    """transformers' config of a config.json, without the keys that name code; None where it has no class for it."""
+    if content.get("model_type") not in transformers.CONFIG_MAPPING:
+        return None
+    with TemporaryDirectory(prefix="ckptkit-config-") as home:
+        (Path(home) / "config.json").write_text(json.dumps(_without_code(content)))
+        return transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
+
+
+def _without_code(config: Any) -> Any:
+    """A part of a config without the keys that name code: classes of a repository, or implementations from a hub."""
+    if isinstance(config, list):
+        return [_without_code(one) for one in config]
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: _without_code(value)
+        for key, value in config.items()
+        if key != "auto_map" and not key.endswith("implementation")
+    }
+
+
+def class_for(config: Any) -> Any | None:
+    """transformers' class that `architectures` names first, or that of a language model; None: it has neither."""
+    if not config.architectures:
+        classes = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING)
+        return next((known[type(config)] for known in classes if type(config) in known), None)
+    found = getattr(transformers, str(config.architectures[0]), None)
+    return found if is_model(found) else None
+
+
+def is_model(found: Any) -> bool:
+    """Whether this is a class of a model."""
+    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+
+
+def describe(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class of a config.json is made of, as `converters.by_class.Built` has it; empty without a class."""
+    config = config_for(content)
+    model_class = None if config is None else class_for(config)
+    if model_class is None:
+        return {}
+    with hub_offline(), torch.device("meta"):
+        model = model_class._from_config(config, attn_implementation="eager", experts_implementation="eager")
+    text = model.config.get_text_config(decoder=True)
+    modules = dict(model.named_modules())
+    names = {id(module): name for name, module in modules.items()}
+    decoder, head = names.get(id(model.get_decoder()), ""), model.get_output_embeddings()
+    state = model.state_dict()
+    plain = revert_weight_conversion(model, dict(state))
+    saved = _saved(model, state, plain)
+    tied = {one: source for one, source in model.all_tied_weights_keys.items() if one != source}
+    lm_head = "" if head is None else f"{names[id(head)]}.weight"
+    begin = f"{decoder}." if decoder else ""
+    tensors = [
+        {
+            "name": name,
+            "own": own,
+            "shape": shape,
+            "kind": _kind(modules, own, name),
+            "is_linear": _is_linear(modules[own.rpartition(".")[0]], own, name),
+            "module_class": type(modules[own.rpartition(".")[0]]).__name__,
+            "outside": not own.startswith(begin) and own != lm_head,
+        }
+        for own, outputs in saved.items()
+        if own not in tied
+        for name, shape in outputs.items()
+    ]
+    return {
+        "model_class": model_class.__name__,
+        "head": next(iter(saved.get(lm_head, {})), ""),
+        "tensors": tensors,
+        "tied": {name: next(iter(saved[source])) for one, source in tied.items() for name in saved[one]},
+        "joins_experts": any(name not in plain for names in saved.values() for name in names),
+        "zero_norms": any(_starts_at_zero(model, one) for name, one in modules.items() if name.startswith(begin)),
+        "sizes": {key: size for key in _SIZES if type(size := getattr(text, key, None)) is int},
+    }
+
+
+def _saved(
+    model: Any, tensors: Mapping[str, Any], everything: Mapping[str, Any]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The names and shapes under which transformers saves each tensor of its class; `everything`: what it saves.
+
+    Raises ValueError where it makes one tensor of those of several modules.
+    """
+    plain = {id(tensor): name for name, tensor in everything.items()}
+    found = {own: {plain[id(one)]: tuple(one.shape)} for own, one in tensors.items() if id(one) in plain}
+    rest = {own: one for own, one in tensors.items() if own not in found}
+    for own, one in rest.items():
+        made = revert_weight_conversion(model, {own: one})
+        if not made.keys() <= everything.keys():
+            raise ValueError(f"{own} is saved together with others, as {', '.join(sorted(made))}")
+        found[own] = {name: tuple(part.shape) for name, part in made.items()}
+    modules = dict(model.named_modules())
+    return {own: dict(_one_by_one(modules[own.rpartition(".")[0]], found[own])) for own in tensors}
+
+
+def _one_by_one(module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of saved tensors, with one for each expert of those whose layout is the usual one.
+
+    That is [experts, rows, columns], the rows of gate above those of up (`converters.experts`).
+    """
+    flags = {key: getattr(module, key, None) for key in _USUAL}
+    for name, shape in saved.items():
+        block, _, leaf = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(leaf, ())
+        if not parts or len(shape) != 3 or flags != _USUAL:
+            yield name, shape
+            continue
+        for expert in range(shape[0]):
+            yield from ((f"{block}.{expert}.{one}.weight", (shape[1] // len(parts), shape[2])) for one in parts)
+
+
+def _is_linear(module: nn.Module, own: str, saved: str) -> bool:
+    """Whether a saved tensor is the weight of a Linear layer, or that of one expert of several in a tensor."""
+    leaf = own.rpartition(".")[2]
+    single = leaf != "weight" and saved.endswith(".weight") and getattr(module, leaf).ndim == 3
+    return single or (isinstance(module, nn.Linear) and leaf == "weight")
+
+
+def _kind(modules: Mapping[str, nn.Module], own: str, saved: str) -> str:
+    """What `converters.rules.ParamMapping` calls the module of a saved tensor; else its class."""
+    name = own.rpartition(".")[0]
+    module, parent, leaf = modules[name], *name.rpartition(".")[::2]
+    names = type(module).__name__.lower(), type(modules[parent]).__name__.lower()
+    beside = isinstance(module, nn.Linear) and not leaf.endswith("_proj") and _has_experts(modules[parent])
+    if beside or any(word in one for word in _ROUTERS for one in names):
+        return "Router"
+    if _is_linear(module, own, saved):
+        return "Linear"
+    return "Embedding" if isinstance(module, nn.Embedding) else type(module).__name__
+
+
+def _has_experts(block: nn.Module) -> bool:
+    return any(_holds_experts(name, module) for name, module in block.named_children())
+
+
+def _holds_experts(name: str, module: nn.Module) -> bool:
+    stacked = any(one.ndim == 3 for one in module.parameters(recurse=False)) and not _is_convolution(module)
+    return stacked or (name == "experts" and isinstance(module, nn.ModuleList))
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    return isinstance(module, nn.modules.conv._ConvNd)
+
+
+def _starts_at_zero(model: Any, module: nn.Module) -> bool:
+    """Whether the class begins a norm with weights of zero, because it adds one to what is stored."""
+    weight = getattr(module, "weight", None)
+    if "norm" not in type(module).__name__.lower() or not isinstance(weight, nn.Parameter):
+        return False
+    module.weight = nn.Parameter(torch.full(weight.shape, 7.0))
+    model._init_weights(module)
+    return not bool(module.weight.any())
+
+
+def main() -> None:
+    """Writes down what the class of a config is made of, or why transformers refuses it."""
+    end_with_parent(int(sys.argv[1]))
+    transformers.logging.set_verbosity_error()
+    try:
+        found = describe(json.loads(Path(sys.argv[2]).read_text()))
+    except (ImportError, MemoryError, NotImplementedError):  # say nothing about the config
+        raise
+    except Exception as error:  # noqa: BLE001 - what a class says of its config in words of its own is the answer
+        found = {"refused": words_of(error)[:300]}
+    report = Path(sys.argv[3])
+    report.with_suffix(".partial").write_text(json.dumps(found))
+    report.with_suffix(".partial").rename(report)
+
+
+if __name__ == "__main__":
+    main()
