@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec, summarize
+from verify.evidence.compare import TensorDiff, common_dtype, compare
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import parts_apart
 from verify.evidence.moved import Stages, explain_moves, group_pairs
@@ -19,7 +19,6 @@ from verify.evidence.reading import threads
 from verify.evidence.values import common_groups
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
@@ -38,7 +37,7 @@ class Pair:
     content_b: Content | None
     state: State
     constant: bool = False  # every element of a side is the same number: equal bits under another name prove nothing
-    distance: Distance | None = None  # of differing tensors of one shape
+    distance: TensorDiff | None = None  # of differing tensors of one shape
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +100,7 @@ def _pair(name: str, spec_a: TensorSpec | None, spec_b: TensorSpec | None, a: Te
     content_a, content_b = content_of(narrow_a), content_of(narrow_b)
     if content_a == content_b and narrow_a.dtype == narrow_b.dtype:
         return Pair(name, spec_a, spec_b, content_a, content_b, "cast")
-    far = distance(a, b) if a.shape == b.shape else None
+    far = compare(name, a, b, common_dtype(a, b)) if a.shape == b.shape else None
     return Pair(name, spec_a, spec_b, content_a, content_b, "differing", _constant(a), far)
 
 
@@ -179,103 +178,3 @@ def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Move]:
 
 def _move(text: str, names: Sequence[str], whose: Mapping[str, str]) -> Move:
     return Move(text, tuple(names), tuple(whose[name] for name in names))
-
-
-_PIECE = 1 << 16  # elements: their float64 copies stay in a core's cache
-
-
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """How two tensors a and b differ, with d = a - b in float64."""
-
-    elements: int
-    unequal: int  # elements that differ in a bit, after a cast to the dtype that both are compared in
-    not_finite: int  # unequal elements of which one is NaN or infinite
-    largest: float  # max |d| of the other elements
-    mean: float  # mean |d| of the other elements
-    cosine: float | None  # of a and b as vectors; None where one of them is zero or not finite
-    std: float  # standard deviation of a; NaN where a is not finite
-
-    @property
-    def relative(self) -> float:
-        """Mean |d| in standard deviations of a; infinite where a is constant, or an unequal element is not finite."""
-        return self.mean / self.std if self.std > 0 and not self.not_finite else math.inf
-
-
-@dataclass
-class _Sums:
-    unequal: int = 0
-    not_finite: int = 0
-    largest: float = 0.0
-    differences: float = 0.0
-    squares: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])  # of a and b, and their product
-    total: float = 0.0
-
-    def add(self, a: Tensor, b: Tensor, unequal: Tensor) -> None:
-        """Adds a piece: both sides in float64, and which of their elements are unequal."""
-        d = (a - b).abs_()
-        largest = float(d.max())
-        if not math.isfinite(largest):
-            finite = d.isfinite()
-            self.not_finite += int((unequal & ~finite).sum())
-            d = d[finite]
-            largest = float(d.max()) if d.numel() else 0.0
-        self.unequal += int(unequal.count_nonzero())
-        self.largest = max(self.largest, largest)
-        self.differences += float(d.sum())
-        self.total += float(a.sum())
-        for index, (one, other) in enumerate(((a, a), (b, b), (a, b))):
-            self.squares[index] += float(one @ other)
-
-
-def distance(a: Tensor, b: Tensor) -> Distance:
-    """The distance of two contiguous tensors of one shape, of any dtypes."""
-    import torch
-
-    sums = _Sums()
-    for left, right in zip(_pieces(a), _pieces(b), strict=True):
-        wide = left.to(torch.float64), right.to(torch.float64)
-        sums.add(*wide, _unequal(left, right))
-    aa, bb, ab = sums.squares
-    count = max(1, a.numel() - sums.not_finite)
-    length = math.sqrt(aa) * math.sqrt(bb) if aa >= 0 and bb >= 0 else math.nan
-    variance = aa / a.numel() - (sums.total / a.numel()) ** 2 if a.numel() else 0.0
-    return Distance(
-        elements=a.numel(),
-        unequal=sums.unequal,
-        not_finite=sums.not_finite,
-        largest=sums.largest,
-        mean=sums.differences / count,
-        cosine=max(-1.0, min(1.0, ab / length)) if 0 < length < math.inf else None,
-        std=math.sqrt(max(0.0, variance)) if math.isfinite(variance) else math.nan,
-    )
-
-
-def _pieces(tensor: Tensor) -> list[Tensor]:
-    import torch
-
-    if not tensor.numel():
-        return []  # torch.split makes an empty piece, which has no maximum
-    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return list(torch.split(real.reshape(-1), _PIECE))
-
-
-def _unequal(a: Tensor, b: Tensor) -> Tensor:
-    """Which elements differ: in their bits, where both are of one dtype or can be cast to one; else as numbers."""
-    from verify.evidence.extremes import as_integers
-
-    if a.dtype == b.dtype:
-        return as_integers(a) != as_integers(b)
-    if (dtype := common_dtype(a, b)) is not None:
-        return as_integers(a.to(dtype)) != as_integers(b.to(dtype))
-    return a.double() != b.double()
-
-
-def common_dtype(a: Tensor, b: Tensor) -> torch.dtype | None:
-    """The narrower of the two dtypes, where both are floats of 16 bits or more and of different widths; else None."""
-    import torch
-
-    floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    if a.dtype not in floats or b.dtype not in floats or a.dtype.itemsize == b.dtype.itemsize:
-        return None
-    return min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)

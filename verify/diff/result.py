@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.specs import fold
-from verify.diff.pairs import Distance, Move, Pair
+from verify.diff.pairs import Move, Pair
+from verify.evidence.compare import TensorDiff
 from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"
@@ -146,7 +147,7 @@ def _side(pair: Pair) -> Iterator[tuple[str, Any]]:
             yield side, {"dtype": spec.dtype, "shape": list(spec.shape)}
 
 
-def _numbers(far: Distance | None) -> dict[str, Any]:
+def _numbers(far: TensorDiff | None) -> dict[str, Any]:
     if far is None:
         return {}
     return {

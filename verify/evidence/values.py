@@ -1,4 +1,4 @@
-"""Measures what a group of tensors holds, and how it differs from the source: digests, extremes and differences."""
+"""The pass over all tensors of both sides: measures each, and compares it with the source's."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import View
-from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.experts import is_fused, unfuse
 from converters.megatron.legacy import LegacyCheckpoint
-from verify.evidence.extremes import Extremes, as_integers, digest_of, extremes, same_bytes
+from verify.evidence.compare import TensorDiff, compare
+from verify.evidence.extremes import Extremes, digest_of, extremes, same_bytes
 from verify.evidence.plain import as_release
 from verify.evidence.subject import Subject
 
@@ -24,28 +24,6 @@ if TYPE_CHECKING:
 
 Groups = Sequence[tuple[str, ...]]
 
-_PIECE = 1 << 24  # elements of a tensor that are compared at a time
-_RUNS = 6  # runs of rows that are named one by one
-_SHORT = 32  # elements of a row
-_NEXT_TO_ZERO = 0.1  # of the length of the usual row
-_COUNTED = 1 << 16  # elements up to which distinct values are counted: router biases, not matrices
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How a tensor differs from its source."""
-
-    source: TensorSpec
-    actual: TensorSpec
-    unequal: int  # elements, after the source is cast
-    largest: float  # the largest gap
-    distinct_source: int  # distinct values, of small tensors only
-    distinct_actual: int
-    rows: str = ""  # rows with unequal elements, `rows 3..5` or `row 7`; empty where that is every row, or none
-    shift: int = 0  # 1 or -1 where every element of a vector is that much more than the source's, rounded
-    unlike: int = 0  # rows of a matrix of floats that are further from the source's than training moves them
-    unlike_rows: str = ""  # the same, as `rows`
-
 
 @dataclass
 class Values:
@@ -53,7 +31,7 @@ class Values:
 
     stats: dict[str, Extremes] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)  # and why
-    differences: dict[str, Difference] = field(default_factory=dict)
+    differences: dict[str, TensorDiff] = field(default_factory=dict)
     compared: dict[str, int] = field(default_factory=dict)  # bytes of each tensor that the source has too
     only_source: list[str] = field(default_factory=list)
     only_here: list[str] = field(default_factory=list)
@@ -154,67 +132,5 @@ def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
         return
     digest = digest_of(origin)
     values.source_names[digest] = name
-    values.differences[name] = difference(name, tensor, origin)
-
-
-def difference(name: str, tensor: Tensor, origin: Tensor) -> Difference:
-    """How `tensor` differs from `origin`, which is cast to its dtype first: rounding alone is not a difference."""
-    source, actual = (TensorSpec.of(name, one) for one in (origin, tensor))
-    if source.shape != actual.shape:
-        return Difference(source, actual, tensor.numel(), float("nan"), 0, 0)
-    unequal, largest, width = 0, 0.0, tensor.numel() // len(tensor) if tensor.dim() > 1 and len(tensor) else 0
-    rows: set[int] = set()
-    for at, (found, true) in enumerate(zip(_pieces(tensor), _pieces(origin), strict=True)):
-        wrong = as_integers(true.to(found.dtype)) != as_integers(found)
-        unequal += int(wrong.sum())
-        rows |= set((wrong.nonzero().flatten().add(at * _PIECE) // width).tolist()) if width else set()
-        largest = max(largest, float((found.double() - true.double()).abs().max()))
-    few = origin.numel() <= _COUNTED
-    distinct = [len(set(one.reshape(-1).tolist())) if few else 0 for one in (origin, tensor)]
-    unlike = _unlike(tensor, origin)
-    named, unlike_named = (rows_named(some) if 0 < len(some) < len(tensor) else "" for some in (rows, unlike))
-    shift = _shift(tensor, origin)
-    numbers = source, actual, unequal, largest, distinct[0], distinct[1]
-    return Difference(*numbers, named, shift, len(unlike), unlike_named)
-
-
-def _shift(tensor: Tensor, origin: Tensor) -> int:
-    """1 or -1 where that was added to each element of a vector, as of norms that multiply by 1 + w; else 0."""
-    if tensor.dim() != 1 or not tensor.is_floating_point():
-        return 0
-    return next((by for by in (1, -1) if bool(((origin.float() + by).to(tensor.dtype) == tensor).all())), 0)
-
-
-def _unlike(tensor: Tensor, origin: Tensor) -> Collection[int]:
-    """The rows that are further from the source's row than zero is, but those that are short, or next to zero there.
-
-    Training moves a row by less than its length, and one that is next to zero anywhere.
-    """
-    import torch
-
-    if not (tensor.dim() > 1 and tensor.numel() and tensor.is_floating_point() and origin.is_floating_point()):
-        return ()
-    here, there = (one.reshape(len(one), -1) for one in (tensor, origin))
-    if (width := here.shape[1]) < _SHORT:
-        return ()
-    step, sums = max(1, _PIECE // width), []
-    for start in range(0, len(here), step):
-        one, other = (rows[start : start + step].float() for rows in (here, there))
-        sums.append(torch.stack([(one - other).norm(dim=1), other.norm(dim=1)]))
-    distance, length = torch.cat(sums, dim=1)
-    is_unlike = (distance > length) & (length > _NEXT_TO_ZERO * length.median())
-    return [int(row) for row in is_unlike.nonzero().flatten()]
-
-
-def rows_named(rows: Collection[int]) -> str:
-    """`rows 3..5,9`, or `row 7`; of many runs the first alone, with the number of rows."""
-    text = ranges(rows).strip("{}")
-    if text.count(",") >= _RUNS:
-        return f"rows {text.partition(',')[0]} and others, {len(rows)} in all"
-    return f"row{'s' * (len(rows) > 1)} {text}"
-
-
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Flat pieces, small enough that float64 copies of them do not matter."""
-    flat = tensor.contiguous().reshape(-1)
-    return [flat[start : start + _PIECE] for start in range(0, flat.numel(), _PIECE)]
+    # The source is cast first: rounding alone is not a difference.
+    values.differences[name] = compare(name, tensor, origin, tensor.dtype)

@@ -102,7 +102,7 @@ def test_nan_in_one_side_is_counted_and_leaves_finite_numbers() -> None:
 
 
 def test_differences_longer_than_a_piece_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.diff.pairs._PIECE", 7)
+    monkeypatch.setattr("verify.evidence.compare._PIECE", 7)
     a = random(100)
     b = a.clone()
     b[::10] += 1

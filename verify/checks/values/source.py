@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 
@@ -12,6 +11,7 @@ from converters.adapter import Adapter
 from quant.formats.part_names import PACKED, packed_in
 from verify.check import Skip, Tally, check
 from verify.checks.values.values import PARTS, UNREAD, counted
+from verify.evidence.compare import TensorDiff
 from verify.evidence.expected import fp32_names, is_cache_scale, is_quantized, tied_head_of, usable_config
 from verify.evidence.extremes import Extremes, digest_of, same_bytes
 from verify.evidence.floats.rounding import float_weights
@@ -20,7 +20,7 @@ from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Difference, Values, as_hf_view, source_as_hf
+from verify.evidence.values import Values, as_hf_view, source_as_hf
 from verify.issue import Issue
 from verify.report import Severity
 
@@ -85,7 +85,7 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     yield Issue("only tensors that the source has", "the source has no tensor of this name", hint, names=extra)
 
 
-def other_places(subject: Subject, wrong: Mapping[str, Difference]) -> Iterator[Issue]:
+def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[Issue]:
     """Tensors of `wrong` that have the bits of another tensor of the source, what one mistake explains together."""
     judged = subject.once(float_weights).judged | _judged_by_steps(subject)
     for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
@@ -117,7 +117,7 @@ def _renamed(
             left.remove(same[0])
 
 
-def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values) -> Iterator[Issue]:
+def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
     """Tensors that have neither the expected values nor those of another tensor."""
     hint = "convert again from the source; if that does not help, name the right --source"
     expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
@@ -161,7 +161,7 @@ def _transposed(subject: Subject, name: str) -> str | None:
 
 
 def _against_adapter(
-    subject: Subject, adapter: Adapter, wrong: Mapping[str, Difference], values: Values
+    subject: Subject, adapter: Adapter, wrong: Mapping[str, TensorDiff], values: Values
 ) -> Iterator[Issue]:
     """Tensors that are not those of base and adapter together: what was to be added, and whether anything was."""
     here, base = (as_hf_view(one, subject.path) for one in (subject.checkpoint, adapter.base))
@@ -194,15 +194,14 @@ def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool
     return len(wrong) > _MOST * len(compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds))
 
 
-def _is_trained(wrong: Mapping[str, Difference], values: Values) -> bool:
+def _is_trained(wrong: Mapping[str, TensorDiff], values: Values) -> bool:
     """Whether most matrices of most kinds differ, and each by as little as training moves it."""
     matrices = [name for name, one in values.stats.items() if one.rows > 1 and name in values.compared]
     moved = [name for name in matrices if name in wrong]
     kinds, moved_kinds = ({pattern_of(name) for name in names} for names in (matrices, moved))
     is_most = 2 * len(moved) > len(matrices) and len(moved_kinds) > max(_FEW, len(kinds) / 2)
     return is_most and all(
-        one.source.shape == one.actual.shape and not one.unlike and not _is_broken(values.stats[name])
-        for name, one in wrong.items()
+        one.same_shape and not one.unlike and not _is_broken(values.stats[name]) for name, one in wrong.items()
     )
 
 
@@ -245,16 +244,15 @@ def _origin_of(subject: Subject, name: str) -> str | None:
     """The source tensor whose values stand under this name, where there is one."""
     values = subject.once(read_values)
     stats, difference = values.stats[name], values.differences[name]
-    if _is_broken(stats) or difference.source.shape != difference.actual.shape:
+    if _is_broken(stats) or not difference.same_shape:
         return None
     return None if (found := values.source_names.get(stats.digest)) == name else found
 
 
-def _described(difference: Difference, name: str | None, stats: Extremes) -> str:
+def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str:
     """How a tensor differs; `name`: it is the worst of several."""
-    if difference.source.shape != difference.actual.shape:
+    if not difference.same_shape:
         return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
-    numel = math.prod(difference.actual.shape)
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
     where = f" in {name}" if name else ""
@@ -262,7 +260,7 @@ def _described(difference: Difference, name: str | None, stats: Extremes) -> str
     if difference.shift and not stats.constant:
         more = "more" if difference.shift > 0 else "less"
         return f"each element is 1 {more} than the source's{where}, as between norms that multiply by w and by 1 + w"
-    return f"{constant}{difference.unequal} of {numel} elements differ{where}{rows}, {by}"
+    return f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
 
 @check(
@@ -290,7 +288,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for names in group_by_pattern(found):
             severity, hint = _cast(before, after, state)
             first = values.differences[names[0]]
-            lost = f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}"
+            lost = ", {} distinct values became {} in {}".format(*first.distinct, names[0])
             yield Issue(before, after + lost * (state and severity == "error"), hint, names=names, severity=severity)
 
 

@@ -16,13 +16,14 @@ from ckptkit.core.specs import summarize
 from verify.check import Skip, Tally, check, without
 from verify.checks.values.source import other_names, other_places
 from verify.checks.values.values import UNREAD, VOCABULARY
+from verify.evidence.compare import TensorDiff
 from verify.evidence.expected import Expected, expected_of, is_quantized, usable_config
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Difference, Values
+from verify.evidence.values import Values
 from verify.issue import Issue
 
 _FLOATS = (*COMPUTED, "float64")
@@ -57,18 +58,18 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     judged = subject.once(float_weights).judged
     differing = {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
     for name, one in differing.items():
-        if one.source.shape != one.actual.shape:
+        if not one.same_shape:
             yield Issue(f"shape {list(one.source.shape)}", f"shape {list(one.actual.shape)}", names=[name])
     moved = list(other_places(subject, differing))
     yield from moved
     placed = {name for one in moved for name in one.names or ()}
-    left = {name: one for name, one in differing.items() if name not in placed and one.source.shape == one.actual.shape}
+    left = {name: one for name, one in differing.items() if name not in placed and one.same_shape}
     yield from _untouched(subject, left)
     yield from _unlike(left, values)
     yield from _still(values, tally)
 
 
-def _untouched(subject: Subject, differing: Mapping[str, Difference]) -> Iterator[Issue]:
+def _untouched(subject: Subject, differing: Mapping[str, TensorDiff]) -> Iterator[Issue]:
     """Values that no training moves."""
     indices = (subject.once(expected_of) or Expected({})).indices
     has_codes = is_quantized(usable_config(subject) or {})
@@ -83,7 +84,7 @@ def _untouched(subject: Subject, differing: Mapping[str, Difference]) -> Iterato
     yield Issue("the source's values, which no training moves", "other values", hint, names=names)
 
 
-def _unlike(differing: Mapping[str, Difference], values: Values) -> Iterator[Issue]:
+def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
     """Matrices with rows that are further from the source's than training moves them."""
     shares = {
         name: one.unlike / max(1, stats.rows)
@@ -109,7 +110,7 @@ def _is_words(name: str) -> bool:
     return name.endswith(VOCABULARY)
 
 
-def _describe(name: str, difference: Difference, stats: Extremes, count: int) -> str:
+def _describe(name: str, difference: TensorDiff, stats: Extremes, count: int) -> str:
     rows = f", {difference.unlike_rows}" if difference.unlike_rows else ""
     where = f" of {name}" if count > 1 else ""
     return f"{difference.unlike} of {stats.rows} rows{where}{rows}: they have little in common with the source's"

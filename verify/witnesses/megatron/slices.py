@@ -15,9 +15,9 @@ from ckptkit.core.checkpoint import Checkpoint
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
 from converters.ops.basic import Copy, GateUpInOne
 from converters.planner import Rule
+from verify.evidence.compare import rows_named
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import parts_apart, pattern_of
-from verify.evidence.values import rows_named
 from verify.witnesses.loading.bits import poisoned, unequal
 from verify.witnesses.megatron.job import TensorSeen
 
