@@ -32,7 +32,7 @@ from verify.evidence.expected import Expected, expected_of, is_cache_scale, tied
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
 from verify.evidence.folding import layer_of, layers_of, pattern_of
-from verify.evidence.moved import repeated_experts, repeated_layers, stages_of
+from verify.evidence.moved import repeated, stages_of
 from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.evidence.values import Values
@@ -237,9 +237,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if merged := layers_of(name for found in equal if _are_copies(found, origins) for name in found):
         tally.note(f"layers {ranges(merged)} repeat one another, as {_MERGED} says of the merge that made them")
         equal = [found for found in equal if not _are_copies(found, origins)]
-    layers = repeated_layers(equal, subject.once(stages_of))
-    experts = repeated_experts(found for found in equal if len(layers_of(found)) < len(found))
-    for one in (*layers, *experts):
+    for one in repeated(equal, subject.once(stages_of)):
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
         if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
