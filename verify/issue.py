@@ -54,7 +54,8 @@ class Issue:
                 file,
                 self.rank,
                 self.severity,
-                names=names.union(self.explains),
+                names=names,
+                explains=frozenset(self.explains),
             )
 
     def _folded(self) -> Iterator[tuple[str | None, int, frozenset[str]]]:

@@ -254,7 +254,8 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
     """
     by_anchor = dict(zip(anchors(findings), findings, strict=True))
     weights = {
-        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names) for anchor, one in by_anchor.items()
+        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names | one.explains)
+        for anchor, one in by_anchor.items()
     }
     causes: dict[str, str] = {}
 

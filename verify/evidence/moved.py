@@ -192,7 +192,9 @@ def _moved_parts(origins: Mapping[str, str]) -> Iterator[Moved]:
         key = kind if kind in ("experts", "layers") else "", frozenset(mapping.items())
         same[key] += [".".join(filter(None, (before, part, behind))) for part in mapping]
     for (kind, relation), names in same.items():
-        yield Moved(_relation(kind, dict(relation)), AGAIN, names)
+        numbers = sorted((int(there), int(here)) for here, there in relation if here.isdecimal() and there.isdecimal())
+        is_local = kind == "experts" and _numbered_by_rank([list(one) for one in zip(*numbers, strict=True)] or [[]])
+        yield Moved(_relation(kind, dict(relation)), _LOCAL if is_local else AGAIN, names)
 
 
 def _relation(kind: str, mapping: Mapping[str, str]) -> str:

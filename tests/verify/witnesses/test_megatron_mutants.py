@@ -65,21 +65,15 @@ def test_experts_under_the_local_numbers_of_their_rank(faults: dict[str | None, 
         "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc1.weight, "
         "decoder.layers.5.mlp.experts.experts.{6..11}.linear_fc2.weight"
     ]
-    assert local.actual == (
-        "experts {6..11} hold the values of experts {0..5}: "
-        "{6..11} are those of expert parallel rank 1, {0..5} its local IDs"
-    )
+    assert local.actual == "experts {6..11} hold the values of experts {0..5}"
     assert (local.rank, local.count) == ("rank 1", 12)
-    assert local.hint.startswith("each expert parallel rank numbered its experts from 0")
+    assert local.hint.startswith("each expert parallel rank may have numbered its experts from 0")
 
 
 def test_gate_and_up_swapped_in_the_slice_of_one_rank(faults: dict[str | None, Finding]) -> None:
     swapped = faults["decoder.layers.1.mlp.linear_fc1.weight"]
     # gate is rows 0 to 287 of the whole tensor, up is 288 to 575; each rank holds half of either.
-    assert swapped.actual.startswith(
-        "in the slice of tensor parallel rank 1 of 2: the values of up_proj in rows 144..287 (gate_proj), "
-        "the values of gate_proj in rows 432..575 (up_proj) ("
-    )
+    assert swapped.actual.startswith("in the slice of tensor parallel rank 1 of 2 (")
     assert swapped.rank == "rank 1"
 
 
