@@ -206,8 +206,8 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
         return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
     if set(mapping) == set(mapping.values()):
         held = ", ".join(f"{name} those of {mapping[name]}" for name in names[1:3]) + " and so on" * len(names[3:4])
-        first = f"{names[0]} holds the values of {mapping[names[0]]}"
-        return f"{prefix}{_listed(names)} stand in another order: {first}, {held}"
+        start = f"{names[0]} holds the values of {mapping[names[0]]}"
+        return f"{prefix}{_listed(names)} stand in another order: {start}, {held}"
     if len(names) == 1:
         one = f"{kind[:-1]} " if kind else ""
         return f"{one}{names[0]} holds the values of {one}{mapping[names[0]]}"
