@@ -54,7 +54,6 @@ def _source_config(subject: Subject) -> Mapping[str, Any]:
 @check(
     "CK701",
     "Megatron's stored arguments describe the model of config.json",
-    stage="configuration",
     preflight=True,
     rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
     "runs on and gives another model.",
@@ -81,7 +80,6 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK702",
     "config.json describes the same model as the source's",
-    stage="configuration",
     needs=("source",),
     preflight=True,
     rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
@@ -242,7 +240,6 @@ def _seen_in_arguments(here: Mapping[str, Any], path: Path, value: Any) -> bool:
 @check(
     "CK703",
     "the model divides over the parallel sizes",
-    stage="configuration",
     preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",

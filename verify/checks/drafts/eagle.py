@@ -43,7 +43,6 @@ def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
 @check(
     "CK141",
     "a draft model has the tensors of its class",
-    stage="draft",
     gate=True,
     rationale="Engines skip what they do not know and leave what they miss as memory was: the server answers as well "
     "as ever, and no draft token is accepted.",
@@ -87,7 +86,6 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK142",
     "the draft model's tables of tokens agree",
-    stage="draft",
     rationale="d2t says which token of the target a draft token is: d2t[i] is added to i. A table that is wrong or was "
     "never filled proposes other tokens than the model meant, none of which is accepted.",
     fix="Write d2t and t2d again from the tokens that the draft model was trained on.",
@@ -146,7 +144,6 @@ def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
 @check(
     "CK143",
     "the draft model's weights are finite, and no tensor is zero",
-    stage="draft",
     rationale="A tensor of zeros was never trained or never gathered; with NaN no draft token is accepted.",
     fix="Export the draft model again; compare with what the trainer holds.",
 )
@@ -167,7 +164,6 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK144",
     "the draft model fits its target",
-    stage="draft",
     needs=("source",),
     rationale="A draft model reads the target's states and proposes the target's tokens. Of another model of the same "
     "width nothing fails; drafts are just never accepted.",

@@ -42,7 +42,6 @@ _INDICES = ("int64", "int32")
 @check(
     "CK107",
     "dtypes are the same in every layer, and fp32 state is fp32",
-    stage="headers",
     explained_by=("CK203",),
     rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct "
     "values, and routing changes.",

@@ -64,7 +64,6 @@ def require_metadata(subject: Subject) -> None:
 @check(
     "CK101",
     "config.json describes a supported model",
-    stage="headers",
     gate=True,
     rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or "
     "misread tensors.",
@@ -98,7 +97,6 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK102",
     "every shard is there and whole",
-    stage="headers",
     gate=True,
     rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an "
     "absent one silently.",
@@ -158,7 +156,6 @@ def _together(found: Sequence[str], expected: str, actual: str, hint: str) -> Is
 @check(
     "CK103",
     "the index is sound",
-    stage="headers",
     gate=True,
     rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory "
     "reads a file of somebody else.",
@@ -183,7 +180,6 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK105",
     "shapes are those of the config",
-    stage="headers",
     gate=True,
     rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary "
     "cut to the tokenizer's size.",
@@ -228,7 +224,6 @@ def _no_index_needed(subject: Subject) -> str | None:
 @check(
     "CK106",
     "total_size is the sum of all tensors in bytes",
-    stage="headers",
     rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that "
     "was not written with these shards.",
     fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks "

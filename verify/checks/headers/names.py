@@ -45,7 +45,6 @@ from verify.skip import Inapplicable
 @check(
     "CK104",
     "index, shards and config name the same tensors",
-    stage="headers",
     gate=True,
     rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
     "tells what should be there.",
@@ -71,8 +70,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
-        yield from _uneven_layers(specs)
-        yield from _uneven_experts(specs)
+        yield from _uneven(specs)
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
@@ -220,36 +218,28 @@ def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
     return "MoE layers" if layer in dims.moe else "dense layers"
 
 
-def _uneven_experts(names: Iterable[str]) -> Iterator[Issue]:
-    """Experts that lack in every layer what most of them have: the layers alone would agree on that."""
-    having: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        if match := _OF_EXPERT.fullmatch(_PACKED_PART.sub(".weight", name)):
-            having[match[3]][int(match[2])].add(match[1])
-    everyone = {expert for experts in having.values() for expert in experts}
-    for part, experts in having.items():
-        if missing := everyone - experts.keys():
-            names = [f"experts.{expert}.{part}" for expert in sorted(missing)]
-            yield Issue("there, as in the other experts", "missing", names=names)
-
-
-def _uneven_layers(specs: Iterable[str]) -> Iterator[Issue]:
-    """Without a usable config: a layer that is as several others are, less some tensors.
+def _uneven(names: Iterable[str]) -> Iterator[Issue]:
+    """Without a usable config: layers that are as several others are, less some tensors; experts that lack some in all.
 
     What two layers or more have in common is a kind of layer: models mix full and linear attention, dense layers and
     experts, and some (Gemma 4) use keys as values, or those of an earlier layer.
     """
     parts: dict[int, set[str]] = defaultdict(set)
-    for name in specs:
+    experts: dict[str, set[int]] = defaultdict(set)
+    for name in (_PACKED_PART.sub(".weight", name) for name in names):
         if match := LAYER.match(name):
-            parts[int(match[1])].add(_PACKED_PART.sub(".weight", name[match.end() :]))
+            parts[int(match[1])].add(name[match.end() :])
+        if match := _OF_EXPERT.fullmatch(name):
+            experts[match[3]].add(int(match[2]))
     counts = Counter(map(frozenset, parts.values()))
-    for layer, names in parts.items():
-        fuller = [kind for kind, count in counts.items() if count > 1 and names < kind]
-        if counts[frozenset(names)] > 1 or not fuller:
-            continue
-        lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - names)]
-        yield Issue("there, as in the other layers of this kind", "missing", names=lost)
+    for layer, found in parts.items():
+        fuller = [kind for kind, count in counts.items() if count > 1 and found < kind]
+        if counts[frozenset(found)] == 1 and fuller:
+            lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - found)]
+            yield Issue("there, as in the other layers of this kind", "missing", names=lost)
+    for part, numbers in experts.items():
+        lost = [f"experts.{expert}.{part}" for expert in sorted(set().union(*experts.values()) - numbers)]
+        yield Issue("there, as in the other experts", "missing", names=lost)
 
 
 # What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
@@ -364,7 +354,6 @@ def _no_tower(subject: Subject) -> str | None:
 @check(
     "CK730",
     "the vision tower that the class has is stored",
-    stage="headers",
     rationale="Engines and transformers build the vision tower of a ...ForConditionalGeneration class whatever is "
     "stored, and leave it random: answers to images are garbage, with HTTP 200.",
     fix="Export with `ckptkit convert --hf RELEASE`, where RELEASE has its weights: the tower is taken from there. For "

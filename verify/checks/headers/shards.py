@@ -27,7 +27,6 @@ _WRAPPER = "base_model.model."
 @check(
     "CK108",
     "shards are numbered as their names promise",
-    stage="headers",
     rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with "
     "that loss; the numbers do not.",
     fix="Copy or download the shard of the missing number; move shards of an earlier save elsewhere; give a renamed "
@@ -87,7 +86,6 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
 @check(
     "CK110",
     "no LoRA adapter is left unmerged",
-    stage="headers",
     rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter "
     "tensors skips them.",
     fix="Merge the adapter into the weights (`ckptkit convert BASE DST --merge ADAPTER`), or take its files out of the "

@@ -42,7 +42,6 @@ only_megatron = only("megatron", "an HF directory has no torch_dist files")
 @check(
     "CK111",
     "Megatron would find and accept the directory",
-    stage="headers",
     gate=True,
     rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
     "training goes on.",
@@ -124,7 +123,6 @@ def _backend(weights: Path) -> Iterator[Issue]:
 @check(
     "CK112",
     "every stored entry lies inside its .distcp file",
-    stage="headers",
     gate=True,
     rationale="`.metadata` is written last and knows nothing of a file that a disk or a copy lost or cut short.",
     fix="Copy the named .distcp file again from the save, or convert again.",
@@ -192,7 +190,6 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
 @check(
     "CK113",
     "chunks tile every tensor exactly",
-    stage="headers",
     gate=True,
     rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
     "own check of this.",

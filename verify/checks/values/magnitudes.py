@@ -34,7 +34,6 @@ _LARGEST = 64.0
 @check(
     "CK207",
     "numbers are not all denormal",
-    stage="values",
     rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
     "zeros.",
     fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
@@ -52,7 +51,6 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK208",
     "matrices are as large as their siblings",
-    stage="values",
     explained_by=("CK202", "CK204", "CK205"),
     rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
     "written holds numbers of any size.",
@@ -123,7 +121,6 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
 @check(
     "CK209",
     "padded rows of the vocabulary are zero",
-    stage="values",
     rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
     "vocabulary, or memory never written.",
     fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
@@ -164,7 +161,6 @@ def _fp32_biases(subject: Subject) -> list[str]:
 @check(
     "CK210",
     "float32 biases were not rounded on the way",
-    stage="values",
     explained_by=("CK202",),
     rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
     "has lost most of its values.",
@@ -194,7 +190,6 @@ def _tables(subject: Subject) -> frozenset[str]:
 @check(
     "CK215",
     "tables of experts name experts",
-    stage="values",
     rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
     fix="Take the tables from the release, and keep whole numbers whole on the way.",
     unless=without(_tables, "the model has no table of experts"),

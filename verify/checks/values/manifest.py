@@ -78,7 +78,6 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
 @check(
     "CK124",
     "files hold the bytes that were published",
-    stage="values",
     rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
     "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
     fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "

@@ -42,7 +42,6 @@ def no_optimizer(subject: Subject) -> str | None:
 @check(
     "CK213",
     "optimizer state can be read, is finite and is not zero",
-    stage="values",
     rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
     "that was made anew, whose first steps are as large as the learning rate allows.",
     fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
@@ -88,7 +87,6 @@ def _values(subject: Subject) -> OptimizerValues:
 @check(
     "CK214",
     "master weights round to the stored weights",
-    stage="values",
     rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
     "of another parameter replace the weights at the first step after a resume.",
     fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "

@@ -56,7 +56,6 @@ def may_differ(subject: Subject) -> str | None:
 @check(
     "CK202",
     "values equal the source's, bit for bit",
-    stage="values",
     needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
     rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
@@ -290,7 +289,6 @@ def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str
 @check(
     "CK203",
     "dtypes are kept, fp32 state above all",
-    stage="values",
     needs=("source",),
     rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
     "every token change.",
@@ -331,7 +329,6 @@ def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
 @check(
     "CK216",
     "training moved the source's values by little, and none that it cannot move",
-    stage="values",
     needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
     rationale="Values of a trained checkpoint differ from its release, so that swapped experts or a lost layer do not "

@@ -81,7 +81,6 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
 @check(
     "CK201",
     "every tensor can be read",
-    stage="values",
     rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
     "short.",
     fix="Copy the named file again, or convert again.",
@@ -102,7 +101,6 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK204",
     "every value is finite",
-    stage="values",
     explained_by=("CK124",),
     rationale="One NaN or infinity in a weight makes every token after it NaN.",
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
@@ -121,7 +119,6 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK205",
     "no tensor is all zero or constant",
-    stage="values",
     explained_by=("CK124", "CK202"),
     rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
     "wrongly.",
@@ -210,7 +207,6 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
 @check(
     "CK206",
     "experts and layers differ from one another",
-    stage="values",
     explained_by=("CK202",),
     rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
     "offset by a pipeline stage.",
@@ -281,7 +277,6 @@ def _second_head(subject: Subject) -> bool:
 @check(
     "CK211",
     "a tied output layer repeats the embedding",
-    stage="values",
     rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
     "some readers load both as they are.",
     fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "

@@ -24,18 +24,6 @@ def keep_router(config: Mapping[str, Any]) -> str:
     return spell(routers(config)[0].removesuffix(".weight"))
 
 
-def how_shared_expert(engine: EngineFacts, report: LoadReport) -> list[str]:
-    """What the server needs for GLM's shared expert."""
-    option = engine.unfused_option
-    if option is None or not report.model.startswith("Glm4Moe"):
-        return []
-    if report.fused_shared:
-        fusion = f"{engine.label}'s fusion of shared experts"
-        return [f"the packed shared expert needs {fusion}: start the server without {option}"]
-    needed = "which the server needs too where routed experts are INT4 and the shared one is not"
-    return [f"loaded as with {option}, {needed}"]
-
-
 def why_refused(engine: EngineFacts, message: str, lacking: Mapping[str, Any]) -> str:
     """The next move where an engine did not load the model; `lacking`: keys that config.json needs (CK731)."""
     if (match := _NO_KEY.search(message)) is None:

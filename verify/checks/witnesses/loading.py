@@ -16,7 +16,6 @@ from verify.checks.config.config import is_parallel
 from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.hints import (
     KEEP_ROUTER,
-    how_shared_expert,
     keep_router,
     why_dropped,
     why_not_repacked,
@@ -166,7 +165,6 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     facts += [f"of multi-token prediction layers, not looked at: {text}" for text, _ in by_pattern(not_seen)]
     facts += [f"it logged: {line}" for line in report.log[:5]]
     facts += [words for name, words in engine.clashes if interpreter_of(engine, subject).release(name)]
-    facts += how_shared_expert(engine, report)
     facts += _requantized(report.requantized)
     tally.facts[engine.label] = facts
 

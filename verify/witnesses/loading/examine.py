@@ -46,7 +46,6 @@ class Examination:
 
     engine: Engine
     config: Mapping[str, Any]
-    fused_shared: bool
     reference: Reference
     alter: Callable[[Weights], Weights]  # changes the weights
     phases: PhaseLog
@@ -112,7 +111,6 @@ class Examination:
         return LoadReport(
             *("", "", "", ""),
             sizes=self.sizes,
-            fused_shared=self.fused_shared,
             loaded_names=len(loaded.sizes),
             equal=found.equal,
             partial={

@@ -134,7 +134,7 @@ def examine(
     prefixes = of_draft(config) if draft else ("",)
     reference = partial(material.reference, lambda name: name.startswith(prefixes))
     feed = material.feed(beyond_layers(config) if draft else lambda name: True)
-    examination = Examination(engine, config, material.fused, reference, alter, phases, job.sizes, target)
+    examination = Examination(engine, config, reference, alter, phases, job.sizes, target)
     wanted = Build(material.path, Path(job.scratch), feed, material.fused, job.sizes, job.rank, draft)
     return engine.build(wanted, examination, phases), examination
 
