@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
@@ -34,7 +34,7 @@ from verify.evidence.folding import layers_of
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
-from verify.options import GivenVerifyOptions, VerifyOptions, verify_options
+from verify.options import VerifyOptions, verify_options
 from verify.report import Finding, Report, anchors, now
 from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
 from verify.witnesses.megatron.run import sizes_of
@@ -73,7 +73,7 @@ def verify(
     hf: str | Path | None = None,
     *,
     command: Sequence[str] = (),
-    **options: Unpack[GivenVerifyOptions],
+    **options: Any,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
@@ -91,7 +91,7 @@ def subject_of(
     path: str | Path,
     source: str | Path | None = None,
     hf: str | Path | None = None,
-    **options: Unpack[GivenVerifyOptions],
+    **options: Any,
 ) -> Subject:
     """What `verify` looks at, before anything has been read of the weights. Raises as `verify`."""
     if hf is not None:

@@ -130,7 +130,7 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
     elements = min(math.prod(one.shape), math.prod(other.shape))
     most = STRETCH_BYTES // max(ITEMSIZE[one.dtype], ITEMSIZE[other.dtype])
     equal, nbytes = True, 0
-    likeness = _Likeness()
+    floats: list[tuple[np.ndarray | None, np.ndarray | None]] = []
     for start in sorted({max(0, (elements - most) * place // (STRETCHES - 1)) for place in range(STRETCHES)}):
         mine, theirs = here.stretch(pair.here, start), there.stretch(pair.there, start)
         if mine is None or theirs is None or not elements:
@@ -139,7 +139,7 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
         count = min(most, elements - start, *sizes)
         left, right = _read(mine, count, one.dtype), _read(theirs, count, other.dtype)
         equal = equal and _same(left, right, one.dtype, other.dtype)
-        likeness.add(_floats(left, one.dtype), _floats(right, other.dtype))
+        floats.append((_floats(left, one.dtype), _floats(right, other.dtype)))
         nbytes += left.nbytes
     if not nbytes:
         found.left_out["that are not stored as contiguous rows"] += 1
@@ -148,32 +148,19 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
     found.nbytes += nbytes
     if not equal:
         found.differing.append(pair.here)
-        if len(one.shape) > 1 and LAYER.search(pair.here) and likeness.unrelated:
+        if len(one.shape) > 1 and LAYER.search(pair.here) and _unrelated(floats):
             found.unrelated.append(pair.here)
 
 
-@dataclass
-class _Likeness:
-    """The cosine of what was sampled of two tensors."""
-
-    count: int = 0
-    product: float = 0.0
-    here: float = 0.0
-    there: float = 0.0
-
-    def add(self, here: np.ndarray | None, there: np.ndarray | None) -> None:
-        if here is not None and there is not None:
-            self.count += here.size
-            with np.errstate(all="ignore"):  # elements that are not finite are for other checks
-                self.product += float(here @ there)
-                self.here += float(here @ here)
-                self.there += float(there @ there)
-
-    @property
-    def unrelated(self) -> bool:
-        """Whether there is enough of both to say that they are not one matrix, before and after training."""
-        norm = math.sqrt(self.here) * math.sqrt(self.there)
-        return self.count >= _MIN_ELEMENTS and math.isfinite(norm) and norm > 0 and self.product < _UNRELATED * norm
+def _unrelated(floats: Iterable[tuple[np.ndarray | None, np.ndarray | None]]) -> bool:
+    """Whether there is enough of two tensors to say that they are not one matrix, before and after training."""
+    pairs = [(one, other) for one, other in floats if one is not None and other is not None]
+    with np.errstate(all="ignore"):  # elements that are not finite are for other checks
+        sums = [[float(a @ b), float(a @ a), float(b @ b)] for a, b in pairs]
+    product, one, other = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+    norm = math.sqrt(one) * math.sqrt(other)
+    enough = sum(a.size for a, _ in pairs) >= _MIN_ELEMENTS
+    return enough and math.isfinite(norm) and norm > 0 and product < _UNRELATED * norm
 
 
 def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.progress import size
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.hf.reader import INDEX, SINGLE
 from ckptkit.formats.hf.side_files import describe_quantization
@@ -34,7 +33,6 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
-from verify.evidence.extremes import same_bytes
 from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
@@ -244,7 +242,6 @@ def _uneven(names: Iterable[str]) -> Iterator[Issue]:
 
 # What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
 _CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
-_READ = 1 << 28  # bytes up to which two copies are compared
 _ONLY = "only files that the index names"
 _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the only copy of what was trained"
 
@@ -272,44 +269,20 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
 
 
 def _twice(files: HfFiles, homes: tuple[str, ...], names: Sequence[str]) -> Issue:
-    """Tensors that the same files hold: which copies the index names, whether they are equal, and what to rewrite."""
-    index = files.index or {}
-    named = {index[name] for name in names if name in index}
-    (home,) = named if len(named) == 1 and named <= {*homes} else (None,)
-    listed = f"the index names {home or ' and '.join(sorted(named)) or 'neither'}"
-    actual = f"stored in {' and '.join(homes)}, {_difference(files, homes, names)}; {listed}"
-    extra = {file: len(files.shards[file].specs.keys() - files.twice.keys()) for file in homes if file != home}
+    """Tensors that the same files hold: which copies the index names, and what else is only in the other files."""
+    named = sorted({(files.index or {})[name] for name in names if name in (files.index or {})})
+    home = named[0] if len(named) == 1 and named[0] in homes else None
+    actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
+    others = [file for file in homes if file != home]
+    needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
     if home is None:
         hint = f"let the index name one of them for all of these tensors, and write the other without them; {_ASIDE}"
-    elif any(extra.values()):
-        (file, kept) = max(extra.items(), key=lambda item: item[1])
-        hint = f"write {file} again without these tensors: {kept} others are only there; {_ASIDE}"
+    elif needed:
+        hint = f"write {needed[0]} again without these tensors: others are only there; {_ASIDE}"
     else:
-        other = " and ".join(extra)
-        hint = f"move {other} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
+        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
     actual = f"{actual}; {_newest(files.root, [*homes])}"
     return Issue("each tensor in one shard", actual, hint, names=names, together=True)
-
-
-def _difference(files: HfFiles, homes: Sequence[str], names: Sequence[str]) -> str:
-    """Whether the copies of tensors are alike, by their headers and by as many of their bytes as are soon read."""
-    first, *others = (files.shards[file] for file in homes)
-    pairs = [(first.specs[name], other.specs[name], other) for name in names for other in others]
-    if shaped := {spec.name for spec, copy, _ in pairs if spec != copy}:
-        return f"with another shape or dtype ({len(shaped)} of {len(names)})"
-    read, different = 0, set()
-    for spec, _, other in pairs:
-        read += spec.nbytes
-        if read > _READ:
-            break
-        try:
-            alike = same_bytes(first.read(spec.name), other.read(spec.name))
-        except (CkptkitError, OSError):  # CK102 says why
-            return "of which one cannot be read"
-        different |= set() if alike else {spec.name}
-    if different:
-        return f"with other values ({len(different)} of {len(names)})"
-    return "with the same bytes" if read <= _READ else f"with the same bytes in the first {size(_READ)}"
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:

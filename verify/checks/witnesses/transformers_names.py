@@ -72,13 +72,11 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"architectures that name {report.fits}", actual, hint, file=config)
         return
     for names in _parts(report.missing, report.own):
-        yield Issue(
+        expected, actual = (
             f"a tensor for each weight of {report.model_class}",
-            "missing: transformers fills this weight with random numbers",
-            names=names,
-            file=where,
-            together=True,
+            "missing: transformers fills it at random",
         )
+        yield Issue(expected, actual, names=names, file=where, together=True)
     for name, (taken, *others) in report.aliases.items():
         stored = subject.checkpoint.read([taken, *others])
         if odd := [other for other in others if not same_bytes(stored[taken], stored[other])]:
