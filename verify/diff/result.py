@@ -7,12 +7,42 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptkit.core.specs import fold
-from verify.diff.pairs import Move, Pair
+from ckptkit.core.specs import TensorSpec, fold
 from verify.evidence.compare import TensorDiff
 from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"
+State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
+# Identifies equal content: the shape, and the digest of the bytes.
+Content = tuple[tuple[int, ...], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both sides hold under a name; None: nothing."""
+
+    name: str
+    a: TensorSpec | None
+    b: TensorSpec | None
+    content_a: Content | None  # in the narrower dtype, where the dtypes differ
+    content_b: Content | None
+    state: State
+    constant: bool = False  # every element of a side is the same number: equal bits under another name prove nothing
+    distance: TensorDiff | None = None  # of differing tensors of one shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read for it."""
+        return sum(spec.nbytes for spec in (self.a, self.b) if spec)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Tensors that one mistake moved."""
+
+    text: str  # what was moved, for people
+    names: tuple[str, ...]  # in A
+    others: tuple[str, ...]  # for each the name in B that has its bits
 
 
 @dataclass(frozen=True)

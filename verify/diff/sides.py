@@ -28,9 +28,9 @@ from verify.checks.config.config import (
     plain_differences,
 )
 from verify.evidence.expected import fp32_names
+from verify.evidence.reading import as_hf_view
 from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
-from verify.evidence.values import as_hf_view
 from verify.opened import opened_at
 from verify.skip import Unable
 

@@ -46,9 +46,8 @@ from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import BITS, KEPT_SCALES
 from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
-from verify.evidence.reading import threads
+from verify.evidence.reading import source_as_hf, threads
 from verify.evidence.subject import Subject
-from verify.evidence.values import source_as_hf
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
     from verify.evidence.floats.rounding import FloatRounding
+    from verify.evidence.reading import Values
     from verify.evidence.rounding import Rounding
-    from verify.evidence.values import Values
 
 # Layers for multi-token prediction are numbered from 0 again. At most four digits: one of an untrusted file may claim a
 # billion layers.

@@ -18,9 +18,8 @@ from verify.evidence.expected import require_config, require_expected, usable_co
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern, pattern_of
-from verify.evidence.reading import read_values
+from verify.evidence.reading import Values, read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Values
 from verify.issue import Issue, warning_if
 from verify.report import Severity
 

@@ -33,9 +33,8 @@ from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
-from verify.evidence.reading import read_values
+from verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
 from verify.evidence.subject import Subject
-from verify.evidence.values import Values, as_hf_view, source_as_hf
 from verify.issue import Issue
 from verify.report import Severity
 

@@ -33,9 +33,8 @@ from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import scales_in_floats
 from verify.evidence.folding import layer_of, layers_of, pattern_of
 from verify.evidence.moved import repeated, stages_of
-from verify.evidence.reading import read_values
+from verify.evidence.reading import Values, read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Values
 from verify.issue import Issue, warning_if
 from verify.report import Severity
 

@@ -76,7 +76,7 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"a tensor for each weight of {report.model_class}",
             "missing: transformers fills it at random",
         )
-        yield Issue(expected, actual, names=names, file=where, together=True)
+        yield Issue(needed, lost, names=names, file=where, together=True)
     for name, (taken, *others) in report.aliases.items():
         stored = subject.checkpoint.read([taken, *others])
         if odd := [other for other in others if not same_bytes(stored[taken], stored[other])]:

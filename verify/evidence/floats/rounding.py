@@ -38,9 +38,8 @@ from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.formats.release import Floats, Release, StoredWeight, step_of
 from verify.evidence.compare import rows_named
 from verify.evidence.expected import is_quantized, weights_of
-from verify.evidence.reading import threads
+from verify.evidence.reading import as_hf_view, common_groups, source_as_hf, threads
 from verify.evidence.subject import Subject
-from verify.evidence.values import as_hf_view, common_groups, source_as_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
