@@ -325,11 +325,7 @@ def _collect(
         if lacks_memory(error):
             raise
         _LOG.debug("%s", one.code, exc_info=True)
-        return _own_fault(error), True
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{words_of(error, with_class=True)} ({Path(frame.filename).name}:{frame.lineno})"
+        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", True
     return None, False
-
-
-def _own_fault(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    message, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"an error inside this check, which says nothing of the checkpoint: {message} ({where}); please report it"

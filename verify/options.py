@@ -104,13 +104,9 @@ class VerifyOptions:
             raise UsageError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
-        if self.rollout_temperature is not None:
-            self._check_temperature(self.rollout_temperature)
-
-    def _check_temperature(self, temperature: float) -> None:
-        if not temperature > 0:
-            raise UsageError(f"a temperature of {temperature:g}", "it is above 0; leave it out for greedy")
-        if self.rollout_data is None:
+        if self.rollout_temperature is not None and not self.rollout_temperature > 0:
+            raise UsageError(f"a temperature of {self.rollout_temperature:g}", "it is above 0; leave it out for greedy")
+        if self.rollout_temperature is not None and self.rollout_data is None:
             raise UsageError("a temperature without a rollout", "give the rollout too (--rollout-data)")
 
 

@@ -17,7 +17,7 @@ _WRITERS = "verify.reports"
 SCHEMA = "ckptkit-report/2"
 
 # How the verdict says that something was not looked at; of programs, that they were not asked.
-_WITHOUT = {
+NOT_GIVEN = {
     "source": "not given",
     "base model": "not given",
     "target": "not given",
@@ -140,7 +140,7 @@ class Report:
             parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
         without: dict[str, list[str]] = {}
         for name in missing:
-            without.setdefault(_WITHOUT.get(name, "not asked"), []).append(name)
+            without.setdefault(NOT_GIVEN.get(name, "not asked"), []).append(name)
         return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 
     @property

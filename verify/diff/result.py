@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -168,13 +168,8 @@ def _kind_json(kind: Kind) -> dict[str, Any]:
 
 
 def _specs(pair: Pair) -> dict[str, Any]:
-    return {"name": pair.name} | dict(_side(pair))
-
-
-def _side(pair: Pair) -> Iterator[tuple[str, Any]]:
-    for side, spec in (("a", pair.a), ("b", pair.b)):
-        if spec is not None:
-            yield side, {"dtype": spec.dtype, "shape": list(spec.shape)}
+    sides = {"a": pair.a, "b": pair.b}.items()
+    return {"name": pair.name} | {side: {"dtype": one.dtype, "shape": list(one.shape)} for side, one in sides if one}
 
 
 def _numbers(far: TensorDiff | None) -> dict[str, Any]:

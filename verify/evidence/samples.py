@@ -185,20 +185,13 @@ def _same(here: np.ndarray, there: np.ndarray, dtype: str, other: str) -> bool:
         return bool(np.array_equal(here, there))
     if (dtype, other) not in _CASTS:
         here, there, other = there, here, dtype
-    narrowed, infinity = (_bfloat16(here), 0x7F80) if other == "bfloat16" else (_float16(here), 0x7C00)
+    if other == "bfloat16":  # rounded to nearest, ties to even, as torch does; NaN stays NaN
+        rounded = (here.astype(np.uint64) + 0x7FFF + ((here >> 16) & 1)) >> 16
+        narrowed = np.where((here & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).astype(np.uint16)
+    else:
+        with np.errstate(over="ignore"):
+            narrowed = here.view(np.float32).astype(np.float16).view(np.uint16)
+    infinity = 0x7F80 if other == "bfloat16" else 0x7C00
     # Which NaN a cast gives depends on the processor.
     nan = ((narrowed & 0x7FFF) > infinity) & ((there & 0x7FFF) > infinity)
     return bool(((narrowed == there) | nan).all())
-
-
-def _float16(content: np.ndarray) -> np.ndarray:
-    """The bits of float32 numbers cast to float16."""
-    with np.errstate(over="ignore"):
-        return content.view(np.float32).astype(np.float16).view(np.uint16)
-
-
-def _bfloat16(content: np.ndarray) -> np.ndarray:
-    """The bits of float32 numbers cast to bfloat16: rounded to nearest, ties to even, as torch does; NaN stays NaN."""
-    rounded = (content.astype(np.uint64) + 0x7FFF + ((content >> 16) & 1)) >> 16
-    nan = (content & 0x7FFFFFFF) > 0x7F800000
-    return np.where(nan, 0x7FC0, rounded).astype(np.uint16)

@@ -41,15 +41,17 @@ def write_report(report: Report, path: Path) -> None:
     write_whole(path, text_of(report, path.suffix))
 
 
-def _json(report: Report) -> str:
-    return json_text(report.to_json()) + "\n"
-
-
 def _writers() -> Mapping[str, Callable[[Report], str]]:
     # Imported here so that the command line can ask for the endings without importing every check.
     from verify.reports import html, junit, markdown, sarif
 
-    return {".json": _json, ".md": markdown.markdown, ".xml": junit.junit, ".sarif": sarif.sarif, ".html": html.html}
+    return {
+        ".json": lambda report: json_text(report.to_json()) + "\n",
+        ".md": markdown.markdown,
+        ".xml": junit.junit,
+        ".sarif": sarif.sarif,
+        ".html": html.html,
+    }
 
 
 def fault_of(path: Path) -> str | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptkit.core.printable import printable
 from verify.check import LOOKS_AT, WITNESSES, all_checks
-from verify.report import SCHEMA, CheckResult, Finding, Report, anchors
+from verify.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from verify.reports.headline import alike, cause_of, headline, other_reasons
 from verify.reports.layer_map import layer_map
 from verify.reports.text import duration, subject_of, totals
@@ -45,7 +45,11 @@ def html(report: Report) -> str:
     from jinja2 import Environment, StrictUndefined  # only this format needs it
 
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, finalize=_printable, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: value if hasattr(value, "__html__") else printable(str(value)),  # markup stays as it is
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     style, script, found = _asset("page.css"), _asset("page.js"), causes(report)
     targets = _targets(report, found)
@@ -101,11 +105,6 @@ def _targets(report: Report, found: Sequence[Cause]) -> dict[str, str]:
     return targets
 
 
-def _printable(value: object) -> object:
-    """What stands in the place of `value`: its printable text, unless it is markup already."""
-    return value if hasattr(value, "__html__") else printable(str(value))
-
-
 def _asset(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
@@ -118,7 +117,6 @@ _CODE = re.compile(r"CK\d{3}")
 _OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
 _OPTIONS["engine"] = "verify --engine"  # of the reports of preflight, which has no such option
 _SHOWN_S = 0.1
-_NOT_ASKED = {"source": "not given", "weights": "not compared", "some weights": "not compared"}
 
 
 _ORDER = [stage for stage in LOOKS_AT if stage != "quantization"]
@@ -145,27 +143,26 @@ def stages(report: Report) -> list[Stage]:
     for name in order:
         if checks := [check for check in report.checks if stage_of.get(check.code) == name]:
             codes = {check.code for check in checks}
-            found.append(_looked_at(name, checks, [one for one in report.findings if one.code in codes], report))
+            style, outcome = next(_outcomes(checks, [one for one in report.findings if one.code in codes], report))
+            count, seconds = f"{len(checks)} check{'s' * (len(checks) > 1)}", sum(check.seconds for check in checks)
+            detail = f"{count}, {duration(seconds)}" if seconds >= _SHOWN_S else count
+            found.append(Stage(name, style, outcome, detail))
     seen = {stage.name.lower() for stage in found}
-    left = [_not_asked(name) for name in report.not_asked if name.lower() not in seen]
+    left = [
+        Stage(_capital(name), "unasked", NOT_GIVEN.get(name, "not asked"), _OPTIONS.get(name.lower(), ""))
+        for name in report.not_asked
+        if name.lower() not in seen
+    ]
     places = ["Source", *order]
     return sorted((*found, *left), key=lambda one: places.index(one.name) if one.name in places else len(places))
 
 
 def _name(stage: str) -> str:
-    text = "quantization" if stage == "quantization" else LOOKS_AT[stage]
-    return text[0].upper() + text[1:] if text != "vLLM" else text
+    return _capital("quantization" if stage == "quantization" else LOOKS_AT[stage])
 
 
-def _not_asked(name: str) -> Stage:
-    shown = name if name == "vLLM" else name[0].upper() + name[1:]
-    return Stage(shown, "unasked", _NOT_ASKED.get(name, "not asked"), _OPTIONS.get(name.lower(), ""))
-
-
-def _looked_at(name: str, checks: Sequence[CheckResult], findings: Sequence[Finding], report: Report) -> Stage:
-    style, outcome = next(_outcomes(checks, findings, report))
-    count, seconds = f"{len(checks)} check{'s' * (len(checks) > 1)}", sum(check.seconds for check in checks)
-    return Stage(name, style, outcome, f"{count}, {duration(seconds)}" if seconds >= _SHOWN_S else count)
+def _capital(name: str) -> str:
+    return name[0].upper() + name[1:] if name != "vLLM" else name
 
 
 def _outcomes(checks: Sequence[CheckResult], findings: Sequence[Finding], report: Report) -> Iterator[tuple[str, str]]:

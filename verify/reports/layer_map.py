@@ -6,7 +6,7 @@ A picture is a few SVG paths however many layers and experts there are, so the p
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import Any
@@ -215,13 +215,10 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
             around[min(styles, key=_WORST.index, default=usual)] += f"M{at} 0v{sizes[at]}h1v-{sizes[at]}z"
     areas = [Area(style, path, "nothing wrong was found", None) for style, path in around.items()]
     for link, layers in wrong.items():
-        path = "".join(_column(at, layers[at]) for at in layers)
+        runs = ((at, first, count) for at in layers for first, count in _runs(sorted(layers[at])))
+        path = "".join(f"M{at} {first}v{count}h1v-{count}z" for at, first, count in runs)
         areas.append(Area("failed", path, "; ".join(_experts_of(layers, columns)), link))
     return Picture(experts, min(max(_EXPERTS_PX[0], 12 * experts), _EXPERTS_PX[1]), areas)
-
-
-def _column(at: int, experts: Iterable[int]) -> str:
-    return "".join(f"M{at} {first}v{count}h1v-{count}z" for first, count in _runs(sorted(experts)))
 
 
 def _experts_of(layers: Mapping[int, set[int]], columns: Sequence[str]) -> Iterator[str]:

@@ -58,10 +58,12 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
         for anchor, finding in group.shown
         if every or finding.cause is None
     ]
+    # A launch may find no checkpoint.
+    where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
     return lay_out(
         TextReport(
             found,
-            _verdict(report),
+            (printable(report.verdict), where),
             _sections(report, every),
             _closing(report, every),
             "--all shows them",
@@ -70,12 +72,6 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
         width,
         every,
     )
-
-
-def _verdict(report: Report) -> Line:
-    source = f" against {report.source}" if report.source else ""
-    # A launch may find no checkpoint.
-    return printable(report.verdict), f"  {report.checkpoint}{source}" if report.checkpoint else ""
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
@@ -123,7 +119,11 @@ def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
 
 
 def _closing(report: Report, every: bool) -> list[str]:
-    lines = _table(report) if every else []
+    lines = [
+        f"{check.code}  {check.status:<7}  {check.seconds:>6.1f} s  {check.tensors_compared:>7}  {check.title}"
+        + (f" ({check.reason})" if check.reason else "")
+        for check in (report.checks if every else ())
+    ]
     if not every:
         told = {split_reason(reason)[0] for reason in report.reasons}
         skipped: dict[str, list[str]] = {}
@@ -139,12 +139,3 @@ def _closing(report: Report, every: bool) -> list[str]:
     if more:
         lines.append("; ".join(more))
     return lines
-
-
-def _table(report: Report) -> list[str]:
-    """A line for each check: code, how it ended, seconds, comparisons, title and reason."""
-    return [
-        f"{check.code}  {check.status:<7}  {check.seconds:>6.1f} s  {check.tensors_compared:>7}  {check.title}"
-        + (f" ({check.reason})" if check.reason else "")
-        for check in report.checks
-    ]

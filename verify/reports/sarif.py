@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -54,25 +53,19 @@ def _invocation(report: Report) -> dict[str, Any]:
     notes: list[dict[str, Any]] = [
         {"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons
     ]
-    notes += [_skipped(check) for check in report.checks if check.status == "skipped"]
+    for check in (check for check in report.checks if check.status == "skipped"):
+        message = {"text": printable(f"{check.code} was skipped: {check.reason}")}
+        notes.append({"level": "note", "message": message, "associatedRule": {"id": check.code}})
     return invocation | ({"toolExecutionNotifications": notes} if notes else {})
-
-
-def _skipped(check: CheckResult) -> dict[str, Any]:
-    return {
-        "level": "note",
-        "message": {"text": printable(f"{check.code} was skipped: {check.reason}")},
-        "associatedRule": {"id": check.code},
-    }
 
 
 def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int]) -> dict[str, Any]:
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     about = f"{finding.tensor}{count}: " if finding.tensor else ""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    location: dict[str, Any] = {
-        "physicalLocation": {"artifactLocation": _artifact(finding.file or _first_path(report), Path.cwd())}
-    }
+    # Preflight looks at several checkpoints, and a finding about all of them is put at the first.
+    whole = report.checkpoint.partition(", ")[0] if [*report.command[1:2]] == ["preflight"] else report.checkpoint
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(finding.file or whole, Path.cwd())}}
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
     result: dict[str, Any] = {
@@ -85,12 +78,6 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
         "properties": {"anchor": anchor, "count": finding.count} | ({"cause": finding.cause} if finding.cause else {}),
     }
     return result | ({"ruleIndex": places[finding.code]} if finding.code in places else {})
-
-
-def _first_path(report: Report) -> str:
-    """The checkpoint; preflight looks at several, and a finding about all of them is put at the first."""
-    preflight: Sequence[str] = report.command[1:2]
-    return report.checkpoint.partition(", ")[0] if list(preflight) == ["preflight"] else report.checkpoint
 
 
 def _artifact(path: str, start: Path) -> dict[str, str]:

@@ -74,13 +74,7 @@ class Served:
 
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into each other
 
-
-def _read_table() -> tuple[Symptom, ...]:
-    table = []
-    for row in tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]:
-        fields: dict[str, Any] = {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}
-        table.append(Symptom(**fields))
-    return tuple(table)
-
-
-TABLE = _read_table()
+_ROWS: list[dict[str, Any]] = tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]
+TABLE = tuple(
+    Symptom(**{name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}) for row in _ROWS
+)

@@ -61,6 +61,8 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     fp32 = expected.fp32
     foreign = (spelling := subject.once(spelling_of)) is not None and spelling.whose  # CK104 says so
     of_no_family = subject.once(is_of_no_family)
+    quantized = config is not None and is_quantized(config)  # and not packed, or not only
+    may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
     for names in subject.kinds:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
@@ -86,7 +88,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and not upcast
             and not foreign
             and not names[0].endswith(_INTEGER_PARTS)
-            and not (usual in _EIGHT_BITS and config and _eight_bits(config))
+            and not (usual in _EIGHT_BITS and may_have_codes)
         ):
             yield Issue("bfloat16, float16 or float32", usual, names=names, file=home_of(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
@@ -100,11 +102,6 @@ def _odd(subject: Subject, names: Collection[str], specs: Mapping[str, TensorSpe
     return [name for name in plain if specs[name].dtype != usual]
 
 
-def _eight_bits(config: Mapping[str, Any]) -> bool:
-    """Whether the config may mean weights of 8 bits: it says quantized, and not packed or not only."""
-    return is_quantized(config) and (int4_format_of(config) is None or has_floats(config))
-
-
 def _config_dtype(
     subject: Subject, specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
 ) -> Iterator[Issue]:
@@ -113,7 +110,14 @@ def _config_dtype(
     if stored is None:
         return
     if subject.is_megatron:
-        yield from _trained_dtype(subject, stored)
+        try:
+            stated = subject.megatron_files.args.get("params_dtype")
+        except CkptkitError:
+            return  # CK111 says why they cannot be read
+        if isinstance(stated, Dtype) and stated.name != stored:  # by --bf16 or --fp16
+            expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
+            hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
+            yield Issue(expected, f"params_dtype {stated.name}", hint, file=where, severity="warning")
         return
     if config is None:
         return
@@ -123,15 +127,3 @@ def _config_dtype(
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
             expected = f"{key} {stored}, as most weights are"
             yield Issue(expected, f"{key} {stated}", hint, file="config.json", severity="warning")
-
-
-def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
-    """`params_dtype` of the stored training arguments (by --bf16 or --fp16) against the dtype of most weights."""
-    try:
-        stated = subject.megatron_files.args.get("params_dtype")
-    except CkptkitError:
-        return  # CK111 says why they cannot be read
-    if isinstance(stated, Dtype) and stated.name != stored:
-        expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
-        hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
-        yield Issue(expected, f"params_dtype {stated.name}", hint, file=where, severity="warning")

@@ -57,7 +57,8 @@ def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None
     for found, least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
         if len(found.right) >= least:
             right = (name for parts in map(_promised, found.right, found.right.values()) for name in parts)
-            changed = sorted(filter(found.has_it, odd), key=_is_numbered)
+            # Those without the number of a layer first: they are few, and tell more.
+            changed = sorted(filter(found.has_it, odd), key=lambda name: any(map(str.isdecimal, name.split("."))))
             return Renamed(found.change, found.hint, tuple(changed), frozenset(right))
     return None
 
@@ -75,11 +76,6 @@ class _Found:
 def _module(name: str) -> str:
     """All but the last part, which is not the same where a weight is quantized."""
     return name.rpartition(".")[0]
-
-
-def _is_numbered(name: str) -> bool:
-    """Whether a name has the number of a layer: the others are few, and tell more."""
-    return any(part.isdecimal() for part in name.split("."))
 
 
 def _promised(name: str, module: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from ckptkit.core.specs import ranges
 from verify.check import Skip, Tally, check
@@ -105,14 +105,10 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"--source BASE --adapter {root / _BELOW}` says whether it is in these weights"
         )
     listed = subject.hf_files.index or {} if subject.is_hf else {}
-    odd = list(_of_adapters(dict.fromkeys([*names, *listed])))
-    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, together=True)
-
-
-def _of_adapters(names: Collection[str]) -> Iterator[str]:
+    every = dict.fromkeys([*names, *listed])
     # A prefix of all names is that of a wrapper, which CK104 names.
-    wrapped = all(name.startswith(_WRAPPER) for name in names)
-    parts = _ADAPTER_NAMES if wrapped else (*_ADAPTER_NAMES, _WRAPPER)
-    together = "\n".join(names)  # one look at all of them, since there are hundreds of thousands and as a rule none
-    if any(part in together for part in parts):
-        yield from (name for name in names if any(part in name for part in parts))
+    parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
+    together = "\n".join(every)  # one look at all of them, since there are hundreds of thousands and as a rule none
+    found = any(part in together for part in parts)
+    odd = [name for name in every if any(part in name for part in parts)] if found else []
+    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, together=True)

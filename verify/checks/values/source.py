@@ -94,7 +94,9 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
     config = usable_config(subject) or {}
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
-    extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
+    packed = {name for name in values.only_here if name.endswith((PACKED, *PARTS))}
+    packed = {name for name in packed if f"{name.rpartition('.')[0]}.weight" in quantized}
+    extra = [name for name in values.only_here if name not in dropped | floats.parts | packed]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     for names, others in _renamed(subject, lost, extra, values):
         actual = f"missing: its values are those of {summarize(others)}, which the source has not"
@@ -230,10 +232,6 @@ def _is_trained(wrong: Mapping[str, TensorDiff], values: Values) -> bool:
 def _is_broken(stats: Extremes) -> bool:
     """Whether CK204 or CK205 has more to say of it."""
     return stats.constant or not stats.finite
-
-
-def _part_of(name: str, quantized: Collection[str]) -> bool:
-    return name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized
 
 
 def _judged_by_steps(subject: Subject) -> Set[str]:
@@ -376,7 +374,9 @@ def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Iss
         for name, one in differing.items()
         if (stats := values.stats[name]).finite and not stats.constant and stats.rows > 1
     }
-    odd = {name: share for name, share in shares.items() if share > (_ANEW_WORDS if _is_words(name) else _ANEW)}
+    odd = {
+        name: share for name, share in shares.items() if share > (_ANEW_WORDS if name.endswith(VOCABULARY) else _ANEW)
+    }
     if not odd:
         return
     expected = "rows that are near the source's, as training leaves them"
@@ -388,19 +388,11 @@ def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Iss
     hint = f"{_SAVE_AGAIN}: its values are those of another tensor, in another order, or were initialized anew"
     for names in group_by_pattern(odd):
         worst = max(names, key=lambda name: odd[name])
-        yield Issue(
-            expected, _describe_unlike(worst, differing[worst], values.stats[worst], len(names)), hint, names=names
+        one, where = differing[worst], f" of {worst}" if len(names) > 1 else ""
+        rows = (
+            f"{one.unlike} of {values.stats[worst].rows} rows{where}{', ' if one.unlike_rows else ''}{one.unlike_rows}"
         )
-
-
-def _is_words(name: str) -> bool:
-    return name.endswith(VOCABULARY)
-
-
-def _describe_unlike(name: str, difference: TensorDiff, stats: Extremes, count: int) -> str:
-    rows = f", {difference.unlike_rows}" if difference.unlike_rows else ""
-    where = f" of {name}" if count > 1 else ""
-    return f"{difference.unlike} of {stats.rows} rows{where}{rows}: they have little in common with the source's"
+        yield Issue(expected, f"{rows}: they have little in common with the source's", hint, names=names)
 
 
 def _still(values: Values, tally: Tally) -> Iterator[Issue]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -165,15 +165,10 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     facts += [f"of multi-token prediction layers, not looked at: {text}" for text, _ in by_pattern(not_seen)]
     facts += [f"it logged: {line}" for line in report.log[:5]]
     facts += [words for name, words in engine.clashes if interpreter_of(engine, subject).release(name)]
-    facts += _requantized(report.requantized)
+    for text, names in by_pattern(report.requantized):
+        change = max(report.requantized[name] for name in names)
+        facts.append(f"requantized for its kernel: {text}, by up to {change:.1%} of a block's largest value")
     tally.facts[engine.label] = facts
-
-
-def _requantized(params: Mapping[str, float]) -> Iterator[str]:
-    """Of weights that an engine rounds to other scales after loading: which, and how far."""
-    for text, names in by_pattern(params):
-        change = max(params[name] for name in names)
-        yield f"requantized for its kernel: {text}, by up to {change:.1%} of a block's largest value"
 
 
 @each_engine(

@@ -59,7 +59,11 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
         raise Unable(f"{both} are stored in two formats, which only transformers could compare: {reason}")
     is_explained = bool(by_vocabulary)
     seen = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
-    seen = seen if answers else list(_by_files(here, there, place, reason))
+    if not answers and here.tokenizer and there.tokenizer:  # whatever is stored otherwise, where both have one
+        mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
+        if words := first_other(mine, its, ""):
+            words = f"{words} {place}; no text was tried: {reason}"
+            seen = [Difference(TOKENIZER, "parts of the tokenizer", words)]
     yield from (seen := seen or list(_stated(here, there, place)))
     if not answers and not seen and (words := _settings(here, there)):
         raise Unable(f"{here.root / TOKENIZER_CONFIG}: {words} {place}, which only transformers can judge: {reason}")
@@ -138,13 +142,6 @@ def _settings(here: SideFiles, there: SideFiles) -> str:
         {key: one for key, one in side.tokenizer_config.items() if key not in _UNREAD} for side in (here, there)
     )
     return first_other(mine, its, "")
-
-
-def _by_files(here: SideFiles, there: SideFiles, place: str, reason: str) -> Iterator[Difference]:
-    """Without a library: whatever is stored otherwise in tokenizer.json, where both have one."""
-    mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
-    if here.tokenizer and there.tokenizer and (words := first_other(mine, its, "")):
-        yield Difference(TOKENIZER, "parts of the tokenizer", f"{words} {place}; no text was tried: {reason}")
 
 
 def _absent(here: SideFiles, there: SideFiles) -> Iterator[Difference]:

@@ -96,11 +96,14 @@ def _gpus() -> bool:
 
 def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
     (root / "scratch").mkdir()
+    source = None  # the unquantized HF directory that a Megatron checkpoint's values are compared with
+    if subject.is_megatron and subject.source_path and subject.source_is_hf:
+        source = None if is_quantized(read_config(subject.source_path)) else str(subject.source_path.absolute())
     first = LoadJob(
         engine.adapter,
         str(subject.path.absolute()),
         hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
-        source=_source(subject),
+        source=source,
         scratch=str(root / "scratch"),
         sizes=engine_sizes(engine, subject) or ONE_RANK,
     )
@@ -185,11 +188,3 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
             f"Megatron holds no {carried[0]}*, and neither a folder beside it nor {opened.hf_path} has it: give --hf "
             "the release with its weights"
         )
-
-
-def _source(subject: Subject) -> str | None:
-    """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
-    path = subject.source_path
-    if subject.is_hf or path is None or not subject.source_is_hf:
-        return None
-    return None if is_quantized(read_config(path)) else str(path.absolute())

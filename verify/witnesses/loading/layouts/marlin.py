@@ -113,16 +113,12 @@ def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[
     there = found.unsqueeze(-2) if is_bias and found is not None else found
     tile = _TILE_COLUMNS // _WORD if name.endswith(WEIGHT_ZERO_POINT) else _TILE_COLUMNS
     rows, columns = _sizes(matrices, there, (2, 0.5) if is_packed else (1, 1), (2 if is_packed else 1, tile))
-    whole = padded(matrices, rows, columns, _halves(name))
+    whole = padded(matrices, rows, columns, 2 if name.startswith(_GATE_AND_UP) else 1)
     if is_bias:
         return [marlin_bias(whole.squeeze(-2))]
     each = [_orders(name, matrix, awq) for matrix in (whole if whole.dim() == 3 else whole.unsqueeze(0))]
     together = [torch.stack(several) for several in zip(*each, strict=True)]
     return together if whole.dim() == 3 else [one[0] for one in together]
-
-
-def _halves(name: str) -> int:
-    return 2 if name.startswith(_GATE_AND_UP) else 1
 
 
 def _sizes(
