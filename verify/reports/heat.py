@@ -27,6 +27,7 @@ _LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 _CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.", "attn.", "ffn.")
 _EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d{1,5})\.")
+_EXTRA_STATE = "._extra_state"  # objects of Megatron's that hold no weights
 _LINKS = 10  # findings that a cell names
 
 OUTSIDE = "outside layers"
@@ -128,7 +129,7 @@ def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Findin
     for name, one in measured:
         cells.setdefault(_cell_of(name), _Cell()).add(_PACKED_PART.sub(".weight", name), one)
     for anchor, finding in zip(anchors(findings), findings, strict=True):
-        for place in sorted(set(map(_cell_of, finding.names))):
+        for place in sorted({_cell_of(name) for name in finding.names if _EXTRA_STATE not in name}):
             cells.setdefault(place, _Cell()).link(anchor, finding)
         for name in finding.names | finding.explains if finding.severity == "error" else ():
             if (cell := cells.get(_cell_of(name))) is not None:

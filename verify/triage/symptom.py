@@ -75,6 +75,7 @@ class Served:
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into each other
 
 _ROWS: list[dict[str, Any]] = tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]
-TABLE = tuple(
-    Symptom(**{name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}) for row in _ROWS
-)
+_FIELDS: list[dict[str, Any]] = [
+    {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()} for row in _ROWS
+]
+TABLE = tuple(Symptom(**row) for row in _FIELDS)
