@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -206,7 +207,11 @@ class OpenedCheckpoint(LazyTensors):
     @cached_property
     def _by_layer(self) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
-        prefix = "decoder.layers." if self._is_megatron else self._hf_layers()
+        prefix: str | None = "decoder.layers."
+        if not self._is_megatron:
+            prefix = None  # of a family that is not known, whose names are taken as they are
+            with suppress(CkptkitError):
+                prefix = f"{dims_of(as_stored(self.config, self._specs)).root}layers."
         for name in self:
             if prefix is None:
                 number = layer_of(name)
@@ -216,13 +221,6 @@ class OpenedCheckpoint(LazyTensors):
             if number is not None:
                 found.setdefault(number, []).append(name)
         return found
-
-    def _hf_layers(self) -> str | None:
-        """How the names of layers begin; None for a family that is not known, whose names are taken as they are."""
-        try:
-            return f"{dims_of(as_stored(self.config, self._specs)).root}layers."
-        except CkptkitError:
-            return None
 
 
 _WORDS: Mapping[Format, str] = {

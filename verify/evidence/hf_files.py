@@ -67,8 +67,13 @@ class HfFiles:
             return issues
         if not (self.root / INDEX).exists():
             shards = [path.name for path in self.present]
-            lone = shards == [SINGLE] or SINGLE in shards
-            return () if lone else (Issue(f"{INDEX}, or a single {SINGLE}", _instead(self.root, len(shards))),)
+            if SINGLE in shards:
+                return ()
+            inside = sorted(path.name for path in self.root.iterdir() if path.is_file())
+            more = f" and {len(inside) - 5} more" if inside[5:] else ""
+            instead = f"not there, nor {SINGLE}; {len(shards)} other .safetensors file(s)"
+            instead = instead if shards else f"no weights: only {', '.join(inside[:5])}{more}"
+            return (Issue(f"{INDEX}, or a single {SINGLE}", instead),)
         weight_map = content.get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             actual = "an empty one" if weight_map == {} else f"weight_map is {type(weight_map).__name__}"
@@ -160,11 +165,3 @@ class HfFiles:
             for name in shard.specs:
                 homes.setdefault(name, []).append(file)
         return {name: files for name, files in homes.items() if len(files) > 1}
-
-
-def _instead(root: Path, shards: int) -> str:
-    """What a directory holds that has neither an index nor a single file."""
-    if shards:
-        return f"not there, nor {SINGLE}; {shards} other .safetensors file(s)"
-    inside = sorted(path.name for path in root.iterdir() if path.is_file())
-    return f"no weights: only {', '.join(inside[:5])}{f' and {len(inside) - 5} more' if inside[5:] else ''}"

@@ -234,7 +234,9 @@ def _pass(subject: Subject, stored: bool) -> Values:
     checkpoint, source = sides(subject, stored, hashed)
     specs, values = checkpoint.specs, Values()
     groups = list(common_groups(checkpoint, source))
-    homes = [_file_of(checkpoint, names) if hashes else None for names in groups]
+    homes = [
+        next((one.path for one in byte_ranges_of(checkpoint, names)), None) if hashes else None for names in groups
+    ]
     order = alternating(homes, os.cpu_count() or 1)
     if source is not None:
         values.only_source = [name for name in source.specs if name not in specs]
@@ -253,10 +255,6 @@ def _pass(subject: Subject, stored: bool) -> Values:
     for part in found:
         values.add(part)
     return values
-
-
-def _file_of(checkpoint: Checkpoint, names: Sequence[str]) -> object:
-    return next((one.path for one in byte_ranges_of(checkpoint, names)), None)
 
 
 @contextmanager

@@ -74,10 +74,6 @@ class Mismatch:
         """The name of a head that no language model has."""
         return next((name for name in self.names if _HEAD.fullmatch(name)), None)
 
-    @cached_property
-    def _has_mtp(self) -> bool:
-        return any(map(self._is_mtp, self.names))
-
     def _is_mtp(self, name: str) -> bool:
         return MTP_LAYER.match(name) is not None or name.startswith("mtp.") or layer_of(name) in self._mtp
 
@@ -119,7 +115,7 @@ class Mismatch:
                 "convert or download the tensor again"
             )
         numbered = MTP_LAYER.match(name) is not None or (layer is not None and layer >= dims.layers)
-        if numbered and not self._has_mtp:
+        if numbered and not any(map(self._is_mtp, self.names)):
             return f"{self._stated(*_MTP_KEYS)}, and no such layer is stored: set it to 0, or {_AGAIN}"
         if layer is not None and not numbered and layer > max(self._layers, default=-1):
             stored = max(self._layers, default=-1) + 1

@@ -90,12 +90,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     common = files.opened.common
     if state := described(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]
-    yield from _iteration(weights, common.get("iteration"))
-
-
-def _iteration(weights: Path, stated: object) -> Iterator[Issue]:
-    """The number in the directory's name and the one stored inside; Megatron reads by one and resumes at the other."""
-    match = re.fullmatch(r"iter_(\d+)", weights.name)
+    match, stated = re.fullmatch(r"iter_(\d+)", weights.name), common.get("iteration")
     if match and type(stated) is int and stated != int(match[1]):
         hint = "Megatron finds it under one number and resumes at the other: give the directory its own name again"
         expected, actual = f"iteration {int(match[1])}, as in the directory's name", f"{stated} in the common state"

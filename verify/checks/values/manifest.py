@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.core.progress import progress
-from ckptkit.core.specs import TensorSpec, summarize
+from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.hub_cache import Download
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
@@ -57,17 +57,13 @@ def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Iss
             tally.compared(specs[name].nbytes)
             if name not in values.stats:
                 continue  # CK201 says that it cannot be read
-            actual = _difference(manifest, specs[name], values.stats[name].digest) or ""
+            spec, promised = specs[name], manifest.tensors[name]
+            actual = "" if promised.blake3 == values.stats[name].digest.hex() else "its bytes differ"
+            if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
+                actual = f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
         if actual:
             file = home_of(subject, name) if name in specs else ""
             yield Issue("the tensor of the manifest", actual, names=[name], file=file)
-
-
-def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:
-    promised = manifest.tensors[spec.name]
-    if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
-        return f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
-    return None if promised.blake3 == digest.hex() else "its bytes differ"
 
 
 DOWNLOAD = "download"  # the fact that says what was downloaded
@@ -118,21 +114,20 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _finished(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
     """Whether each file has its hash; files that cannot be read, of which CK201 speaks, are left out."""
 
+    def finish(one: FileHash) -> bool | None:
+        try:
+            return one.finish()
+        except OSError:
+            return None
+
     unread = {name: one.unread for name, one in hashes.items()}
     found = {}
     with progress("hashing files", sum(unread.values())) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, is_same in zip(hashes, pool.map(_finish, hashes.values()), strict=True):
+        for name, is_same in zip(hashes, pool.map(finish, hashes.values()), strict=True):
             advance(unread[name])
             if is_same is not None:
                 found[name] = is_same
     return found
-
-
-def _finish(one: FileHash) -> bool | None:
-    try:
-        return one.finish()
-    except OSError:
-        return None
 
 
 def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mirror: str) -> Issue:

@@ -146,7 +146,11 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if name in initial:
             continue
         number = values[name].low
-        verdicts[_severity(name, values[name]), "all zero" if number == 0 else f"all {number:g}"].append(name)
+        if not name.endswith("bias") and _NORM.search(name):
+            severity = warning_if(number != 0)
+        else:
+            severity = warning_if(_is_vector(name, values[name]))
+        verdicts[severity, "all zero" if number == 0 else f"all {number:g}"].append(name)
     for (severity, actual), found in verdicts.items():
         for names, shared in _by_source(found, subject.once(read_values)):
             hint = _SHARED if shared else _LOST
@@ -179,13 +183,6 @@ def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequenc
 def _is_vector(name: str, stats: Extremes) -> bool:
     """Whether it has one axis, or is a bias: those of all experts may be stored together."""
     return stats.rows == 1 or name.endswith("bias")
-
-
-def _severity(name: str, stats: Extremes) -> Severity:
-    """How bad a constant is that is no initial value."""
-    if not name.endswith("bias") and _NORM.search(name):
-        return "error" if stats.low == 0 else "warning"
-    return "warning" if _is_vector(name, stats) else "error"
 
 
 def _differs(values: Values, name: str) -> bool:

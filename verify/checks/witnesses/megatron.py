@@ -101,15 +101,11 @@ def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
     missing = set(reports[0].missing) if reports else set()
-    left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
+    # The second name of a norm that some rank asked for is no such key.
+    alias = {key: norm_alias(key, names) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
+    left = [key for key, other in alias.items() if other is None or other in missing]
     hint = "Megatron builds no such parameter from config.json; where CK104 fails too, it names the key that disagrees"
     yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
-
-
-def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
-    """Whether a key that nobody asked for is the second name of a norm that some rank asked for."""
-    alias = norm_alias(key, names)
-    return alias is not None and alias not in missing
 
 
 @check(
@@ -165,19 +161,15 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = "ranks of one pipeline stage must hold the same layers"
             yield Issue(expected, actual, hint, rank=ranks_named([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
-    tally.facts["pipeline stages"] = [
-        f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
-    ]
+    facts = tally.facts["pipeline stages"] = list[str]()
+    for stage, chunks in sorted(stages.items()):
+        layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
+        more = f", {predicted[stage]} for multi-token prediction" if predicted[stage] else ""
+        facts.append(f"pp rank {stage}: {layers}{more}")
     held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
     count = staged_dims(subject).layers
     if held != list(range(count)) and not subject.options.megatron.ranks:
         yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
-
-
-def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
-    """The layers of a stage, and what predicts further tokens."""
-    layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
-    return f"{layers}, {predicted} for multi-token prediction" if predicted else layers
 
 
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
@@ -243,8 +235,14 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
     for report in run.reports:
         for tensor in report.tensors:
             by_verdict[tensor.verdict].append((report.rank, tensor))
-    for verdict in ("unknown", "unwritten"):
-        yield from _plainly(verdict, by_verdict[verdict], where)
+    lost = "config.json and the weights do not describe the same model"
+    random = "Megatron would train on random values: convert again"
+    for verdict, expected, actual, hint in (
+        ("unknown", f"a tensor of {where} to compare with", "there is none", lost),
+        ("unwritten", "written by the load", "still as it was before the load", random),
+    ):
+        for names in group_by_pattern(_by_name(by_verdict[verdict])):
+            yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, by_verdict[verdict]))
     differing = by_verdict["differs"]
     whose = _whose(differing)
     for move in explain_moves(whose, stages):
@@ -252,17 +250,6 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
         ranks = _ranks_of(move.names, differing)
         yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, together=True)
     yield from _differing([pair for pair in differing if whose.get(pair[1].name, "") is None], where)
-
-
-def _plainly(verdict: str, seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    for names in group_by_pattern(_by_name(seen)):
-        if verdict == "unknown":
-            expected, actual = f"a tensor of {where} to compare with", "there is none"
-            hint = "config.json and the weights do not describe the same model"
-        else:
-            expected, actual = "written by the load", "still as it was before the load"
-            hint = "Megatron would train on random values: convert again"
-        yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, seen))
 
 
 def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:

@@ -165,7 +165,7 @@ def run(job: TextJob, phases: PhaseLog) -> Answer:
 
 
 def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]) -> Answer:
-    own = [text for side in (here, there) for part in _PARTS for text in _strings_in(side.parts.get(part))]
+    own = [text for side in (here, there) for part in _PARTS for text in strings_in(side.parts.get(part))]
     strings = list(dict.fromkeys([*strings, *own]))
     short = list(dict.fromkeys(_short_texts(there, strings)))
     texts = list(_all_texts(there)) if here.is_fast and there.is_fast else []
@@ -198,10 +198,10 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     return Answer(library, len(short) + len(texts), ids, text, shown, special, "", parts, lengths)
 
 
-def _strings_in(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
     """Every text in a part: what a Replace replaces, a Strip strips."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    yield from [value] if isinstance(value, str) else (text for one in inner for text in _strings_in(one))
+    yield from [value] if isinstance(value, str) else (text for one in inner for text in strings_in(one))
 
 
 def _other_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:

@@ -58,7 +58,13 @@ class LoadedBy:
         if run.report is None and self.engine.without_gpu and not _gpus():
             again = _load(self.engine, subject, dict(self.engine.without_gpu))
             run = again if again.report is not None else run
-        return _of_untested(self.engine, run, release)
+        refusal = run.crash or run.draft_crash
+        if refusal is None or release in self.engine.tested or _gpus():
+            return run
+        # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
+        tested = ", ".join(self.engine.tested)
+        why = f"{self.engine.label} {release} was not tested without a GPU ({tested} were), and fails: {refusal}"
+        return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
@@ -108,16 +114,6 @@ def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
         sizes=engine_sizes(engine, subject) or ONE_RANK,
     )
     return [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.ranks)]
-
-
-def _of_untested(engine: EngineFacts, run: LoadRun, found: str) -> LoadRun:
-    """What a release that is not known refuses without a GPU may be how ckptkit builds models there."""
-    refusal = run.crash or run.draft_crash
-    if refusal is None or found in engine.tested or _gpus():
-        return run
-    tested = ", ".join(engine.tested)
-    why = f"{engine.label} {found} was not tested without a GPU ({tested} were), and fails: {refusal}"
-    return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
 
 
 def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
