@@ -17,10 +17,12 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
+from converters.planner import tied_head
 from verify.diff.result import Content, Diff, Move, Pair, State, badness
-from verify.diff.sides import Sides, config_or_empty, fp32_state, opened, tied_names
+from verify.diff.sides import Sides, config_or_empty, opened, supported
 from verify.evidence.compare import common_dtype
 from verify.evidence.compare import compare as compare_tensors
+from verify.evidence.expected import fp32_names
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import parts_apart
 from verify.evidence.moved import Stages, explain_moves, group_pairs
@@ -74,7 +76,7 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
 
 def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
     found = list(pairs_of_headers(sides.a, sides.b))
-    tied = {head[0] for side in (sides.a, sides.b) if (head := tied_names(config_or_empty(side)))}
+    tied = {head[0] for head in _tied(sides)}
     note = f"values were not read: torch is not installed here: {INSTALL_CONVERT}"
     return Diff(
         *(program_version(), a, b, sides.formats, exact),
@@ -88,6 +90,12 @@ def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
     )
 
 
+def _tied(sides: Sides) -> list[tuple[str, str]]:
+    """The output layer and the embedding that it repeats, by the config of either side that is known and ties them."""
+    configs = [config for side in (sides.a, sides.b) if supported(config := config_or_empty(side))]
+    return list(filter(None, map(tied_head, configs)))
+
+
 def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
     """Names that one side lacks and that follow from the rest: an output layer that repeats the embedding, and so on.
 
@@ -95,9 +103,8 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
     """
     alone = {name for name, pair in pairs.items() if pair.state in ("only_a", "only_b")}
     found: set[str] = set()
-    for config in (config_or_empty(sides.a), config_or_empty(sides.b)):
-        tied = tied_names(config)
-        if tied and tied[0] in alone and tied[1] in pairs:
+    for tied in _tied(sides):
+        if tied[0] in alone and tied[1] in pairs:
             head, embedding = (pairs[name] for name in tied)
             is_same = head.content_b == embedding.content_b
             if head.a is not None:
@@ -108,7 +115,8 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
 
 def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
     """Yields a note for state that must stay float32 and was cast to something narrower."""
-    state = fp32_state(config_or_empty(checkpoint))
+    config = config_or_empty(checkpoint)
+    state = fp32_names(config if supported(config) else None)
     if names := [pair.name for pair in cast if pair.name in state]:
         yield (
             f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "

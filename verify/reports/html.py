@@ -13,9 +13,8 @@ from pathlib import Path
 from ckptkit.core.printable import printable
 from verify.check import LOOKS_AT, WITNESSES, all_checks
 from verify.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
-from verify.reports.headline import alike, cause_of, headline, other_reasons
 from verify.reports.layer_map import layer_map
-from verify.reports.text import duration, subject_of, totals
+from verify.reports.text import alike, cause_of, duration, headline, other_reasons, subject_of, totals
 
 _SHOWN = 50  # causes
 _LISTED = 20  # findings below one

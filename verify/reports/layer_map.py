@@ -12,8 +12,8 @@ from itertools import chain, groupby
 from typing import Any
 
 from ckptkit.core.specs import ranges
-from verify.reports.headline import numbered
 from verify.reports.heat import OUTSIDE, expand
+from verify.reports.text import numbered
 
 # Shades of a cell that is not wrong, by its largest error: what each begins above, whatever the other cells are. Half a
 # quantization step is what rounding does, and no difference from the source is none, so neither is shaded.

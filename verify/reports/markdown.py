@@ -6,8 +6,7 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import Finding, Report
-from verify.reports.headline import headline, other_reasons
-from verify.reports.text import Group, groups, rest, subject_of, totals
+from verify.reports.text import Group, groups, headline, other_reasons, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
 

@@ -14,8 +14,7 @@ from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
 from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
-from verify.reports.headline import headline, is_itself, names_its_file, other_reasons
-from verify.reports.text import groups, subject_of, totals, wrong_of
+from verify.reports.text import groups, headline, is_itself, names_its_file, other_reasons, subject_of, totals, wrong_of
 
 _COLOR = {
     "PASSED": "green",

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
@@ -138,11 +137,9 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
             gone[path] = [key for keys in stored.values() for key in keys]
     if gone:
         keys = [key for found in gone.values() for key in found]
-        total = sum(len(found) for stored in files.blobs.values() for found in stored.values())
         first, more = next(iter(gone)), len(gone) - 1
         which = f"{_short(first)} and {more} more are missing" if more else f"{_short(first)} is missing"
-        actual = f"{which}: {_share(len(keys), total)} entries are in {'them' if more else 'it'}"
-        where = files.weights if more else first
+        actual, where = f"{which}, with {len(keys)} entries", files.weights if more else first
         yield Issue("every file that .metadata names", actual, names=keys, together=True, file=where)
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
@@ -156,19 +153,12 @@ def _short(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def _share(count: int, total: int) -> str:
-    """`all 7`, or `3 of 7`."""
-    return f"all {total}" if count == total else f"{count} of {total}"
-
-
 def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Issue]:
     """One issue if the file is too short for its entries, and one if entries share bytes."""
     held, need = path.stat().st_size, max(offset + length for offset, length in stored)
     if held < need:
         beyond = [key for (offset, length), found in stored.items() if offset + length > held for key in found]
-        sizes = f"{size(held)} of {size(need)}" if size(held) != size(need) else f"{held} of {need} bytes"
-        share = _share(len(beyond), sum(map(len, stored.values())))
-        actual = f"{_short(path)} is cut off: {sizes}; {share} entries are beyond its end"
+        actual = f"{_short(path)} is cut off: {held} of {need} bytes; {len(beyond)} entries are beyond its end"
         hint = "copy it again, with the .metadata of the same save"
         yield Issue(f"at least {need} bytes", actual, hint, names=beyond, together=True, file=path)
     end, before, shared = 0, "", {}
