@@ -147,7 +147,9 @@ def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[
         if len(found) == 1 < len(wrong[layer]) and (source := next(iter(found))) is not None
     }
     exchanged = {layer for layer, other in origin.items() if origin.get(other) == layer}
-    around = {layer for layer in origin if layer not in exchanged and _is_in_cycle(layer, origin)}
+    around = origin.keys() - exchanged  # on a cycle of layers that each hold the values of the next
+    while ends := around - ({layer for layer in around if origin[layer] in around} & {origin[one] for one in around}):
+        around -= ends
     kinds = {"exchanged": exchanged, "reordered": around, "copied": origin.keys() - exchanged - around}
     for kind, layers in ((kind, layers) for kind, layers in kinds.items() if layers):
         mapping, hint = {layer: origin[layer] for layer in sorted(layers)}, _WHOLE_LAYERS[kind]
@@ -167,16 +169,6 @@ def _same_tensor_in(name: str, other: str | None) -> int | None:
     if not here or not there or other is None or name[here.end() :] != other[there.end() :]:
         return None
     return int(there[1])
-
-
-def _is_in_cycle(start: int, origin: Mapping[int, int]) -> bool:
-    """Whether a layer is on a cycle of layers that each hold the values of the next."""
-    layer = origin[start]
-    for _ in origin:
-        if layer == start or layer not in origin:
-            break
-        layer = origin[layer]
-    return layer == start
 
 
 def _moved_parts(origins: Mapping[str, str]) -> Iterator[Moved]:

@@ -144,17 +144,13 @@ class SideFiles:
         tokenizer = self.tokenizer
         model = tokenizer.get("model")
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
-        yield (
-            TOKENIZER,
-            _model_vocabulary(vocab)
-            | {
-                str(one["content"]): one["id"]
-                for one in _objects(tokenizer.get("added_tokens"))
-                if {"content", "id"} <= one.keys()
-            },
-        )
-        added = self.tokenizer_config.get("added_tokens_decoder")
-        pairs = added.items() if isinstance(added, Mapping) else ()
+        if isinstance(vocab, list):  # Unigram: pairs in the order of ids
+            vocab = {json.dumps(pair[0]): at for at, pair in enumerate(vocab) if isinstance(pair, list) and pair}
+        added = [one for one in _objects(tokenizer.get("added_tokens")) if {"content", "id"} <= one.keys()]
+        words = dict(vocab) if isinstance(vocab, Mapping) else {}
+        yield TOKENIZER, words | {str(one["content"]): one["id"] for one in added}
+        decoder = self.tokenizer_config.get("added_tokens_decoder")
+        pairs = decoder.items() if isinstance(decoder, Mapping) else ()
         yield (
             TOKENIZER_CONFIG,
             {
@@ -249,14 +245,3 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
     if isinstance(content, list):
         return [(file, str(one.get("name")), str(one.get("template"))) for one in _objects(content)]
     return [(file, "default", content)] if isinstance(content, str) else []
-
-
-def _model_vocabulary(vocab: Any) -> dict[str, int]:
-    """`model.vocab` of tokenizer.json: an object, or (Unigram) a list of pairs in the order of ids."""
-    if isinstance(vocab, Mapping):
-        return dict(vocab)
-    return (
-        {json.dumps(pair[0]): number for number, pair in enumerate(vocab) if isinstance(pair, list) and pair}
-        if isinstance(vocab, list)
-        else {}
-    )

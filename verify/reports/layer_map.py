@@ -96,9 +96,11 @@ def layer_map(heat: Mapping[str, Cells], targets: Mapping[str, str]) -> LayerMap
     styles = {area.style for area in areas}
     styles |= {"shade"} if styles & set(_SHADES) else set()
     styles |= {"empty"} if any(len(cells) < len(kinds) for layer, cells in heat.items() if layer != OUTSIDE) else set()
+    steps = (mantissa * 10**power for power in range(5) for mantissa in (1, 2, 5))
+    step = next((step for step in steps if len(columns) <= step * _TICKS), 10**5)
     return LayerMap(
         len(columns),
-        list(_ticks(columns)),
+        [(round(100 * (at + 0.5) / len(columns), 2), layer) for at, layer in enumerate(columns) if at % step == 0],
         "".join(f"M{at} 0v1" for at in range(1, len(columns))),
         rows[:_ROWS],
         outside[:_ROWS],
@@ -182,14 +184,6 @@ def _runs(places: Sequence[int]) -> Iterator[tuple[int, int]]:
     for _, group in groupby(enumerate(places), key=lambda pair: pair[1] - pair[0]):
         run = [place for _, place in group]
         yield run[0], len(run)
-
-
-def _ticks(columns: Sequence[str]) -> Iterator[tuple[float, str]]:
-    steps = (mantissa * 10**power for power in range(5) for mantissa in (1, 2, 5))
-    step = next((step for step in steps if len(columns) <= step * _TICKS), 10**5)
-    for at, layer in enumerate(columns):
-        if at % step == 0:
-            yield round(100 * (at + 0.5) / len(columns), 2), layer
 
 
 def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping[str, str]) -> Picture | None:

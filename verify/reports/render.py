@@ -89,7 +89,12 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
     }
     given = [(label, text) for label, text in fields.items() if text]
     wrong = wrong_of(finding.expected, finding.actual)
-    return Entry(finding.code, finding.severity, _about(report, finding), wrong, given, anchor, title)
+    # In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself.
+    about = f"{finding.count} tensors" if finding.tensor and ", " in finding.tensor else finding.tensor
+    if not about and not is_itself(finding, report.checkpoint):
+        about = Path(str(finding.file)).name
+    about = "" if names_its_file(finding) else about or ""
+    return Entry(finding.code, finding.severity, about, wrong, given, anchor, title)
 
 
 def _explained(report: Report, cause: str) -> str:
@@ -100,15 +105,6 @@ def _explained(report: Report, cause: str) -> str:
             found.setdefault(one.actual, []).append(anchor)
     counted = {actual: f"{names[0]} and {len(names) - 1} more" for actual, names in found.items() if len(names) > 1}
     return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
-
-
-def _about(report: Report, finding: Finding) -> str:
-    """In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself."""
-    if names_its_file(finding):
-        return ""
-    if finding.tensor:
-        return f"{finding.count} tensors" if ", " in finding.tensor else finding.tensor
-    return "" if is_itself(finding, report.checkpoint) else Path(str(finding.file)).name
 
 
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ckptkit.core.printable import json_text, printable
-from verify.check import Check, all_checks
-from verify.report import CheckResult, Finding, Report, anchors
+from verify.check import all_checks
+from verify.report import Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -20,7 +20,13 @@ _ROOT = "%SRCROOT%"
 def sarif(report: Report) -> str:
     """One run: a rule for each check that ran, a result for each finding, a notification for each skipped check."""
     known = {check.code: check for check in all_checks()}
-    rules = [_rule(check, known.get(check.code)) for check in report.checks]
+    rules: list[dict[str, Any]] = []
+    for result in report.checks:
+        rules.append({"id": result.code, "shortDescription": {"text": result.title}})
+        if (check := known.get(result.code)) is not None:
+            markdown = f"**Why it matters**: {check.rationale}\n\n**What to do**: {check.fix}"
+            rules[-1]["fullDescription"] = {"text": check.rationale}
+            rules[-1]["help"] = {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown}
     places = {check.code: index for index, check in enumerate(report.checks)}
     run = {
         "tool": {"driver": {"name": "ckptkit", "version": report.version, "rules": rules}},
@@ -32,17 +38,6 @@ def sarif(report: Report) -> str:
         "properties": {"verdict": printable(report.verdict)},
     }
     return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
-
-
-def _rule(result: CheckResult, check: Check | None) -> dict[str, Any]:
-    rule: dict[str, Any] = {"id": result.code, "shortDescription": {"text": result.title}}
-    if check is None:
-        return rule
-    markdown = f"**Why it matters**: {check.rationale}\n\n**What to do**: {check.fix}"
-    return rule | {
-        "fullDescription": {"text": check.rationale},
-        "help": {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown},
-    }
 
 
 def _invocation(report: Report) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, ranges
@@ -85,7 +84,9 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
     config = usable_config(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
-    for name in _not_everywhere(specs, index, expected.shapes if expected else None):
+    every = [known.keys() for known in (specs, index, expected.shapes if expected else None) if known is not None]
+    odd = set[str]().union(*(every[0] ^ other for other in every[1:] if every[0] != other))
+    for name in dict.fromkeys(name for several in every for name in several if name in odd) if odd else ():
         if name in known or (spelling and spelling.explains(name, specs, promises)):
             continue
         stored, listed = name in specs or name in unknown, index is None or name in index
@@ -95,13 +96,6 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
             yield Issue(should, actual, hint, names=[name], file=where)
     moved = _moved(files) if files else ()
     yield Issue("in the shard that the index names", "in another shard", "restore the index", [*moved], where)
-
-
-def _not_everywhere(*several: Mapping[str, Any] | None) -> Iterator[str]:
-    """Names that one of these has and another has not, each once; in the order of the first that has it."""
-    known = [names.keys() for names in several if names is not None]
-    odd = set[str]().union(*(known[0] ^ other for other in known[1:] if known[0] != other))
-    return iter(dict.fromkeys(name for names in known for name in names if name in odd) if odd else ())
 
 
 def _moved(files: HfFiles) -> Iterator[str]:

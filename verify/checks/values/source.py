@@ -9,7 +9,7 @@ Router biases and statistics of batch norms are buffers too, and move. A vector 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from statistics import median
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
@@ -150,7 +150,9 @@ def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values
         hint = "add --trained if this was trained from the source: then values may differ; else convert again from it"
         yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, together=True)
         return
-    if _is_another_model(wrong, values.compared):
+    kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (values.compared, wrong))
+    # No mistake in a mapping makes nearly all tensors of nearly all kinds differ.
+    if len(wrong) > _MOST * len(values.compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds)):
         yield Issue(expected, f"{share}: another model", hint, names=wrong, together=True)
         return
     for broken in (True, False):
@@ -210,12 +212,6 @@ def _against_adapter(
             expected = "the base's bits: the adapter has no pair for this weight"
             hint = "give the base that the adapter was merged into as --source"
         yield Issue(expected, actual, hint, names=names)
-
-
-def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool:
-    """Whether nearly all tensors of nearly all kinds differ: no mistake in a mapping does that."""
-    kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (compared, wrong))
-    return len(wrong) > _MOST * len(compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds))
 
 
 def _is_trained(wrong: Mapping[str, TensorDiff], values: Values) -> bool:

@@ -120,12 +120,6 @@ def _homes(name: str) -> Iterator[str]:
         at = name.find(".", at + 1)
 
 
-def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
-    """The tensors as their weights are when nothing is packed, which is how transformers' class has them."""
-    quantized = is_quantized(subject.hf_files.config)
-    return list((plain(subject.path).specs if quantized else names_of(subject)).values())
-
-
 def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
     """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
 
@@ -134,7 +128,9 @@ def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
             raise Unable(f"{module} is not installed, so transformers' class was not asked for names and shapes")
-    specs = _plain_specs(subject)
+    # As weights are when nothing is packed, which is how transformers' class has them.
+    named = plain(subject.path).specs if is_quantized(subject.hf_files.config) else names_of(subject)
+    specs = list(named.values())
     job, answer = NamesJob(without_quantization(subject.hf_files.config), specs), Future[_Answer]()
 
     def wait() -> None:

@@ -87,7 +87,9 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
 
     def expect(module: nn.Module) -> Expected:
         own = own_parameters(module)
-        before = {name: _inputs_first(tensor).clone() for name, tensor in packed_parameters(module).items()}
+        # [inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so.
+        packed = packed_parameters(module).items()
+        before = {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in packed}
         before |= {name: own[name].clone() for name in _BIASES if bias and name in own}
 
         def compare() -> Outcome:
@@ -99,11 +101,6 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
         return Expected(frozenset(before), compare)
 
     return expect
-
-
-def _inputs_first(tensor: Tensor) -> Tensor:
-    """[inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so."""
-    return tensor.t() if tensor.dim() == 2 else tensor
 
 
 def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[Tensor]:
