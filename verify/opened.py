@@ -257,7 +257,12 @@ def opened_at(location: Location, hf: str | Path | None = None) -> OpenedCheckpo
 
 
 def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | None:
-    """Rows read by themselves; None where they do not follow one another in files."""
+    """Rows read by themselves; None where they do not follow one another in files.
+
+    Raises DamagedError where a file ends before them.
+    """
+    import torch
+
     if not spec.shape:
         return None
     first, last, step = rows.indices(spec.shape[0])
@@ -272,17 +277,9 @@ def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | Non
         if low < high:
             ranges.append(ByteRange(extent.path, extent.offset + low - at, extent.offset + high - at))
         at += extent.nbytes
-    return _joined(spec, last - first, ranges)
-
-
-def _joined(spec: TensorSpec, count: int, ranges: Iterable[ByteRange]) -> Tensor:
-    """Rows of a tensor from where their bytes stand. Raises DamagedError where a file ends before."""
-    import torch
-
-    parts = []
-    for one in ranges:
-        parts.append(read_new(one))
-        if len(parts[-1]) < one.end - one.begin:
+    parts = [read_new(one) for one in ranges]
+    for one, part in zip(ranges, parts, strict=True):
+        if len(part) < one.end - one.begin:
             raise DamagedError(f"{one.path}: {spec.name} is cut short", "copy or download the file again")
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return elements(flat, spec.torch_dtype).view(count, *spec.shape[1:])
+    return elements(flat, spec.torch_dtype).view(last - first, *spec.shape[1:])

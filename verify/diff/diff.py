@@ -75,7 +75,13 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
 
 
 def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
-    found = list(pairs_of_headers(sides.a, sides.b))
+    found: list[Pair] = []
+    for name in {**sides.a.specs, **sides.b.specs}:
+        here, there = sides.a.specs.get(name), sides.b.specs.get(name)
+        state: State = "only_a" if there is None else "only_b" if here is None else "unread"
+        if here and there and here.shape != there.shape:
+            state = "differing"
+        found.append(Pair(name, here, there, None, None, state))
     tied = {head[0] for head in _tied(sides)}
     note = f"values were not read: torch is not installed here: {INSTALL_CONVERT}"
     return Diff(
@@ -140,16 +146,6 @@ def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
         for pairs in pool.map(look, [*both, *rest]):
             advance(sum(pair.nbytes for pair in pairs))
             yield from pairs
-
-
-def pairs_of_headers(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
-    """The same by names, shapes and dtypes alone: what both sides hold in one shape is `unread`."""
-    for name in {**a.specs, **b.specs}:
-        here, there = a.specs.get(name), b.specs.get(name)
-        state: State = "only_a" if there is None else "only_b" if here is None else "unread"
-        if here and there and here.shape != there.shape:
-            state = "differing"
-        yield Pair(name, here, there, None, None, state)
 
 
 def _look(

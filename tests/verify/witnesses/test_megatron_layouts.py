@@ -284,7 +284,7 @@ EMBEDDING = "embedding.word_embeddings.weight"  # [352, 128]
         (
             KEY,
             [((0, 0, 0), (7, 128, 96)), ((5, 0, 0), (7, 128, 96))],
-            "two chunks overlap at [5, 0, 0]",
+            "two chunks overlap at [0, 0, 0]",
         ),
     ],
 )

@@ -18,7 +18,7 @@ from verify.evidence.expected import require_config, require_expected, usable_co
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern, pattern_of
-from verify.evidence.reading import Values, read_values
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.report import Severity
@@ -63,11 +63,14 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     values = subject.once(read_values)
     counted(tally, values.stats, UNREAD)
+    kinds = _kinds(values.stats, subject.once(parts_in_floats))
+    medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
+    ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
+    same = values.compared.keys() - values.differences.keys()
     groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
-    ratios = dict(_outliers(values.stats, subject.once(parts_in_floats)))
     for name, ratio in ratios.items():
-        same = name in values.compared and name not in values.differences
-        groups["large" if ratio > 1 else "small", warning_if(same)].append(name)
+        if not 1 / _FACTOR <= ratio <= _FACTOR:
+            groups["large" if ratio > 1 else "small", warning_if(name in same)].append(name)
     wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
     for (way, severity), found in groups.items():
         for names in group_by_pattern(found):
@@ -75,40 +78,21 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             times = ratios[worst] if way == "large" else 1 / ratios[worst]
             actual = f"{worst} is {times:.3g} times too {way}: its root mean square is {values.stats[worst].rms:.3g}"
             yield Issue(wanted, actual, names=names, severity=severity)
-    yield from _all_too_large(subject, values)
-
-
-def _all_too_large(subject: Subject, values: Values) -> Iterator[Issue]:
-    """Kinds of matrices of which the median is larger than any that was trained: one issue, for all have one cause."""
-    kinds = _kinds(values.stats, subject.once(parts_in_floats))
-    usual = {
-        tuple(names): size
-        for (_, in_codes), names in kinds.items()
-        if not in_codes and (size := statistics.median(values.stats[name].rms for name in names)) > _LARGEST
-        if (spec := subject.specs.get(names[0])) is None or spec.dtype in COMPUTED  # not codes or tables
-    }
-    found = [name for names in usual for name in names]
-    same = all(name in values.compared and name not in values.differences for name in found)
-    actual = f"{max(usual.values(), default=0):.3g}, in the median of its kind"
-    wanted, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same)
+    # Kinds of which the median is larger than any that was trained, but for codes and tables: all have one cause.
+    plain = [kind for kind, size in medians.items() if size > _LARGEST and not kind[1]]
+    specs = {kind: subject.specs.get(kinds[kind][0]) for kind in plain}
+    large = [kind for kind, spec in specs.items() if spec is None or spec.dtype in COMPUTED]
+    found = [name for kind in large for name in kinds[kind]]
+    actual = f"{max(map(medians.__getitem__, large), default=0):.3g}, in the median of its kind"
+    wanted, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same.issuperset(found))
     yield Issue(wanted, actual, names=found, severity=severity, together=True)
 
 
-def _outliers(stats: Mapping[str, Extremes], codes: Collection[str]) -> Iterator[tuple[str, float]]:
-    """Matrices that are far from their siblings, and how many times larger they are than their median.
-
-    `codes`: tensors that are compared among themselves, since they are no weights without their scales.
-    """
-    for names in _kinds(stats, codes).values():
-        median = statistics.median(stats[name].rms for name in names)
-        for name in names:
-            ratio = stats[name].rms / median
-            if not 1 / _FACTOR <= ratio <= _FACTOR:
-                yield name, ratio
-
-
 def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[str, bool], list[str]]:
-    """The matrices of each kind of which there are enough: by pattern, and whether they are `codes`."""
+    """The matrices of each kind of which there are enough: by pattern, and whether they are `codes`.
+
+    Those are compared among themselves, since they are no weights without their scales.
+    """
     kinds: dict[tuple[str, bool], list[str]] = defaultdict(list)
     for name, one in stats.items():
         usable = one.rows > 1 and one.finite and one.rms > 0 and not one.constant and not one.denormal

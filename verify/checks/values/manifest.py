@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.core.progress import progress
 from ckptkit.core.specs import summarize
-from ckptkit.formats.hf.hub_cache import Download
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
 from verify.check import Tally, check, without
@@ -99,11 +98,21 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     differ = [name for name, is_same in whole.items() if not is_same]
     changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
     mirror = _MIRROR if len(whole) == len(differ) > 1 else ""
-    for name in differ:
-        if name not in changed:
-            yield _damaged(subject, name, hashes[name], records[name], mirror)
-    if changed:
-        yield _replaced(subject, changed, records)
+    for name in (name for name in differ if name not in changed):
+        record, shard = records[name], subject.hf_files.shards.get(name)
+        kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
+        place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
+        expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
+        names = None if shard is None else shard.specs
+        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, together=True)
+    if changed:  # files that are newer than their records: one warning for all of them
+        when = _time((subject.path / changed[0]).stat().st_mtime), _time(records[changed[0]].time)
+        actual = (
+            f"other bytes in {summarize(changed)}: changed or replaced at {when[0]}, after the download at {when[1]}"
+        )
+        fetch = f"`{records[changed[0]].fetch}`{' and so on' if changed[1:] else ''}"
+        hint = f"if the change was meant, nothing; else download again: {fetch}"
+        yield Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(changed))
     origins = ", ".join(dict.fromkeys(records[name].origin for name in whole))
     fact = f"{origins}: {len(whole) - len(differ)} of {len(whole)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.wanted if file not in records]
@@ -128,27 +137,6 @@ def _finished(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
             if is_same is not None:
                 found[name] = is_same
     return found
-
-
-def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mirror: str) -> Issue:
-    kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
-    place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
-    shard = subject.hf_files.shards.get(name)
-    expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
-    names = None if shard is None else shard.specs
-    return Issue(expected, f"{found.actual}: other bytes", hint, names=names, file=name, together=True)
-
-
-def _replaced(subject: Subject, names: Sequence[str], records: Mapping[str, Download]) -> Issue:
-    """Files that are newer than their records and differ from them: a warning, one for all of them."""
-    first, *more = names
-    actual = (
-        f"other bytes in {summarize(names)}: changed or replaced at {_time((subject.path / first).stat().st_mtime)}, "
-        f"after the download at {_time(records[first].time)}"
-    )
-    fetch = f"`{records[first].fetch}`{' and so on' if more else ''}"
-    hint = f"if the change was meant, nothing; else download again: {fetch}"
-    return Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(names))
 
 
 def _time(seconds: float) -> str:

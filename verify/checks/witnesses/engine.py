@@ -126,23 +126,18 @@ def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
     return None
 
 
-def _refused(step: Reload, subject: Subject) -> Issue:
-    hint = "update it by tensor, which was tried and is checked above"
-    if step.tried:
-        label = engine_of(subject).label
-        hint = f"{label} cannot load this checkpoint a second time this way; later steps were not run"
-    actual = f"refused while {step.name}: {step.refused}"
-    return Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
-
-
 def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
     """What a step shows, without what `other`, the same step of another engine, shows too."""
-    other = other or Reload(step.name)
+    other, label = other or Reload(step.name), engine_of(subject).label
     if step.refused:
-        yield from () if step.refused == other.refused else (_refused(step, subject),)
+        hint = "update it by tensor, which was tried and is checked above"
+        if step.tried:
+            hint = f"{label} cannot load this checkpoint a second time this way; later steps were not run"
+        if step.refused != other.refused:
+            actual = f"refused while {step.name}: {step.refused}"
+            yield Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
         return
     expected = "the bits of the first load"
-    label = engine_of(subject).label
     hint = f"{label} serves something else after this update than after a start: do not train with updates of this kind"
     for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")
