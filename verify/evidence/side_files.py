@@ -12,11 +12,13 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.json_text import MAX_BYTES
+from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import ADDITIONAL_TEMPLATES, LOADED, Location, is_loaded
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import is_weight
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.tree import files_below
+from verify.report import Severity
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
@@ -245,3 +247,32 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
     if isinstance(content, list):
         return [(file, str(one.get("name")), str(one.get("template"))) for one in _objects(content)]
     return [(file, "default", content)] if isinstance(content, str) else []
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs between a checkpoint and the one that it is compared with."""
+
+    file: str  # of the checkpoint, relative to its directory: holds what differs, or should
+    what: str  # in the other one, that this one should have: "pre_tokenizer"
+    words: str  # "pre_tokenizer is Whitespace but Split in the source; 'a b' is [1, 2] but [3]"
+    severity: Severity = "error"
+    count: int = 1
+    source: str | None = None  # the file of the other one that has it, where that is another file
+    is_presentation: bool = False  # of how a text is put together or shown: no text has other ids
+
+
+def show(value: Any) -> str:
+    """A JSON value in the words of a difference."""
+    return "missing" if value is None else shortened(value)
+
+
+def of_keys(
+    file: str, pairs: Mapping[str, tuple[Any, Any]], place: str, severity: Severity, before: str = ""
+) -> Iterator[Difference]:
+    """The difference of settings, each with its values here and there; none without any. `before`: the first words."""
+    if pairs:
+        first = list(pairs)[:5]
+        listed = [f"{key} is {show(pairs[key][0])} but {show(pairs[key][1])} {place}" for key in first]
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        yield Difference(file, ", ".join(first), before + "; ".join(listed) + more, severity, count=len(pairs))

@@ -7,12 +7,11 @@ from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
-from verify.evidence.side.difference import Difference, of_keys
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from verify.evidence.side.templates import Rendered, is_refusal, render
 from verify.evidence.side.texts import first_apart, strings_in
 from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
-from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
+from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, Difference, SideFiles, of_keys
 from verify.skip import Unable
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.

@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from verify.evidence.side.difference import Difference, of_keys
-from verify.evidence.side_files import PROCESSOR_CONFIG, SideFiles
+from verify.evidence.side_files import PROCESSOR_CONFIG, Difference, SideFiles, of_keys
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.process.run import ask
 

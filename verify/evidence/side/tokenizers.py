@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verify.evidence.side.difference import Difference, of_keys, show
 from verify.evidence.side.texts import Answer, ask_libraries, first_other
 from verify.evidence.side_files import (
     ADDED_TOKENS,
@@ -16,7 +15,10 @@ from verify.evidence.side_files import (
     TOKENIZER_CONFIG,
     VOCABULARY,
     VOCABULARY_LINES,
+    Difference,
     SideFiles,
+    of_keys,
+    show,
 )
 from verify.report import Severity
 from verify.skip import Unable
