@@ -125,7 +125,11 @@ class Report:
         text = f"{self.status.upper()} with {counted}" if counted else self.status.upper()
         if self.status == "inconclusive":
             passed = [f"{_listed(self._compared)} passed"] if self._compared else []
-            return f"{text}: {'; '.join([*passed, *self._told, f'not looked at: {self._unseen}'])}"
+            reason, codes = split_reason(self.reasons[0])
+            first = shorten(reason.partition("; ")[0].rstrip("."), _LENGTH, placeholder=" ...")
+            more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
+            unseen = f"not looked at: {f'{codes} ({first})' if codes else first}{more}"
+            return f"{text}: {'; '.join([*passed, *self._told, unseen])}"
         if self.status != "passed" or not self.asked:
             return text
         return f"{text}{':' if counted else ''} {self.scope}"
@@ -157,14 +161,6 @@ class Report:
         """What the checks of the stage `behaviour` compared with what."""
         told = self.facts.get(BEHAVIOUR) or ["output compared with transformers"]
         return list(dict.fromkeys(told)) if BEHAVIOUR in self.asked else []
-
-    @property
-    def _unseen(self) -> str:
-        """The first thing that could not be looked at, and how many more there are."""
-        reason, codes = split_reason(self.reasons[0])
-        first = shorten(reason.partition("; ")[0].rstrip("."), _LENGTH, placeholder=" ...")
-        more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
-        return f"{codes} ({first}){more}" if codes else f"{first}{more}"
 
     def write(self, path: str | Path) -> None:
         """Writes the report to a file in the format of its ending: .json, .html, .md, .sarif, or .xml (JUnit).

@@ -36,7 +36,7 @@ from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions, verify_options
 from verify.report import Finding, Report, anchors, now
-from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
+from verify.reports.heat import Heat, Measured, heat_map, of_values
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of
@@ -172,7 +172,10 @@ def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     floats = subject.found(float_weights)
     judged = floats.judged if floats else ()
     measured = [*of_values(values, judged, is_trained=subject.options.trained)] if values else []
-    measured += [*of_rounding(steps or {}), *of_float_rounding(subject.found(float_rounding_of) or {})]
+    # What CK305 found of packed weights, and of those in floats: whether they are further off than rounding takes them.
+    measured += [(name, Measured(steps=one.steps, failed=one.failed)) for name, one in (steps or {}).items()]
+    rounded = subject.found(float_rounding_of) or {}
+    measured += [(name, Measured(failed=one.wrong > 0)) for name, one in rounded.items()]
     return heat_map(measured, findings)
 
 

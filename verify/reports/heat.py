@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,7 @@ from ckptkit.core.specs import ranges
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
-    from verify.evidence.floats.rounding import FloatRounding
     from verify.evidence.reading import Values
-    from verify.evidence.rounding import Rounding
 
 # Layers for multi-token prediction are numbered from 0 again. At most four digits: one of an untrusted file may claim a
 # billion layers.
@@ -103,18 +101,6 @@ def of_values(
         error = difference.largest if difference else 0.0 if name in values.compared and name not in rounded else None
         is_wrong = difference is not None and difference.unequal > 0 and not is_trained
         yield name, Measured(error, failed=not stats.finite or is_wrong)
-
-
-def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 found of each packed weight: how many quantization steps it is off, and whether that is too many."""
-    for name, one in rounding.items():
-        yield name, Measured(steps=one.steps, failed=one.failed)
-
-
-def of_float_rounding(rounding: Mapping[str, FloatRounding]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 found of each weight in FP8 or MXFP4: whether it is further off than rounding takes it."""
-    for name, one in rounding.items():
-        yield name, Measured(failed=one.wrong > 0)
 
 
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
@@ -63,11 +63,15 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     of_no_family = subject.once(is_of_no_family)
     quantized = config is not None and is_quantized(config)  # and not packed, or not only
     may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
+    codes = subject.once(parts_in_floats)
     for names in subject.kinds:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
-        odd = _odd(subject, names, specs) if len(dtypes) > 1 else []
+        # Layers may be left out of FP8 and the like, which CK302 and CK306 judge.
+        plain = [name for name in names if name not in codes] if len(dtypes) > 1 else []
+        most, _ = Counter(specs[name].dtype for name in plain or names[:1]).most_common(1)[0]
+        odd = [name for name in plain if specs[name].dtype != most]
         for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
             others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
@@ -92,14 +96,6 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         ):
             yield Issue("bfloat16, float16 or float32", usual, names=names, file=home_of(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
-
-
-def _odd(subject: Subject, names: Collection[str], specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Those in another dtype than most. Layers may be left out of FP8 and the like, which CK302 and CK306 judge."""
-    codes = subject.once(parts_in_floats)
-    plain = [name for name in names if name not in codes]
-    usual, _ = Counter(specs[name].dtype for name in plain or names).most_common(1)[0]
-    return [name for name in plain if specs[name].dtype != usual]
 
 
 def _config_dtype(
