@@ -67,24 +67,18 @@ def samples_of(here: Stored, there: Stored, pairs: Iterable[SamplePair]) -> Samp
     found = Samples()
     usable: dict[str, SamplePair] = {}
     for pair in pairs:
-        if (why := _incomparable(here.specs.get(pair.here), there.specs.get(pair.there), pair)) is None:
+        mine, its = here.specs.get(pair.here), there.specs.get(pair.there)
+        if mine is None or its is None:
+            found.left_out["that one side does not store, or stores packed"] += 1
+        elif mine.dtype != its.dtype and _CASTS.isdisjoint({(mine.dtype, its.dtype), (its.dtype, mine.dtype)}):
+            found.left_out[f"in {' and '.join(sorted((mine.dtype, its.dtype)))}"] += 1
+        elif mine.shape == its.shape or (pair.padded and mine.shape[1:] == its.shape[1:]):
             usable[pair.here] = pair
         else:
-            found.left_out[why] += 1
+            found.left_out["of other shapes"] += 1
     for name in chosen(usable):
         _compare(here, there, usable[name], found)
     return found
-
-
-def _incomparable(here: TensorSpec | None, there: TensorSpec | None, pair: SamplePair) -> str | None:
-    """Why two tensors cannot be compared; None where they can."""
-    if here is None or there is None:
-        return "that one side does not store, or stores packed"
-    dtypes = here.dtype, there.dtype
-    if dtypes[0] != dtypes[1] and dtypes not in _CASTS and dtypes[::-1] not in _CASTS:
-        return f"in {' and '.join(sorted(dtypes))}"
-    same = here.shape == there.shape or (pair.padded and here.shape[1:] == there.shape[1:])
-    return None if same else "of other shapes"
 
 
 def chosen(names: Iterable[str]) -> list[str]:

@@ -190,27 +190,15 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "state the target's; no weight depends on it"
         expected = f"max_position_embeddings {target.positions}, as the target"
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
-    yield from _layers(draft, target.layers, tally)
-    yield from _embedding(subject, draft, tally)
-
-
-def _layers(draft: Draft, layers: int, tally: Tally) -> Iterator[Issue]:
-    """The layers whose states it reads.
-
-    SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what layer i takes in, after the last too.
-    """
-    if not draft.layer_ids:
-        return
-    last = layers - 2 if draft.reads_outputs else layers
-    if odd := [one for one in draft.layer_ids if not 0 <= one <= last]:
-        expected, hint = f"layers 0 to {last} of the target's {layers}", "restore the list that it was trained with"
-        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
-    elif draft.reads_outputs:
-        outputs = ", ".join(map(str, draft.layer_ids))
-        tally.note(
-            f"eagle_aux_hidden_state_layer_ids: SGLang 0.5.16 gives it what layers {outputs} put out, vLLM 0.26 what "
-            "they take in, one layer less; a draft trained for one reads the other's with fewer tokens accepted"
+    # SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what it takes in, after the last too.
+    last = target.layers - 2 if draft.reads_outputs else target.layers
+    if odd := [one for one in draft.layer_ids or () if not 0 <= one <= last]:
+        expected, hint = (
+            f"layers 0 to {last} of the target's {target.layers}",
+            "restore the list that it was trained with",
         )
+        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
+    yield from _embedding(subject, draft, tally)
 
 
 def _embedding(subject: Subject, draft: Draft, tally: Tally) -> Iterator[Issue]:

@@ -79,24 +79,20 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"CK401: norms have the names of Transformer Engine's layers alone, such as {fold(sorted(renamed))[0]}, as "
             "trainers save them; Megatron's local spec, which was run here, would not find them by its own"
         )
-    yield from _unexpected(run.reports)
-    if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
-        return
-    yield from _never_asked_for(run.reports, set(_names(subject)))
-
-
-def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     askers: dict[str, list[int]] = defaultdict(list)
-    for report in reports:
+    for report in run.reports:
         # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
     expected = "on disk, because Megatron asks for it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(askers):
-        ranks = ranks_named(rank for name in names for rank in askers[name])
-        yield Issue(expected, "not on disk", hint, names=names, rank=ranks)
+        asking = ranks_named(rank for name in names for rank in askers[name])
+        yield Issue(expected, "not on disk", hint, names=names, rank=asking)
+    if subject.options.megatron.ranks:
+        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
+        return
+    yield from _never_asked_for(run.reports, set(_names(subject)))
 
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
@@ -125,21 +121,17 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for _, tensor in seen:
         tally.compared(tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
-    yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name.endswith(_ROUTER_BIAS)])
+    # Biases of routers in fewer bits than float32, in which Megatron updates them.
+    narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
+    actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
+    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
+    names = sorted({tensor.name for _, tensor in narrow})
+    yield Issue("held in float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
     if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
     lost = [name for name in _names(subject) if name not in held]
     yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
-
-
-def _rounded(biases: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
-    """Biases of routers that Megatron holds in fewer bits than float32, in which it updates them."""
-    narrow = [(rank, tensor) for rank, tensor in biases if tensor.dtype != "float32"]
-    actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
-    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
-    names, ranks = {tensor.name for _, tensor in narrow}, {rank for rank, _ in narrow}
-    yield Issue("held in float32", actual, hint, names=sorted(names), rank=ranks_named(ranks) if ranks else None)
 
 
 @check(
