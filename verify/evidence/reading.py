@@ -35,7 +35,7 @@ from converters.foreign import refuse_foreign, refuse_stated
 from converters.megatron.legacy import LegacyCheckpoint
 from verify.evidence.compare import TensorDiff, compare
 from verify.evidence.extremes import Extremes, digest_of, extremes, same_bytes
-from verify.evidence.hf_files import HfFiles
+from verify.evidence.files import HfFiles
 from verify.evidence.plain import as_release
 from verify.evidence.subject import Subject
 

@@ -17,8 +17,8 @@ from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, in_words
 from verify.check import Skip, Tally, check, only
 from verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
+from verify.evidence.files import HfFiles
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 

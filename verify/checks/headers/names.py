@@ -35,8 +35,8 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
+from verify.evidence.files import HfFiles
 from verify.evidence.folding import LAYER, MTP_LAYER, layer_of
-from verify.evidence.hf_files import HfFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.core.progress import progress
 from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
-from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
+from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from verify.check import Tally, check, without
 from verify.checks.headers.files import home_of
 from verify.checks.values.values import UNREAD
@@ -36,20 +36,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Raises CkptkitError where the manifest cannot be read.
     """
     manifest = read_manifest(subject.options.manifest or Path())
-    yield from _tensors(subject, manifest, tally)
-    root = subject.location.root
-    for name, digest in manifest.files.items():
-        there = (root / name).is_file()
-        if not there or file_digest(root / name) != digest:
-            yield Issue("the file of the manifest", "its bytes differ" if there else "missing", file=root / name)
-    for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
-        hint = "remove it, or make a new manifest if it belongs to the checkpoint"
-        actual = "the manifest has no file of this name, and loaders read it"
-        yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
-
-
-def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Issue]:
-    specs, values = subject.checkpoint.specs, stored_values(subject)
+    root, specs, values = subject.location.root, subject.checkpoint.specs, stored_values(subject)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
         actual = "missing" if name not in specs else "the manifest has no tensor of this name"
         if name in specs and name in manifest.tensors:
@@ -63,6 +50,14 @@ def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Iss
         if actual:
             file = home_of(subject, name) if name in specs else ""
             yield Issue("the tensor of the manifest", actual, names=[name], file=file)
+    for name, digest in manifest.files.items():
+        there = (root / name).is_file()
+        if not there or file_digest(root / name) != digest:
+            yield Issue("the file of the manifest", "its bytes differ" if there else "missing", file=root / name)
+    for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
+        hint = "remove it, or make a new manifest if it belongs to the checkpoint"
+        actual = "the manifest has no file of this name, and loaders read it"
+        yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
 
 
 DOWNLOAD = "download"  # the fact that says what was downloaded
