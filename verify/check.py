@@ -166,8 +166,7 @@ def check(
     """
 
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
-        folder = issues.__module__.split(".")[2]
-        own = stage or _STAGES.get(folder, folder)
+        own = stage or _STAGES.get(folder := issues.__module__.split(".")[2], folder)
 
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
