@@ -54,6 +54,8 @@ LOOKS_AT: dict[str, str] = {
 # What a check may need. `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness
 # must be asked for.
 NEEDS = frozenset({"sound headers", "source", *WITNESSES})
+# Folders of checks that are called otherwise than their stage.
+_STAGES = {"checks": "launch", "config": "configuration", "adapters": "adapter", "drafts": "draft"}
 _READS_EVERY_BYTE = ("values", "adapter", "draft", "deltas")
 _NAMES_ITS_FILES = ("launch", "megatron")  # a finding of others is about the checkpoint, where it names no file
 
@@ -156,20 +158,25 @@ class _When(TypedDict, total=False):
 
 
 def check(
-    code: str, title: str, *, stage: str, rationale: str, fix: str, **when: Unpack[_When]
+    code: str, title: str, *, rationale: str, fix: str, stage: str | None = None, **when: Unpack[_When]
 ) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
-    """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings."""
+    """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings.
+
+    The folder of its module is its stage, unless it has another.
+    """
 
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
+        own = stage or _STAGES.get(folder := issues.__module__.split(".")[2], folder)
+
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            return collect(issues(subject, tally), code, fix, None if stage in _NAMES_ITS_FILES else subject.path)
+            return collect(issues(subject, tally), code, fix, None if own in _NAMES_ITS_FILES else subject.path)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        one = _CHECKS[code] = Check(code, title, rationale, fix, run, stage, **when)
-        if stage not in LOOKS_AT or not NEEDS.issuperset(one.needs):
-            raise ValueError(f"{code} is of the stage {stage} and needs {one.needs}: one of these is unknown")
+        one = _CHECKS[code] = Check(code, title, rationale, fix, run, own, **when)
+        if own not in LOOKS_AT or not NEEDS.issuperset(one.needs):
+            raise ValueError(f"{code} is of the stage {own} and needs {one.needs}: one of these is unknown")
         return run
 
     return register
@@ -317,11 +324,7 @@ def _collect(
         if lacks_memory(error):
             raise
         _LOG.debug("%s", one.code, exc_info=True)
-        return _own_fault(error), True
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        fault = f"{words_of(error, with_class=True)} ({Path(frame.filename).name}:{frame.lineno})"
+        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", True
     return None, False
-
-
-def _own_fault(error: Exception) -> str:
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    message, where = words_of(error, with_class=True), f"{Path(frame.filename).name}:{frame.lineno}"
-    return f"an error inside this check, which says nothing of the checkpoint: {message} ({where}); please report it"

@@ -70,7 +70,9 @@ def explain(words: str = "") -> str:
     found.sort(key=lambda one: " ".join(wanted) not in one.title.lower())
     symptoms = "" if wanted else "; symptoms by words of theirs: `ckptkit explain garbled`"
     more = f"next: `ckptkit explain {found[0].code}`, or another of these{symptoms}"
-    return "\n".join([*map(_listed, found), "", more])
+    commands = [f"\n       {one.lines['Command']}" if isinstance(one, SymptomRow) else "" for one in found]
+    listed = [f"{one.code:<5}  {one.title}{command}" for one, command in zip(found, commands, strict=True)]
+    return "\n".join([*listed, "", more])
 
 
 def _whole(one: Check | SymptomRow) -> str:
@@ -78,11 +80,6 @@ def _whole(one: Check | SymptomRow) -> str:
         given = (f"{label}\n  {one.lines[label]}" for label in _SHOWN if label in one.lines)
         return "\n\n".join([f"{one.code}: {one.title}", *given])
     return f"{one.code}: {one.title}\n\nWhy it matters\n  {one.rationale}\n\nWhat to do\n  {one.fix}"
-
-
-def _listed(one: Check | SymptomRow) -> str:
-    command = f"\n       {one.lines['Command']}" if isinstance(one, SymptomRow) else ""
-    return f"{one.code:<5}  {one.title}{command}"
 
 
 def _text(one: Check | SymptomRow) -> str:

@@ -43,27 +43,23 @@ class Issue:
         """The findings of the check `code`, with names folded."""
         # Its last part is shown without the scheme that would make it a URL.
         file = public_url(str(self.file)) if self.file else None
-        for text, count, names in self._folded():
+        groups: Iterable[Collection[str] | None] = [None]
+        if self.names is not None:
+            groups = [self.names] if self.together and self.names else group_by_pattern(self.names)
+        for names in groups:
             yield Finding(
                 code,
                 self.expected,
                 self.actual,
                 self.hint,
-                text,
-                count,
+                None if names is None else summarize(names),
+                self.count if names is None else len(names),
                 file,
                 self.rank,
                 self.severity,
-                names=names.union(self.explains),
+                names=frozenset(names or ()),
+                explains=frozenset(self.explains),
             )
-
-    def _folded(self) -> Iterator[tuple[str | None, int, frozenset[str]]]:
-        if self.names is None:
-            yield None, self.count, frozenset()
-        elif self.together and self.names:
-            yield summarize(self.names), len(self.names), frozenset(self.names)
-        else:
-            yield from ((summarize(group), len(group), frozenset(group)) for group in group_by_pattern(self.names))
 
 
 def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> Iterator[Finding]:

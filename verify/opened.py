@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -206,7 +207,11 @@ class OpenedCheckpoint(LazyTensors):
     @cached_property
     def _by_layer(self) -> dict[int, list[str]]:
         found: dict[int, list[str]] = {}
-        prefix = "decoder.layers." if self._is_megatron else self._hf_layers()
+        prefix: str | None = "decoder.layers."
+        if not self._is_megatron:
+            prefix = None  # of a family that is not known, whose names are taken as they are
+            with suppress(CkptkitError):
+                prefix = f"{dims_of(as_stored(self.config, self._specs)).root}layers."
         for name in self:
             if prefix is None:
                 number = layer_of(name)
@@ -216,13 +221,6 @@ class OpenedCheckpoint(LazyTensors):
             if number is not None:
                 found.setdefault(number, []).append(name)
         return found
-
-    def _hf_layers(self) -> str | None:
-        """How the names of layers begin; None for a family that is not known, whose names are taken as they are."""
-        try:
-            return f"{dims_of(as_stored(self.config, self._specs)).root}layers."
-        except CkptkitError:
-            return None
 
 
 _WORDS: Mapping[Format, str] = {
@@ -259,7 +257,12 @@ def opened_at(location: Location, hf: str | Path | None = None) -> OpenedCheckpo
 
 
 def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | None:
-    """Rows read by themselves; None where they do not follow one another in files."""
+    """Rows read by themselves; None where they do not follow one another in files.
+
+    Raises DamagedError where a file ends before them.
+    """
+    import torch
+
     if not spec.shape:
         return None
     first, last, step = rows.indices(spec.shape[0])
@@ -274,17 +277,9 @@ def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | Non
         if low < high:
             ranges.append(ByteRange(extent.path, extent.offset + low - at, extent.offset + high - at))
         at += extent.nbytes
-    return _joined(spec, last - first, ranges)
-
-
-def _joined(spec: TensorSpec, count: int, ranges: Iterable[ByteRange]) -> Tensor:
-    """Rows of a tensor from where their bytes stand. Raises DamagedError where a file ends before."""
-    import torch
-
-    parts = []
-    for one in ranges:
-        parts.append(read_new(one))
-        if len(parts[-1]) < one.end - one.begin:
+    parts = [read_new(one) for one in ranges]
+    for one, part in zip(ranges, parts, strict=True):
+        if len(part) < one.end - one.begin:
             raise DamagedError(f"{one.path}: {spec.name} is cut short", "copy or download the file again")
     flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return elements(flat, spec.torch_dtype).view(count, *spec.shape[1:])
+    return elements(flat, spec.torch_dtype).view(last - first, *spec.shape[1:])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 from ckptkit.core.errors import UsageError
 from quant.selection.readers import readers_of
@@ -104,50 +104,20 @@ class VerifyOptions:
             raise UsageError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
-        if self.rollout_temperature is not None:
-            self._check_temperature(self.rollout_temperature)
-
-    def _check_temperature(self, temperature: float) -> None:
-        if not temperature > 0:
-            raise UsageError(f"a temperature of {temperature:g}", "it is above 0; leave it out for greedy")
-        if self.rollout_data is None:
+        if self.rollout_temperature is not None and not self.rollout_temperature > 0:
+            raise UsageError(f"a temperature of {self.rollout_temperature:g}", "it is above 0; leave it out for greedy")
+        if self.rollout_temperature is not None and self.rollout_data is None:
             raise UsageError("a temperature without a rollout", "give the rollout too (--rollout-data)")
-
-
-class GivenVerifyOptions(TypedDict, total=False):
-    """What `ckptkit.verify` accepts: the fields of VerifyOptions and of MegatronOptions, as users write them."""
-
-    tp: int
-    pp: int
-    ep: int
-    etp: int | None
-    vpp: int
-    dp_attention: bool
-    against: frozenset[str]
-    readers: Sequence[str] | None
-    manifest: str | Path | None
-    adapter: str | Path | None
-    trained: bool
-    ray: str | None
-    rollout_data: str | Path | None
-    rollout_temperature: float | None
-    pythons: Mapping[str, str]
-    cp: int
-    pipeline_layout: str | None
-    decoder_first_pipeline_num_layers: int | None
-    decoder_last_pipeline_num_layers: int | None
-    account_for_embedding_in_pipeline_split: bool
-    account_for_loss_in_pipeline_split: bool
-    ranks: Sequence[int] | None
-    trainer_loader: bool
 
 
 _MEGATRON = {one.name for one in fields(MegatronOptions)}
 
 
-def verify_options(**given: Unpack[GivenVerifyOptions]) -> VerifyOptions:
-    """Makes VerifyOptions of what a user gave. Raises as VerifyOptions does, and TypeError for an unknown option."""
-    options: dict[str, Any] = dict(given)
+def verify_options(**options: Any) -> VerifyOptions:
+    """Makes VerifyOptions of its fields and those of MegatronOptions, as a user gave them: paths and lists of any kind.
+
+    Raises as VerifyOptions does, and TypeError for an unknown option.
+    """
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):

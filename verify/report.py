@@ -17,7 +17,7 @@ _WRITERS = "verify.reports"
 SCHEMA = "ckptkit-report/2"
 
 # How the verdict says that something was not looked at; of programs, that they were not asked.
-_WITHOUT = {
+NOT_GIVEN = {
     "source": "not given",
     "base model": "not given",
     "target": "not given",
@@ -37,8 +37,8 @@ Status = Literal["passed", "failed", "skipped"]
 class Finding:
     """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many.
 
-    `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the tensors,
-    and others that are wrong for the same reason; they are not in the JSON.
+    `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the
+    tensors, and `explains` others that are wrong for the same reason; neither is in the JSON.
     """
 
     code: str
@@ -52,10 +52,11 @@ class Finding:
     severity: Severity = "error"
     cause: str | None = None
     names: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    explains: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The finding as in the JSON report."""
-        return {key: value for key, value in vars(self).items() if key != "names"}
+        return {key: value for key, value in vars(self).items() if key not in ("names", "explains")}
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,11 @@ class Report:
         text = f"{self.status.upper()} with {counted}" if counted else self.status.upper()
         if self.status == "inconclusive":
             passed = [f"{_listed(self._compared)} passed"] if self._compared else []
-            return f"{text}: {'; '.join([*passed, *self._told, f'not looked at: {self._unseen}'])}"
+            reason, codes = split_reason(self.reasons[0])
+            first = shorten(reason.partition("; ")[0].rstrip("."), _LENGTH, placeholder=" ...")
+            more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
+            unseen = f"not looked at: {f'{codes} ({first})' if codes else first}{more}"
+            return f"{text}: {'; '.join([*passed, *self._told, unseen])}"
         if self.status != "passed" or not self.asked:
             return text
         return f"{text}{':' if counted else ''} {self.scope}"
@@ -139,7 +144,7 @@ class Report:
             parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
         without: dict[str, list[str]] = {}
         for name in missing:
-            without.setdefault(_WITHOUT.get(name, "not asked"), []).append(name)
+            without.setdefault(NOT_GIVEN.get(name, "not asked"), []).append(name)
         return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 
     @property
@@ -156,14 +161,6 @@ class Report:
         """What the checks of the stage `behaviour` compared with what."""
         told = self.facts.get(BEHAVIOUR) or ["output compared with transformers"]
         return list(dict.fromkeys(told)) if BEHAVIOUR in self.asked else []
-
-    @property
-    def _unseen(self) -> str:
-        """The first thing that could not be looked at, and how many more there are."""
-        reason, codes = split_reason(self.reasons[0])
-        first = shorten(reason.partition("; ")[0].rstrip("."), _LENGTH, placeholder=" ...")
-        more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
-        return f"{codes} ({first}){more}" if codes else f"{first}{more}"
 
     def write(self, path: str | Path) -> None:
         """Writes the report to a file in the format of its ending: .json, .html, .md, .sarif, or .xml (JUnit).

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
@@ -34,9 +34,9 @@ from verify.evidence.folding import layers_of
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
 from verify.evidence.subject import Subject
-from verify.options import GivenVerifyOptions, VerifyOptions, verify_options
+from verify.options import VerifyOptions, verify_options
 from verify.report import Finding, Report, anchors, now
-from verify.reports.heat import Heat, heat_map, of_float_rounding, of_rounding, of_values
+from verify.reports.heat import Heat, Measured, heat_map, of_values
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of
@@ -73,7 +73,7 @@ def verify(
     hf: str | Path | None = None,
     *,
     command: Sequence[str] = (),
-    **options: Unpack[GivenVerifyOptions],
+    **options: Any,
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
@@ -91,7 +91,7 @@ def subject_of(
     path: str | Path,
     source: str | Path | None = None,
     hf: str | Path | None = None,
-    **options: Unpack[GivenVerifyOptions],
+    **options: Any,
 ) -> Subject:
     """What `verify` looks at, before anything has been read of the weights. Raises as `verify`."""
     if hf is not None:
@@ -110,7 +110,8 @@ def subject_of(
         own = _OF_ITS_OWN[stage]
         if hf is not None or subject.options != VerifyOptions():
             raise UsageError(f"{subject.path} is {own.what}, of which nothing but --source can be asked", own.hint)
-        _require_own_files(subject)
+        for one in filter(None, (subject.path, subject.source_path)):
+            require_own_files(one)
         return subject
     subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
     _check_early(subject, hf, path)
@@ -124,6 +125,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     chosen, left_out = choose(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
+    left_out += outcome.facts.pop(NOT_APPLICABLE, [])  # before the checks ran, and as they found
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in chosen})
     own = _OF_ITS_OWN.get(stage or "")
     return Report(
@@ -133,7 +135,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
         source=str(source) if source else None,
         checks=outcome.checks,
         findings=findings,
-        facts=_with_left_out(outcome.facts, left_out),
+        facts=outcome.facts | ({NOT_APPLICABLE: left_out} if left_out else {}),
         heat={} if own else _heat(subject, findings),
         reasons=outcome.reasons,
         model=own.model if own else model_of(subject),
@@ -158,13 +160,6 @@ def _stage_of_its_own(path: Path) -> str | None:
     return None
 
 
-def _with_left_out(facts: Mapping[str, list[str]], left_out: list[str]) -> dict[str, list[str]]:
-    """Facts of the checks, and last what does not apply: before they ran, and as they found."""
-    others = {name: lines for name, lines in facts.items() if name != NOT_APPLICABLE}
-    lines = [*left_out, *facts.get(NOT_APPLICABLE, [])]
-    return others | ({NOT_APPLICABLE: lines} if lines else {})
-
-
 def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
     source = ["source"] if subject.source_path is None else []
@@ -177,7 +172,10 @@ def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     floats = subject.found(float_weights)
     judged = floats.judged if floats else ()
     measured = [*of_values(values, judged, is_trained=subject.options.trained)] if values else []
-    measured += [*of_rounding(steps or {}), *of_float_rounding(subject.found(float_rounding_of) or {})]
+    # What CK305 found of packed weights, and of those in floats: whether they are further off than rounding takes them.
+    measured += [(name, Measured(steps=one.steps, failed=one.failed)) for name, one in (steps or {}).items()]
+    rounded = subject.found(float_rounding_of) or {}
+    measured += [(name, Measured(failed=one.wrong > 0)) for name, one in rounded.items()]
     return heat_map(measured, findings)
 
 
@@ -200,38 +198,27 @@ def _refuse_other_formats(subject: Subject) -> None:
         refuse_other_format(subject.path)
 
 
-def _require_own_files(subject: Subject) -> None:
-    """Raises CkptkitError as `require_own_files` for every directory that is read, those of other readers included."""
-    for path in filter(None, (subject.path, subject.source_path, subject.hf_path, subject.options.adapter)):
-        require_own_files(path)
-
-
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
     """Raises CkptkitError, before every byte has been read, for what is not a matter of the checkpoint."""
     if subject.source_path:
         locate(subject.source_path)
     subject.kind  # noqa: B018 - raises where there is no checkpoint
-    _require_own_files(subject)
+    for own in filter(None, (subject.path, subject.source_path, subject.hf_path, subject.options.adapter)):
+        require_own_files(own)  # those of other readers included
     if hf is not None and not subject.is_megatron and subject.source_is_hf:
         refuse_hf(hf, path)
-    if subject.is_deltas:
-        _check_deltas(subject)
-    else:
+    if not subject.is_deltas:
         _refuse_other_formats(subject)
+    elif subject.options != VerifyOptions():
+        hint = "make the full checkpoint (`ckptkit convert DELTAS DST --hf BASE`) and verify that"
+        raise UsageError(f"{subject.path} holds deltas, of which only --source (their base) is asked", hint)
+    elif subject.source_path and not subject.source_is_hf:
+        raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
     if subject.options.rollout_data is not None:
         subject.once(recording_of)
     with suppress(Skip):
         if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)
-
-
-def _check_deltas(subject: Subject) -> None:
-    """Raises UsageError for options about a full checkpoint, and for a base that is none."""
-    if subject.options != VerifyOptions():
-        hint = "make the full checkpoint (`ckptkit convert DELTAS DST --hf BASE`) and verify that"
-        raise UsageError(f"{subject.path} holds deltas, of which only --source (their base) is asked", hint)
-    if subject.source_path and not subject.source_is_hf:
-        raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
 
 
 def _config_home(here: Subject) -> Path | None:
@@ -254,12 +241,21 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
     """
     by_anchor = dict(zip(anchors(findings), findings, strict=True))
     weights = {
-        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names) for anchor, one in by_anchor.items()
+        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names | one.explains)
+        for anchor, one in by_anchor.items()
     }
     causes: dict[str, str] = {}
 
     def root(anchor: str) -> str:
         return root(causes[anchor]) if anchor in causes else anchor
+
+    def covers(explained: frozenset[str], names: frozenset[str]) -> bool:
+        return bool(names) and 2 * len(names & explained) >= len(names)
+
+    def is_same_move(one: Finding, other: Finding) -> bool:
+        """Whether both say the same of the same layers, whose tensors a program may know by other names."""
+        layers = layers_of(one.names)
+        return bool(layers) and one.actual == other.actual and layers == layers_of(other.names)
 
     for anchor, finding in by_anchor.items():
         for code in explained_by.get(finding.code, ()):
@@ -269,17 +265,7 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
                     and anchor not in causes
                     and root(other) != anchor
                     and candidate.severity in ("error", finding.severity)
-                    and (_covers(weights[other], weights[anchor]) or _same_move(candidate, finding))
+                    and (covers(weights[other], weights[anchor]) or is_same_move(candidate, finding))
                 ):
                     causes[anchor] = other
     return [replace(finding, cause=root(anchor) if anchor in causes else None) for anchor, finding in by_anchor.items()]
-
-
-def _covers(explained: Collection[str], names: frozenset[str]) -> bool:
-    return bool(names) and 2 * len(names.intersection(explained)) >= len(names)
-
-
-def _same_move(one: Finding, other: Finding) -> bool:
-    """Whether both say the same of the same layers, whose tensors a program may know by other names."""
-    layers = layers_of(one.names)
-    return bool(layers) and one.actual == other.actual and layers == layers_of(other.names)

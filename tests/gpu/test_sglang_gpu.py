@@ -18,7 +18,7 @@ from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
 from verify.check import all_checks, choose, run_checks
-from verify.checks.witnesses.hints import KEEP_ROUTER
+from verify.checks.witnesses.loading import KEEP_ROUTER
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify

@@ -14,8 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from verify.evidence.side.compare import side_differences
-from verify.evidence.side.difference import Difference
-from verify.evidence.side_files import SideFiles
+from verify.evidence.side_files import Difference, SideFiles
 
 Change = Callable[[Path], object]
 SPLIT = (

@@ -1,21 +1,35 @@
-"""`diff`: compares two checkpoints of any formats."""
+"""`diff`: compares two checkpoints of any formats, read in one pass, with digests instead of tensors."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import INSTALL_CONVERT, program_version
-from ckptkit.core.specs import summarize
+from ckptkit.core.progress import progress
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
-from verify.diff.pairs import Pair, moved_names, moves_of, pairs_of, pairs_of_headers
-from verify.diff.result import Diff, badness
-from verify.diff.sides import Sides, config_or_empty, fp32_state, opened, tied_names
+from converters.planner import tied_head
+from verify.diff.result import Content, Diff, Move, Pair, State, badness
+from verify.diff.sides import Sides, config_or_empty, opened, supported
+from verify.evidence.compare import common_dtype
+from verify.evidence.compare import compare as compare_tensors
+from verify.evidence.expected import fp32_names
+from verify.evidence.extremes import digest_of, same_bytes
+from verify.evidence.folding import parts_apart
+from verify.evidence.moved import Stages, explain_moves, group_pairs
+from verify.evidence.reading import common_groups, threads
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: bool = False) -> Diff:
@@ -61,8 +75,14 @@ def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
 
 
 def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
-    found = list(pairs_of_headers(sides.a, sides.b))
-    tied = {head[0] for side in (sides.a, sides.b) if (head := tied_names(config_or_empty(side)))}
+    found: list[Pair] = []
+    for name in {**sides.a.specs, **sides.b.specs}:
+        here, there = sides.a.specs.get(name), sides.b.specs.get(name)
+        state: State = "only_a" if there is None else "only_b" if here is None else "unread"
+        if here and there and here.shape != there.shape:
+            state = "differing"
+        found.append(Pair(name, here, there, None, None, state))
+    tied = {head[0] for head in _tied(sides)}
     note = f"values were not read: torch is not installed here: {INSTALL_CONVERT}"
     return Diff(
         *(program_version(), a, b, sides.formats, exact),
@@ -76,6 +96,12 @@ def _compare_headers(sides: Sides, a: str, b: str, exact: bool) -> Diff:
     )
 
 
+def _tied(sides: Sides) -> list[tuple[str, str]]:
+    """The output layer and the embedding that it repeats, by the config of either side that is known and ties them."""
+    configs = [config for side in (sides.a, sides.b) if supported(config := config_or_empty(side))]
+    return list(filter(None, map(tied_head, configs)))
+
+
 def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
     """Names that one side lacks and that follow from the rest: an output layer that repeats the embedding, and so on.
 
@@ -83,9 +109,8 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
     """
     alone = {name for name, pair in pairs.items() if pair.state in ("only_a", "only_b")}
     found: set[str] = set()
-    for config in (config_or_empty(sides.a), config_or_empty(sides.b)):
-        tied = tied_names(config)
-        if tied and tied[0] in alone and tied[1] in pairs:
+    for tied in _tied(sides):
+        if tied[0] in alone and tied[1] in pairs:
             head, embedding = (pairs[name] for name in tied)
             is_same = head.content_b == embedding.content_b
             if head.a is not None:
@@ -96,9 +121,126 @@ def _redundant(sides: Sides, pairs: Mapping[str, Pair]) -> set[str]:
 
 def _rounded(checkpoint: Checkpoint, cast: Sequence[Pair]) -> Iterator[str]:
     """Yields a note for state that must stay float32 and was cast to something narrower."""
-    state = fp32_state(config_or_empty(checkpoint))
+    config = config_or_empty(checkpoint)
+    state = fp32_names(config if supported(config) else None)
     if names := [pair.name for pair in cast if pair.name in state]:
         yield (
             f"{summarize(names)}: state that must stay float32 is narrower on one side, which changes routing; "
             "`ckptkit verify --source` judges it (CK203)"
         )
+
+
+def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
+    """Yields a pair for each name of either side, those of `a` first. Both are read once, a few groups at a time.
+
+    Raises CkptkitError as reading does.
+    """
+    names_a, names_b = a.specs, b.specs
+    both = list(common_groups(a, b))
+    rest = [left for group in b.groups if (left := tuple(name for name in group if name not in names_a))]
+    sizes = [sum(names_a[name].nbytes for name in group) for group in both]
+    sizes += [sum(names_b[name].nbytes for name in group) // 2 for group in rest]
+    total = sum(spec.nbytes for specs in (names_a, names_b) for spec in specs.values())
+    look = partial(_look, a, b, names_a, names_b)
+    with progress("comparing", total) as advance, threads(max(sizes, default=0)) as pool:
+        for pairs in pool.map(look, [*both, *rest]):
+            advance(sum(pair.nbytes for pair in pairs))
+            yield from pairs
+
+
+def _look(
+    a: Checkpoint,
+    b: Checkpoint,
+    specs_a: Mapping[str, TensorSpec],
+    specs_b: Mapping[str, TensorSpec],
+    names: Sequence[str],
+) -> list[Pair]:
+    """The pairs of names that are read together."""
+    left = a.read([name for name in names if name in specs_a])
+    right = b.read([name for name in names if name in specs_b])
+    return [_pair(name, specs_a.get(name), specs_b.get(name), left.get(name), right.get(name)) for name in names]
+
+
+def _pair(name: str, spec_a: TensorSpec | None, spec_b: TensorSpec | None, a: Tensor | None, b: Tensor | None) -> Pair:
+    if b is None and a is not None:
+        return Pair(name, spec_a, None, content_of(a), None, "only_a", _constant(a))
+    if a is None and b is not None:
+        return Pair(name, None, spec_b, None, content_of(b), "only_b", _constant(b))
+    assert a is not None  # a name of neither side is never looked at
+    assert b is not None
+    if same_bytes(a, b):
+        content = content_of(a)
+        return Pair(name, spec_a, spec_b, content, content, "equal")
+    narrow_a, narrow_b = _narrowed(a, b)
+    content_a, content_b = content_of(narrow_a), content_of(narrow_b)
+    if content_a == content_b and narrow_a.dtype == narrow_b.dtype:
+        return Pair(name, spec_a, spec_b, content_a, content_b, "cast")
+    far = compare_tensors(name, a, b, common_dtype(a, b)) if a.shape == b.shape else None
+    return Pair(name, spec_a, spec_b, content_a, content_b, "differing", _constant(a), far)
+
+
+def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the dtype that they are compared in: the narrower one; of float16 and bfloat16, whichever is a cast."""
+    import torch
+
+    if (dtype := common_dtype(a, b)) is not None:
+        return a.to(dtype), b.to(dtype)
+    if {a.dtype, b.dtype} == {torch.float16, torch.bfloat16}:
+        return (a.to(b.dtype), b) if same_bytes(a.to(b.dtype), b) else (a, b.to(a.dtype))
+    return a, b
+
+
+def content_of(tensor: Tensor) -> Content:
+    """Shape and digest of a contiguous tensor."""
+    return tuple(tensor.shape), digest_of(tensor)
+
+
+def _constant(tensor: Tensor) -> bool:
+    flat = tensor.reshape(-1)
+    return not flat.numel() or bool((flat == flat[0]).all())
+
+
+def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
+    """For each tensor of A that was moved the name in B that has its bits.
+
+    A tensor that differs from its namesake may have the bits of any other name of B. One whose name B lacks counts as
+    renamed where its bits stand under a name that A lacks. Constant tensors never count.
+    """
+    homes: dict[Content, list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        if pair.content_b is not None:
+            homes[pair.content_b].append(pair)
+    moved: dict[str, str] = {}
+    taken: set[str] = set()
+    for pair in pairs:
+        if pair.state not in ("differing", "only_a") or pair.constant or pair.content_a is None:
+            continue
+        found = [home for home in homes.get(pair.content_a, ()) if home.name != pair.name]
+        if pair.state == "only_a":
+            found = [home for home in found if home.state == "only_b" and home.name not in taken]
+        if found:
+            best = min(found, key=lambda home: _unlikely(pair, home))
+            moved[pair.name] = best.name
+            taken.add(best.name)
+    return moved
+
+
+def _unlikely(pair: Pair, home: Pair) -> tuple[bool, bool, int]:
+    """Orders the names that have a tensor's bits: first the one in whose place it is, then those of its kind."""
+    mutual = home.content_a is not None and home.content_a == pair.content_b
+    return not mutual, home.state == "equal", parts_apart(pair.name, home.name)
+
+
+def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Move]:
+    """Yields what `moved_names` found, what one mistake explains together; then tensors renamed in B."""
+    differing = [pair.name for pair in pairs if pair.state == "differing"]
+    stages = Stages.of_names([pair.name for pair in pairs])
+    for move in explain_moves({name: whose.get(name) for name in differing}, stages, " in B"):
+        yield _move(move.text, move.names, whose)
+    placed = set(differing)
+    for names in group_pairs({name: other for name, other in whose.items() if name not in placed}):
+        yield _move(f"another name in B: {summarize(whose[name] for name in names)}", names, whose)
+
+
+def _move(text: str, names: Sequence[str], whose: Mapping[str, str]) -> Move:
+    return Move(text, tuple(names), tuple(whose[name] for name in names))

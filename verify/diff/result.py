@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptkit.core.specs import fold
-from verify.diff.pairs import Distance, Move, Pair
+from ckptkit.core.specs import TensorSpec, fold
+from verify.evidence.compare import TensorDiff
 from verify.evidence.folding import group_by_pattern
 
 SCHEMA = "ckptkit-diff/1"
+State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
+# Identifies equal content: the shape, and the digest of the bytes.
+Content = tuple[tuple[int, ...], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What both sides hold under a name; None: nothing."""
+
+    name: str
+    a: TensorSpec | None
+    b: TensorSpec | None
+    content_a: Content | None  # in the narrower dtype, where the dtypes differ
+    content_b: Content | None
+    state: State
+    constant: bool = False  # every element of a side is the same number: equal bits under another name prove nothing
+    distance: TensorDiff | None = None  # of differing tensors of one shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that were read for it."""
+        return sum(spec.nbytes for spec in (self.a, self.b) if spec)
+
+
+@dataclass(frozen=True)
+class Move:
+    """Tensors that one mistake moved."""
+
+    text: str  # what was moved, for people
+    names: tuple[str, ...]  # in A
+    others: tuple[str, ...]  # for each the name in B that has its bits
 
 
 @dataclass(frozen=True)
@@ -137,16 +168,11 @@ def _kind_json(kind: Kind) -> dict[str, Any]:
 
 
 def _specs(pair: Pair) -> dict[str, Any]:
-    return {"name": pair.name} | dict(_side(pair))
+    sides = {"a": pair.a, "b": pair.b}.items()
+    return {"name": pair.name} | {side: {"dtype": one.dtype, "shape": list(one.shape)} for side, one in sides if one}
 
 
-def _side(pair: Pair) -> Iterator[tuple[str, Any]]:
-    for side, spec in (("a", pair.a), ("b", pair.b)):
-        if spec is not None:
-            yield side, {"dtype": spec.dtype, "shape": list(spec.shape)}
-
-
-def _numbers(far: Distance | None) -> dict[str, Any]:
+def _numbers(far: TensorDiff | None) -> dict[str, Any]:
     if far is None:
         return {}
     return {

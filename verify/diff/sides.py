@@ -16,7 +16,7 @@ from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.legacy import LegacyCheckpoint
-from converters.planner import rules_in, tied_head
+from converters.planner import rules_in
 from converters.registry import family_of, named_family_of
 from converters.stored import as_stored
 from verify.check import Tally
@@ -27,10 +27,9 @@ from verify.checks.config.config import (
     is_another_model,
     plain_differences,
 )
-from verify.evidence.expected import fp32_names
+from verify.evidence.reading import as_hf_view
 from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
-from verify.evidence.values import as_hf_view
 from verify.opened import opened_at
 from verify.skip import Unable
 
@@ -118,16 +117,6 @@ def config_or_empty(checkpoint: Checkpoint) -> Mapping[str, Any]:
         return checkpoint.config
     except CkptkitError:
         return {}
-
-
-def tied_names(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """HF names of the output layer and of the embedding that it repeats; None where they are not tied, or unknown."""
-    return tied_head(config) if supported(config) else None
-
-
-def fp32_state(config: Mapping[str, Any]) -> frozenset[str]:
-    """As `fp32_names`; empty also where the config is not of a supported family."""
-    return fp32_names(config if supported(config) else None)
 
 
 _LISTED = 5  # settings of a config

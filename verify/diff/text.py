@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
-from verify.diff.pairs import Pair
-from verify.diff.result import Diff, Kind
+from verify.diff.result import Diff, Kind, Pair
 
 _SHOWN = 20  # lines of a kind of difference
 

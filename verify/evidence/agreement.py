@@ -5,7 +5,8 @@ It imports transformers, which takes seconds: callers that may not need it impor
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,7 +55,11 @@ def agreement(
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
     question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
-    everybody = _for_everybody(found)
+    tensors: dict[str, set[str]] = defaultdict(set)
+    for one in found:
+        tensors[one.tensor].add(one.reader)
+    # What every reader with classes expects otherwise, so that the list's spelling is not the cause.
+    everybody = {tensor for tensor, who in tensors.items() if who >= _BY_CLASS}
     readers = counting(asked, engine)
     pairs = [
         (matrix, forbidden(matrix, tree, readers)) for matrix, packs in zip(matrices, packed, strict=True) if packs
@@ -88,14 +93,6 @@ def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[st
         if f"{name}.weight" not in specs and name + PACKED not in specs
     )
     return matrices_named((f"{name}.weight" for name in absent), tree, config)
-
-
-def _for_everybody(found: Collection[Divergence]) -> set[str]:
-    """Tensors that every reader with classes expects otherwise, so that the list's spelling is not the cause."""
-    readers: dict[str, set[str]] = {}
-    for one in found:
-        readers.setdefault(one.tensor, set()).add(one.reader)
-    return {tensor for tensor, who in readers.items() if who >= _BY_CLASS}
 
 
 def _issues(

@@ -110,10 +110,6 @@ def is_of_no_family(subject: Subject) -> bool:
     return False
 
 
-def _class_in_words(config: Mapping[str, Any]) -> str:
-    return class_of(config) or f"model_type {config['model_type']!r}"
-
-
 def has_own_class(config: Mapping[str, Any]) -> bool:
     """Whether config.json states a class, and of no family that is known: of one, its model_type would be another."""
     name = class_of(config)
@@ -128,7 +124,8 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     if subject.is_hf:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and subject.once(is_of_no_family):
-            raise OfNoFamily(f"{_class_in_words(config)} is none of ckptkit's families: CK541 asks transformers")
+            model = class_of(config) or f"model_type {config['model_type']!r}"
+            raise OfNoFamily(f"{model} is none of ckptkit's families: CK541 asks transformers")
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
@@ -249,20 +246,15 @@ def packed_parts(weights: Mapping[str, Any]) -> tuple[str, ...]:
     return (WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, *zero_point, *order)
 
 
-def stated_floats(config: Mapping[str, Any]) -> Floats | None:
-    """Formats of weights in 8-bit and 4-bit floats; None where there are none, or none that are read."""
-    try:
-        return floats_of(config)
-    except CkptkitError:
-        return None
-
-
 def _packed(
     shapes: Mapping[str, Shape | None], names: Mapping[str, Any], config: Mapping[str, Any]
 ) -> dict[str, Shape | None]:
     """Replaces every weight that is stored packed by its parts, and adds the scales of weights in floats."""
     integers = weights_of(config).get("type", "float") == "int"
-    floats = stated_floats(config) or (None if integers and not has_floats(config) else _UNREAD)
+    floats = None
+    with suppress(CkptkitError):  # a format that is not read
+        floats = floats_of(config)
+    floats = floats or (None if integers and not has_floats(config) else _UNREAD)
     beside = _beside(names) if floats is _UNREAD else {}
     groups: tuple[Group, ...] = ()
     with suppress(CkptkitError):  # CK302 says what is wrong with them

@@ -93,9 +93,9 @@ def extremes(tensor: Tensor) -> Extremes:
     finite = all(map(math.isfinite, (*lows, *highs)))
     rms = math.sqrt(sum(piece.squares for piece in pieces) / tensor.numel()) if finite else math.nan
     zeros = sum(piece.zero_rows for piece in pieces)
-    return Extremes(
-        digest.digest(), tensor.nbytes, finite, min(lows), max(highs), rms, zeros, rows.shape[0], _coarse(tensor)
-    )
+    few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _SMALL
+    coarse = few and not bool((tensor.contiguous().view(torch.int32) & 0xFFFF).any())  # the lower half of the bits
+    return Extremes(digest.digest(), tensor.nbytes, finite, min(lows), max(highs), rms, zeros, rows.shape[0], coarse)
 
 
 def _measured(rows: Tensor) -> _Piece:
@@ -116,11 +116,3 @@ def _measured(rows: Tensor) -> _Piece:
         squares = float(rows.double().square().sum())
     silent = norms == 0
     return _Piece(low, high, squares, int((rows[silent] == 0).all(dim=1).sum()) if silent.any() else 0)
-
-
-def _coarse(tensor: Tensor) -> bool:
-    """Whether a few float32 numbers are all numbers of bfloat16: the lower half of their bits is zero."""
-    import torch
-
-    few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _SMALL
-    return few and not bool((tensor.contiguous().view(torch.int32) & 0xFFFF).any())

@@ -18,16 +18,15 @@ from verify.evidence.folding import LAYER, layer_of, layers_of, parts_apart, pat
 from verify.evidence.subject import Subject
 
 # The next move, by what most often puts values into each other's place.
-_EXCHANGED = "their names were exchanged where they were written: save or convert again from the source"
-_ROTATED = "the layers were numbered from another start: save or convert again, numbered from 0"
-_REORDERED = (
-    "the layers were written in another order, for example sorted as text (0, 1, 10, 11, 2): save or convert again "
-    "in order of number"
-)
+AGAIN = "convert again from the source"
+_WHOLE_LAYERS = {
+    "exchanged": "their names were exchanged where they were written: save or convert again from the source",
+    "reordered": "the layers were numbered from another start, or written in another order, for example sorted as text "
+    "(0, 1, 10, 11, 2): save or convert again in order of number, from 0",
+    "copied": "save or convert again from the source",
+}
 _STAGE = "the layers of a pipeline stage were numbered from another one: save or convert again with global layer IDs"
 _INSIDE = "the layers were numbered wrongly inside a pipeline stage: save or convert again with global layer IDs"
-_COPIED = "save or convert again from the source"
-AGAIN = "convert again from the source"
 _LOCAL = "each expert parallel rank may have numbered its experts from 0: save or convert again with global expert IDs"
 _WHICH = "compare with the release: which {} belongs there?"
 _EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(.+)")
@@ -102,8 +101,9 @@ def stages_of(subject: Subject) -> Stages:
 def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str = "") -> Iterator[Moved]:
     """Yields the tensors that hold others' values, those that one mistake explains together.
 
-    Whole layers come first, then experts and projections, then what remains. `origins` is as in `moved_layers`, and
-    `where` follows the name of a tensor whose values stand elsewhere.
+    Whole layers come first, then experts and projections, then what remains. `origins` maps each tensor with wrong
+    values to the one whose values it holds; None where that is unknown. `where` follows the name of a tensor whose
+    values are elsewhere.
     """
     left = {name: other for name, other in origins.items() if other is not None}
     for layers in moved_layers(origins, stages):
@@ -115,8 +115,7 @@ def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str 
         for name, other in left.items()
         if parts_apart(name, other) == 1 and name.count(".") == other.count(".")
     }
-    for text, names in _moved_parts(within):
-        yield Moved(text, AGAIN, names)
+    yield from _moved_parts(within)
     others = {name: other for name, other in left.items() if name not in within}
     for names in group_pairs(others):
         yield Moved(f"the values of {summarize(others[name] for name in names)}{where}", AGAIN, names)
@@ -133,8 +132,8 @@ def group_pairs(pairs: Mapping[str, str]) -> Iterable[list[str]]:
 def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[Moved]:
     """Yields the layers that hold another layer's values, those that one mistake explains together.
 
-    `origins` maps each tensor with wrong values to the one whose values it holds; None where that is unknown. A layer
-    has moved when it has several wrong tensors, and all of them hold the tensors of the same name in one other layer.
+    A layer has moved when it has several wrong tensors, and all of them hold the tensors of the same name in one other
+    layer.
     """
     wrong: dict[int, list[str]] = defaultdict(list)
     sources: dict[int, set[int | None]] = defaultdict(set)
@@ -148,14 +147,20 @@ def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[
         if len(found) == 1 < len(wrong[layer]) and (source := next(iter(found))) is not None
     }
     exchanged = {layer for layer, other in origin.items() if origin.get(other) == layer}
-    around = sorted(layer for layer in origin if layer not in exchanged and _is_in_cycle(layer, origin))
-    pairs = {layer: origin[layer] for layer in exchanged if layer < origin[layer]}
-    copies = {layer: other for layer, other in origin.items() if layer not in exchanged and layer not in around}
-    texts = [_exchange(*far, stages) for far in _equally_far(pairs)]
-    texts += [_permutation(around, origin, stages)] if around else []
-    texts += [_copies(*far, stages) for far in _equally_far(copies)]
-    for layers, text, hint in texts:
-        yield Moved(text, hint, [name for layer in sorted(layers) for name in wrong[layer]], is_layers=True)
+    around = origin.keys() - exchanged  # on a cycle of layers that each hold the values of the next
+    while ends := around - ({layer for layer in around if origin[layer] in around} & {origin[one] for one in around}):
+        around -= ends
+    kinds = {"exchanged": exchanged, "reordered": around, "copied": origin.keys() - exchanged - around}
+    for kind, layers in ((kind, layers) for kind, layers in kinds.items() if layers):
+        mapping, hint = {layer: origin[layer] for layer in sorted(layers)}, _WHOLE_LAYERS[kind]
+        text = _relation("layers", {str(layer): str(other) for layer, other in mapping.items()})
+        firsts = [layer for layer, other in mapping.items() if kind == "copied" or layer < other]
+        blamed = stages.pair(firsts, sorted(mapping[layer] for layer in firsts)) if kind != "reordered" else None
+        if blamed:
+            text, hint = f"{text}, which are {blamed}", _STAGE
+        elif kind != "exchanged" and len(layers) > 1 and (inside := stages.holding({*layers, *mapping.values()})):
+            text, hint = f"{text}, all of {inside}", _INSIDE
+        yield Moved(text, hint, [name for layer in mapping for name in wrong[layer]], is_layers=True)
 
 
 def _same_tensor_in(name: str, other: str | None) -> int | None:
@@ -166,64 +171,9 @@ def _same_tensor_in(name: str, other: str | None) -> int | None:
     return int(there[1])
 
 
-def _is_in_cycle(start: int, origin: Mapping[int, int]) -> bool:
-    """Whether a layer is on a cycle of layers that each hold the values of the next."""
-    layer = origin[start]
-    for _ in origin:
-        if layer == start or layer not in origin:
-            break
-        layer = origin[layer]
-    return layer == start
-
-
-def _equally_far(origin: Mapping[int, int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Layers and their origins, those equally far apart together."""
-    by_distance: dict[int, list[int]] = defaultdict(list)
-    for layer, other in sorted(origin.items()):
-        by_distance[other - layer].append(layer)
-    for distance, layers in by_distance.items():
-        yield layers, [layer + distance for layer in layers]
-
-
-_Text = tuple[Sequence[int], str, str]  # the layers concerned, the text and the hint
-
-
-def _exchange(layers: list[int], others: list[int], stages: Stages) -> _Text:
-    blamed = stages.pair(layers, others)
-    text = f"layers {ranges(layers)} and {ranges(others)} are exchanged"
-    return [*layers, *others], text + (f", which are {blamed}" if blamed else ""), _STAGE if blamed else _EXCHANGED
-
-
-def _permutation(layers: list[int], origin: Mapping[int, int], stages: Stages) -> _Text:
-    """Layers that are a permutation of themselves: rotated, or in another order."""
-    first, count, by = layers[0], len(layers), origin[layers[0]] - layers[0]
-    inside = stages.holding(layers)
-    which = f"layers {ranges(layers)}{f', all of {inside},' if inside else ''}"
-    is_run = layers[-1] - first + 1 == count
-    if is_run and all(origin[layer] == first + (layer - first + by) % count for layer in layers):
-        text = f"{which} are rotated: layer {first} holds the values of layer {first + by}"
-        return layers, text, _INSIDE if inside else _REORDERED if first else _ROTATED
-    held = ", ".join(f"layer {layer} those of layer {origin[layer]}" for layer in layers[1:3])
-    held += " and so on" if layers[3:] else ""
-    text = f"{which} stand in another order: layer {first} holds the values of layer {origin[first]}, {held}"
-    return layers, text, _INSIDE if inside else _REORDERED
-
-
-def _copies(layers: list[int], others: list[int], stages: Stages) -> _Text:
-    """Layers that hold copies of others."""
-    text = f"layers {ranges(layers)} hold the values of layers {ranges(others)}"
-    if len(layers) == 1:
-        text = f"layer {layers[0]} holds the values of layer {others[0]}"
-    if blamed := stages.pair(layers, others):
-        return layers, f"{text}, which are {blamed}", _STAGE
-    if len(layers) > 1 and (inside := stages.holding({*layers, *others})):
-        return layers, f"{text}, all of {inside}", _INSIDE
-    return layers, text, _COPIED
-
-
-def _moved_parts(origins: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Moves between names that differ in one part (an expert, a projection): a text each, and the names concerned."""
-    moves: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what stands before and behind the part
+def _moved_parts(origins: Mapping[str, str]) -> Iterator[Moved]:
+    """Moves between names that differ in one part: an expert, a projection."""
+    moves: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)  # by what precedes and follows the part
     for name, other in origins.items():
         one, two = name.split("."), other.split(".")
         at = next(index for index, part in enumerate(one) if part != two[index])
@@ -234,7 +184,9 @@ def _moved_parts(origins: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
         key = kind if kind in ("experts", "layers") else "", frozenset(mapping.items())
         same[key] += [".".join(filter(None, (before, part, behind))) for part in mapping]
     for (kind, relation), names in same.items():
-        yield _relation(kind, dict(relation)), names
+        numbers = sorted((int(there), int(here)) for here, there in relation if here.isdecimal() and there.isdecimal())
+        is_local = kind == "experts" and _numbered_by_rank([list(one) for one in zip(*numbers, strict=True)] or [[]])
+        yield Moved(_relation(kind, dict(relation)), _LOCAL if is_local else AGAIN, names)
 
 
 def _relation(kind: str, mapping: Mapping[str, str]) -> str:
@@ -245,11 +197,13 @@ def _relation(kind: str, mapping: Mapping[str, str]) -> str:
         first = [name for name in names if _order(name) < _order(mapping[name])]
         return f"{prefix}{_listed(first)} and {_listed([mapping[name] for name in first])} are exchanged"
     if set(mapping) == set(mapping.values()):
-        held = ", ".join(f"{name} holds the values of {mapping[name]}" for name in names[:3])
-        return f"{prefix}{_listed(names)} stand in another order: {held}{' and so on' if names[3:] else ''}"
+        held = ", ".join(f"{name} those of {mapping[name]}" for name in names[1:3]) + " and so on" * len(names[3:4])
+        start = f"{names[0]} holds the values of {mapping[names[0]]}"
+        return f"{prefix}{_listed(names)} stand in another order: {start}, {held}"
     if len(names) == 1:
-        return f"{kind[:-1]}{' ' if kind else ''}{names[0]} holds the values of {mapping[names[0]]}"
-    return f"{prefix}{_listed(names)} hold the values of {_listed([mapping[name] for name in names])}"
+        one = f"{kind[:-1]} " if kind else ""
+        return f"{one}{names[0]} holds the values of {one}{mapping[names[0]]}"
+    return f"{prefix}{_listed(names)} hold the values of {prefix}{_listed([mapping[name] for name in names])}"
 
 
 def _order(part: str) -> tuple[int, str]:
@@ -260,47 +214,34 @@ def _listed(parts: Sequence[str]) -> str:
     return ranges(map(int, parts)) if all(part.isdecimal() for part in parts) else ", ".join(parts)
 
 
-def repeated_layers(equal: Iterable[Sequence[str]], stages: Stages) -> Iterator[Moved]:
-    """Explains tensors with the same bytes that differ only in their layer, those equally far apart together.
+def repeated(equal: Iterable[Sequence[str]], stages: Stages) -> list[Moved]:
+    """Explains groups of tensors of one pattern with the same bytes: layers first, then experts of a layer.
 
-    `equal` are groups of tensors of one pattern with the same bytes. Groups with two tensors of one layer are left out.
+    Groups of layers, or experts, that are as far apart are one; groups that differ in more than the expert are alone.
     """
-    single = ((layers_of(names), names) for names in equal)
-    for sets, names in _same_gaps((layers, names) for layers, names in single if len(layers) == len(names)):
-        text = f"layers {' and '.join(map(ranges, sets))} hold the same bytes"
-        blamed = len(sets) == 2 and stages.pair(*sets)
-        yield Moved(
-            f"{text}; they are {blamed}" if blamed else text, _STAGE if blamed else _WHICH.format("layer"), names
-        )
-
-
-def repeated_experts(equal: Iterable[Sequence[str]]) -> Iterator[Moved]:
-    """Explains tensors with the same bytes within a layer, experts equally far apart together.
-
-    `equal` is as in `repeated_layers`. Groups that differ in more than the expert stand alone.
-    """
-    experts: list[tuple[list[int], Sequence[str]]] = []
+    alike: dict[tuple[str, tuple[int, ...]], tuple[set[int], list[str]]] = {}  # by kind and gaps: first numbers, names
+    alone: list[Moved] = []
     for names in equal:
-        matches = [match for name in names if (match := _EXPERT.fullmatch(name))]
-        if len(matches) < len(names) or len({(match[1], match[3]) for match in matches}) > 1:
-            yield Moved("the same bytes", _WHICH.format("expert"), list(names))
-        else:
-            experts.append((sorted(int(match[2]) for match in matches), names))
-    for sets, found in _same_gaps(experts):
-        text = f"experts {' and '.join(map(ranges, sets))} hold the same bytes"
-        yield Moved(text, _LOCAL if _numbered_by_rank(sets) else _WHICH.format("expert"), found)
-
-
-def _same_gaps(groups: Iterable[tuple[Sequence[int], Sequence[str]]]) -> Iterator[tuple[list[list[int]], list[str]]]:
-    """Joins groups of sorted numbers with the same gaps: all first numbers, all second ones, and so on; their names."""
-    names_of: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    starts: dict[tuple[int, ...], set[int]] = defaultdict(set)
-    for numbers, names in groups:
-        gaps = tuple(number - numbers[0] for number in numbers)
-        names_of[gaps] += names
-        starts[gaps].add(numbers[0])
-    for gaps, found in names_of.items():
-        yield [sorted(start + gap for start in starts[gaps]) for gap in gaps], found
+        kind, numbers = "layer", layers_of(names)
+        if len(numbers) < len(names):
+            matches = [match for name in names if (match := _EXPERT.fullmatch(name))]
+            if len(matches) < len(names) or len({(match[1], match[3]) for match in matches}) > 1:
+                alone.append(Moved("the same bytes", _WHICH.format("expert"), list(names)))
+                continue
+            kind, numbers = "expert", sorted(int(match[2]) for match in matches)
+        starts, together = alike.setdefault((kind, tuple(one - numbers[0] for one in numbers)), (set(), []))
+        starts.add(numbers[0])
+        together += names
+    found: dict[str, list[Moved]] = {"layer": [], "expert": alone}
+    for (kind, gaps), (starts, names) in alike.items():
+        sets = [sorted(start + gap for start in starts) for gap in gaps]
+        text, hint = f"{kind}s {' and '.join(map(ranges, sets))} hold the same bytes", _WHICH.format(kind)
+        if kind == "expert":
+            hint = _LOCAL if _numbered_by_rank(sets) else hint
+        elif len(sets) == 2 and (blamed := stages.pair(*sets)):
+            text, hint = f"{text}; they are {blamed}", _STAGE
+        found[kind].append(Moved(text, hint, names))
+    return [*found["layer"], *found["expert"]]
 
 
 def _numbered_by_rank(sets: Sequence[Sequence[int]]) -> bool:

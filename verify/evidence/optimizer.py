@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -64,31 +63,33 @@ class OptimizerValues:
     # masters (to the even and to the larger one where two are as near).
     weights: dict[str, Tensor] = field(default_factory=dict)
     masters: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def add(self, name: str, found: StateStats) -> None:
-        """Takes in a tensor, or a part of a bucket."""
-        with self._lock:
+    def add(self, part: OptimizerValues) -> None:
+        """Takes in what was found of a tensor, or of a part of a bucket."""
+        for name, found in part.stats.items():
             self.stats[name] = self.stats[name].joined(found) if name in self.stats else found
+        self.unreadable |= part.unreadable
+        self.compared |= part.compared
+        for dtype, counts in part.weights.items():
+            self.weights[dtype] += counts
+        for dtype, pair in part.masters.items():
+            for mine, its in zip(self.masters[dtype], pair, strict=True):
+                mine += its
 
-    def count(self, histogram: Tensor, bits: Tensor) -> None:
-        """Adds how often each number of a 16-bit dtype occurs in a tensor of int16, the bits of numbers."""
-        import torch
 
-        found = torch.bincount(bits.reshape(-1).to(torch.int64) & 0xFFFF, minlength=len(histogram))
-        with self._lock:
-            histogram += found
+@dataclass(frozen=True)
+class _Task:
+    """A tensor of state or a part of a bucket, or a weight beside one; `look` raises CkptkitError as reading does."""
 
-    def read(self, name: str, read: Callable[[], Tensor]) -> Tensor | None:
-        """What `read` reads, None where it cannot."""
+    name: str
+    nbytes: int
+    look: Callable[[], OptimizerValues]
+
+    def run(self) -> OptimizerValues:
         try:
-            return read()
+            return self.look()
         except CkptkitError as error:
-            self.unreadable[name] = error.message
-            return None
-
-
-_Task = Callable[[OptimizerValues], int]
+            return OptimizerValues(unreadable={self.name: error.message})
 
 
 def optimizer_values(subject: Subject) -> OptimizerValues:
@@ -98,59 +99,57 @@ def optimizer_values(subject: Subject) -> OptimizerValues:
     state, values = subject.once(state_of), OptimizerValues()
     known = {name: one.digest for name, one in subject.once(read_values).stats.items()}
     tasks = [*_by_weight(state, known), *_by_bucket(state)]
-    largest = max((nbytes for nbytes, _ in tasks), default=0)
     for dtype in _rounded(state.buckets):
         counts = [torch.zeros(1 << 16, dtype=torch.int64) for _ in range(3)]
         values.weights[dtype], values.masters[dtype] = counts[0], (counts[1], counts[2])
-    with progress("reading optimizer state", sum(nbytes for nbytes, _ in tasks)) as advance, threads(largest) as pool:
-        for nbytes in pool.map(lambda task: task[1](values), tasks):
-            advance(nbytes)
+    total, largest = sum(task.nbytes for task in tasks), max((task.nbytes for task in tasks), default=0)
+    with progress("reading optimizer state", total) as advance, threads(largest) as pool:
+        for task, part in zip(tasks, pool.map(_Task.run, tasks), strict=True):
+            values.add(part)
+            advance(task.nbytes)
     return values
 
 
-def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[tuple[int, _Task]]:
-    """A task for each tensor of state, with its bytes."""
+def _by_weight(state: OptimizerState, known: Mapping[str, bytes]) -> Iterator[_Task]:
+    """A task for each tensor of state."""
     for key, kinds in state.by_weight.items():
         weights = dict(parts_of(key, state.weights[key]))
         for kind, stored in kinds.items():
             prefix = stored.key.removesuffix(key)
             for name, part in parts_of(key, stored):
                 is_master = kind in MASTERS and stored.dtype == "float32" and state.weights[key].dtype in _ROUNDED
-                weight = weights.get(name) if is_master else None
-                nbytes = sum(_bytes(chunk, stored.dtype) for chunk in part.chunks)
-                yield nbytes, partial(_look, prefix + name, kind, part, weight, known.get(name))
+                look = partial(
+                    _look, prefix + name, kind, part, weights.get(name) if is_master else None, known.get(name)
+                )
+                yield _Task(prefix + name, sum(_bytes(chunk, stored.dtype) for chunk in part.chunks), look)
 
 
-def _look(name: str, kind: str, part: Part, weight: Part | None, digest: bytes | None, values: OptimizerValues) -> int:
-    """Measures one tensor of state. Returns its bytes."""
-    try:
-        tensor = part.read(None)
-        values.add(name, _measured(kind, tensor))
-        if weight is not None:
-            tensor = tensor if tensor.shape == weight.shape else unflattened(tensor, weight.shape)
-            values.compared[name] = (_unlike(tensor, weight, digest), tensor.numel())
-    except CkptkitError as error:
-        values.unreadable[name] = error.message
-        return 0
-    return tensor.nbytes
+def _look(name: str, kind: str, part: Part, weight: Part | None, digest: bytes | None) -> OptimizerValues:
+    tensor = part.read(None)
+    found = OptimizerValues({name: _measured(kind, tensor)})
+    if weight is not None:
+        tensor = tensor if tensor.shape == weight.shape else unflattened(tensor, weight.shape)
+        found.compared[name] = (_unlike(tensor, weight, digest), tensor.numel())
+    return found
 
 
-def _by_bucket(state: OptimizerState) -> Iterator[tuple[int, _Task]]:
+def _by_bucket(state: OptimizerState) -> Iterator[_Task]:
     """A task for each chunk of a bucket; where master weights are among them, for each weight too."""
     for bucket in state.buckets:
         for kind, stored in bucket.kinds.items():
             for chunk in stored.chunks:
-                yield _bytes(chunk, stored.dtype), partial(_look_at_chunk, bucket, kind, stored, chunk)
+                look = partial(_look_at_chunk, bucket, kind, stored, chunk)
+                yield _Task(stored.key, _bytes(chunk, stored.dtype), look)
     rounded = _rounded(state.buckets)
     for key, stored in state.weights.items():
         if stored.dtype in rounded:
             for _, part in parts_of(key, stored):
                 nbytes = sum(_bytes(chunk, stored.dtype) for chunk in part.chunks)
-                yield nbytes, partial(_count, key, part)
+                yield _Task(key, nbytes, partial(_look_at_weight, part))
 
 
 def _rounded(buckets: Sequence[Bucket]) -> set[str]:
-    """Dtypes of weights whose float32 master weights lie in buckets."""
+    """Dtypes of weights whose float32 master weights are in buckets."""
     return {
         bucket.dtype
         for bucket in buckets
@@ -163,32 +162,35 @@ def _bytes(chunk: Chunk, dtype: str) -> int:
     return math.prod(chunk.sizes) * ITEMSIZE[dtype]
 
 
-def _look_at_chunk(bucket: Bucket, kind: str, stored: StoredTensor, chunk: Chunk, values: OptimizerValues) -> int:
+def _look_at_chunk(bucket: Bucket, kind: str, stored: StoredTensor, chunk: Chunk) -> OptimizerValues:
     import torch
 
-    tensor = values.read(stored.key, lambda: chunk.blob.tensor(stored.dtype, chunk.sizes))
-    if tensor is None:
-        return 0
+    tensor, found = chunk.blob.tensor(stored.dtype, chunk.sizes), OptimizerValues()
     if len(chunk.offsets) != 1 or not is_padding(chunk.offsets[0], tensor.numel()):
-        values.add(stored.key, _measured(kind, tensor))
+        found.stats[stored.key] = _measured(kind, tensor)
     if kind in MASTERS and bucket.dtype in _ROUNDED and stored.dtype == "float32":
-        even, up = values.masters[bucket.dtype]
+        even, up = torch.zeros(2, 1 << 16, dtype=torch.int64)
         for piece in torch.split(tensor, _PIECE):
             nearest = as_integers(piece.to(getattr(torch, bucket.dtype)))  # of two as near the even one
-            values.count(even, nearest)
-            values.count(up, _nearest_up(piece) if bucket.dtype == "bfloat16" else nearest)
-    return tensor.nbytes
+            even += _occurrences(nearest)
+            up += _occurrences(_nearest_up(piece) if bucket.dtype == "bfloat16" else nearest)
+        found.masters[bucket.dtype] = even, up
+    return found
 
 
-def _count(key: str, part: Part, values: OptimizerValues) -> int:
+def _look_at_weight(part: Part) -> OptimizerValues:
     import torch
 
-    tensor = values.read(key, lambda: part.read(None))
-    if tensor is None:
-        return 0
-    for piece in torch.split(tensor.reshape(-1), _PIECE):
-        values.count(values.weights[part.stored.dtype], as_integers(piece))
-    return tensor.nbytes
+    pieces = torch.split(part.read(None).reshape(-1), _PIECE)
+    counts = torch.stack([_occurrences(as_integers(piece)) for piece in pieces]).sum(dim=0)
+    return OptimizerValues(weights={part.stored.dtype: counts})
+
+
+def _occurrences(bits: Tensor) -> Tensor:
+    """How often each number of a 16-bit dtype occurs in a tensor of int16, the bits of numbers."""
+    import torch
+
+    return torch.bincount(bits.reshape(-1).to(torch.int64) & 0xFFFF, minlength=1 << 16)
 
 
 def _measured(kind: str, tensor: Tensor) -> StateStats:

@@ -46,9 +46,8 @@ from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import BITS, KEPT_SCALES
 from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
-from verify.evidence.reading import threads
+from verify.evidence.reading import source_as_hf, threads
 from verify.evidence.subject import Subject
-from verify.evidence.values import source_as_hf
 
 if TYPE_CHECKING:
     import torch
@@ -206,7 +205,9 @@ def dequantized(
     if not form.symmetric:
         rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
         if _is_turned(form, module):
-            zero = _in_rows(_codes(stored, form.bits, (groups, rows)))
+            # The rows of each word are in AWQ's order. Source: SGLang `moe_awq_to_marlin_zero_points`.
+            words = _codes(stored, form.bits, (groups, rows)).reshape(groups, -1, 8)
+            zero = words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(groups, rows).T
         else:
             zero = _codes(stored.T, form.bits, (groups, rows)).T
         codes = codes - zero.unsqueeze(-1)
@@ -232,15 +233,6 @@ def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
 def _is_turned(form: Int4Format, module: str) -> bool:
     """Whether zero points are [groups, words of rows], as SGLang reads those of experts."""
     return form.sglang_experts and ".experts." in module
-
-
-def _in_rows(zero_point: Tensor) -> Tensor:
-    """Zero points [groups, rows] with the rows of each word in AWQ's order, as [rows, groups] in their own order.
-
-    Source: SGLang `moe_awq_to_marlin_zero_points`.
-    """
-    words = zero_point.reshape(len(zero_point), -1, 8)
-    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(zero_point.shape).T
 
 
 def grouped(weight: Tensor, form: Int4Format) -> Tensor:

@@ -67,24 +67,18 @@ def samples_of(here: Stored, there: Stored, pairs: Iterable[SamplePair]) -> Samp
     found = Samples()
     usable: dict[str, SamplePair] = {}
     for pair in pairs:
-        if (why := _incomparable(here.specs.get(pair.here), there.specs.get(pair.there), pair)) is None:
+        mine, its = here.specs.get(pair.here), there.specs.get(pair.there)
+        if mine is None or its is None:
+            found.left_out["that one side does not store, or stores packed"] += 1
+        elif mine.dtype != its.dtype and _CASTS.isdisjoint({(mine.dtype, its.dtype), (its.dtype, mine.dtype)}):
+            found.left_out[f"in {' and '.join(sorted((mine.dtype, its.dtype)))}"] += 1
+        elif mine.shape == its.shape or (pair.padded and mine.shape[1:] == its.shape[1:]):
             usable[pair.here] = pair
         else:
-            found.left_out[why] += 1
+            found.left_out["of other shapes"] += 1
     for name in chosen(usable):
         _compare(here, there, usable[name], found)
     return found
-
-
-def _incomparable(here: TensorSpec | None, there: TensorSpec | None, pair: SamplePair) -> str | None:
-    """Why two tensors cannot be compared; None where they can."""
-    if here is None or there is None:
-        return "that one side does not store, or stores packed"
-    dtypes = here.dtype, there.dtype
-    if dtypes[0] != dtypes[1] and dtypes not in _CASTS and dtypes[::-1] not in _CASTS:
-        return f"in {' and '.join(sorted(dtypes))}"
-    same = here.shape == there.shape or (pair.padded and here.shape[1:] == there.shape[1:])
-    return None if same else "of other shapes"
 
 
 def chosen(names: Iterable[str]) -> list[str]:
@@ -130,7 +124,7 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
     elements = min(math.prod(one.shape), math.prod(other.shape))
     most = STRETCH_BYTES // max(ITEMSIZE[one.dtype], ITEMSIZE[other.dtype])
     equal, nbytes = True, 0
-    likeness = _Likeness()
+    floats: list[tuple[np.ndarray | None, np.ndarray | None]] = []
     for start in sorted({max(0, (elements - most) * place // (STRETCHES - 1)) for place in range(STRETCHES)}):
         mine, theirs = here.stretch(pair.here, start), there.stretch(pair.there, start)
         if mine is None or theirs is None or not elements:
@@ -139,7 +133,7 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
         count = min(most, elements - start, *sizes)
         left, right = _read(mine, count, one.dtype), _read(theirs, count, other.dtype)
         equal = equal and _same(left, right, one.dtype, other.dtype)
-        likeness.add(_floats(left, one.dtype), _floats(right, other.dtype))
+        floats.append((_floats(left, one.dtype), _floats(right, other.dtype)))
         nbytes += left.nbytes
     if not nbytes:
         found.left_out["that are not stored as contiguous rows"] += 1
@@ -148,32 +142,19 @@ def _compare(here: Stored, there: Stored, pair: SamplePair, found: Samples) -> N
     found.nbytes += nbytes
     if not equal:
         found.differing.append(pair.here)
-        if len(one.shape) > 1 and LAYER.search(pair.here) and likeness.unrelated:
+        if len(one.shape) > 1 and LAYER.search(pair.here) and _unrelated(floats):
             found.unrelated.append(pair.here)
 
 
-@dataclass
-class _Likeness:
-    """The cosine of what was sampled of two tensors."""
-
-    count: int = 0
-    product: float = 0.0
-    here: float = 0.0
-    there: float = 0.0
-
-    def add(self, here: np.ndarray | None, there: np.ndarray | None) -> None:
-        if here is not None and there is not None:
-            self.count += here.size
-            with np.errstate(all="ignore"):  # elements that are not finite are for other checks
-                self.product += float(here @ there)
-                self.here += float(here @ here)
-                self.there += float(there @ there)
-
-    @property
-    def unrelated(self) -> bool:
-        """Whether there is enough of both to say that they are not one matrix, before and after training."""
-        norm = math.sqrt(self.here) * math.sqrt(self.there)
-        return self.count >= _MIN_ELEMENTS and math.isfinite(norm) and norm > 0 and self.product < _UNRELATED * norm
+def _unrelated(floats: Iterable[tuple[np.ndarray | None, np.ndarray | None]]) -> bool:
+    """Whether there is enough of two tensors to say that they are not one matrix, before and after training."""
+    pairs = [(one, other) for one, other in floats if one is not None and other is not None]
+    with np.errstate(all="ignore"):  # elements that are not finite are for other checks
+        sums = [[float(a @ b), float(a @ a), float(b @ b)] for a, b in pairs]
+    product, one, other = (sum(column) for column in zip(*sums, strict=True)) if sums else (0.0, 0.0, 0.0)
+    norm = math.sqrt(one) * math.sqrt(other)
+    enough = sum(a.size for a, _ in pairs) >= _MIN_ELEMENTS
+    return enough and math.isfinite(norm) and norm > 0 and product < _UNRELATED * norm
 
 
 def _read(extent: FileExtent, count: int, dtype: str) -> np.ndarray:
@@ -198,20 +179,13 @@ def _same(here: np.ndarray, there: np.ndarray, dtype: str, other: str) -> bool:
         return bool(np.array_equal(here, there))
     if (dtype, other) not in _CASTS:
         here, there, other = there, here, dtype
-    narrowed, infinity = (_bfloat16(here), 0x7F80) if other == "bfloat16" else (_float16(here), 0x7C00)
+    if other == "bfloat16":  # rounded to nearest, ties to even, as torch does; NaN stays NaN
+        rounded = (here.astype(np.uint64) + 0x7FFF + ((here >> 16) & 1)) >> 16
+        narrowed = np.where((here & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded).astype(np.uint16)
+    else:
+        with np.errstate(over="ignore"):
+            narrowed = here.view(np.float32).astype(np.float16).view(np.uint16)
+    infinity = 0x7F80 if other == "bfloat16" else 0x7C00
     # Which NaN a cast gives depends on the processor.
     nan = ((narrowed & 0x7FFF) > infinity) & ((there & 0x7FFF) > infinity)
     return bool(((narrowed == there) | nan).all())
-
-
-def _float16(content: np.ndarray) -> np.ndarray:
-    """The bits of float32 numbers cast to float16."""
-    with np.errstate(over="ignore"):
-        return content.view(np.float32).astype(np.float16).view(np.uint16)
-
-
-def _bfloat16(content: np.ndarray) -> np.ndarray:
-    """The bits of float32 numbers cast to bfloat16: rounded to nearest, ties to even, as torch does; NaN stays NaN."""
-    rounded = (content.astype(np.uint64) + 0x7FFF + ((content >> 16) & 1)) >> 16
-    nan = (content & 0x7FFFFFFF) > 0x7F800000
-    return np.where(nan, 0x7FC0, rounded).astype(np.uint16)

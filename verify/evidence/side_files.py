@@ -12,11 +12,13 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.json_text import MAX_BYTES
+from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import ADDITIONAL_TEMPLATES, LOADED, Location, is_loaded
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import is_weight
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.tree import files_below
+from verify.report import Severity
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
@@ -144,17 +146,13 @@ class SideFiles:
         tokenizer = self.tokenizer
         model = tokenizer.get("model")
         vocab = model.get("vocab") if isinstance(model, Mapping) else None
-        yield (
-            TOKENIZER,
-            _model_vocabulary(vocab)
-            | {
-                str(one["content"]): one["id"]
-                for one in _objects(tokenizer.get("added_tokens"))
-                if {"content", "id"} <= one.keys()
-            },
-        )
-        added = self.tokenizer_config.get("added_tokens_decoder")
-        pairs = added.items() if isinstance(added, Mapping) else ()
+        if isinstance(vocab, list):  # Unigram: pairs in the order of ids
+            vocab = {json.dumps(pair[0]): at for at, pair in enumerate(vocab) if isinstance(pair, list) and pair}
+        added = [one for one in _objects(tokenizer.get("added_tokens")) if {"content", "id"} <= one.keys()]
+        words = dict(vocab) if isinstance(vocab, Mapping) else {}
+        yield TOKENIZER, words | {str(one["content"]): one["id"] for one in added}
+        decoder = self.tokenizer_config.get("added_tokens_decoder")
+        pairs = decoder.items() if isinstance(decoder, Mapping) else ()
         yield (
             TOKENIZER_CONFIG,
             {
@@ -251,12 +249,30 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
     return [(file, "default", content)] if isinstance(content, str) else []
 
 
-def _model_vocabulary(vocab: Any) -> dict[str, int]:
-    """`model.vocab` of tokenizer.json: an object, or (Unigram) a list of pairs in the order of ids."""
-    if isinstance(vocab, Mapping):
-        return dict(vocab)
-    return (
-        {json.dumps(pair[0]): number for number, pair in enumerate(vocab) if isinstance(pair, list) and pair}
-        if isinstance(vocab, list)
-        else {}
-    )
+@dataclass(frozen=True)
+class Difference:
+    """What differs between a checkpoint and the one that it is compared with."""
+
+    file: str  # of the checkpoint, relative to its directory: holds what differs, or should
+    what: str  # in the other one, that this one should have: "pre_tokenizer"
+    words: str  # "pre_tokenizer is Whitespace but Split in the source; 'a b' is [1, 2] but [3]"
+    severity: Severity = "error"
+    count: int = 1
+    source: str | None = None  # the file of the other one that has it, where that is another file
+    is_presentation: bool = False  # of how a text is put together or shown: no text has other ids
+
+
+def show(value: Any) -> str:
+    """A JSON value in the words of a difference."""
+    return "missing" if value is None else shortened(value)
+
+
+def of_keys(
+    file: str, pairs: Mapping[str, tuple[Any, Any]], place: str, severity: Severity, before: str = ""
+) -> Iterator[Difference]:
+    """The difference of settings, each with its values here and there; none without any. `before`: the first words."""
+    if pairs:
+        first = list(pairs)[:5]
+        listed = [f"{key} is {show(pairs[key][0])} but {show(pairs[key][1])} {place}" for key in first]
+        more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
+        yield Difference(file, ", ".join(first), before + "; ".join(listed) + more, severity, count=len(pairs))

@@ -16,9 +16,8 @@ from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.adapter import Adapter
 from converters.open import open_checkpoint
+from verify.evidence.files import HfFiles, MegatronFiles
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.hf_files import HfFiles
-from verify.evidence.megatron_files import MegatronFiles
 from verify.evidence.plain import comparable, open_plain, plain
 from verify.options import VerifyOptions
 from verify.witnesses.registry import ENGINES, live_engine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
@@ -28,7 +27,13 @@ _READ = 4096  # bytes at the beginning of a file
 
 def text_of(report: Report, ending: str) -> str:
     """The report in the format of one of `FORMATS`."""
-    return _writers()[ending](report)
+    # Imported here so that the command line can ask for the endings without importing every check.
+    from verify.reports import html, junit, markdown, sarif
+
+    if ending == ".json":
+        return json_text(report.to_json()) + "\n"
+    writers = {".md": markdown.markdown, ".xml": junit.junit, ".sarif": sarif.sarif, ".html": html.html}
+    return writers[ending](report)
 
 
 def write_report(report: Report, path: Path) -> None:
@@ -39,17 +44,6 @@ def write_report(report: Report, path: Path) -> None:
     if (fault := fault_of(path)) is not None:
         raise CkptkitError(fault, "name another file for the report")
     write_whole(path, text_of(report, path.suffix))
-
-
-def _json(report: Report) -> str:
-    return json_text(report.to_json()) + "\n"
-
-
-def _writers() -> Mapping[str, Callable[[Report], str]]:
-    # Imported here so that the command line can ask for the endings without importing every check.
-    from verify.reports import html, junit, markdown, sarif
-
-    return {".json": _json, ".md": markdown.markdown, ".xml": junit.junit, ".sarif": sarif.sarif, ".html": html.html}
 
 
 def fault_of(path: Path) -> str | None:

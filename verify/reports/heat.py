@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,23 +12,20 @@ from ckptkit.core.specs import ranges
 from verify.report import Finding, anchors
 
 if TYPE_CHECKING:
-    from verify.evidence.floats.rounding import FloatRounding
-    from verify.evidence.rounding import Rounding
-    from verify.evidence.values import Values
+    from verify.evidence.reading import Values
 
-# A layer number, or the braces of a folded name. Layers for multi-token prediction are numbered from 0 again.
-# At most four digits: names come from files that nobody vouches for, and one may claim a billion layers.
-_RANGE = r"[0-9]{1,4}(?:\.\.[0-9]{1,4})?"
+# Layers for multi-token prediction are numbered from 0 again. At most four digits: one of an untrusted file may claim a
+# billion layers.
 _LAYER = re.compile(
     r"(?P<mtp>mtp\.|model\.mtp_)?(?:model\.|language_model\.|decoder\.)*"
-    rf"(?:(?<=^mtp\.)|layers\.)(?P<layers>[0-9]{{1,4}}|\{{{_RANGE}(?:,{_RANGE})*\}})\.(?P<tail>.+)"
+    r"(?:(?<=^mtp\.)|layers\.)(?P<layer>[0-9]{1,4})\.(?P<tail>.+)"
 )
-_NUMBERS = re.compile(r"\.(?:\d+|\{[^}]*\})(?=\.|$)")
+_NUMBERS = re.compile(r"\.\d+(?=\.|$)")
 _LEAF = re.compile(r"\.(?:weight\w*|\w*bias)$")
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 _CONTAINERS = ("model.", "language_model.", "decoder.", "self_attn.", "self_attention.", "mlp.", "attn.", "ffn.")
 _EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d{1,5})\.")
-_MORE = re.compile(r" and \d+ more$")
+_EXTRA_STATE = "._extra_state"  # objects of Megatron's that hold no weights
 _LINKS = 10  # findings that a cell names
 
 OUTSIDE = "outside layers"
@@ -106,18 +103,6 @@ def of_values(
         yield name, Measured(error, failed=not stats.finite or is_wrong)
 
 
-def of_rounding(rounding: Mapping[str, Rounding]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 found of each packed weight: how many quantization steps it is off, and whether that is too many."""
-    for name, one in rounding.items():
-        yield name, Measured(steps=one.steps, failed=one.failed)
-
-
-def of_float_rounding(rounding: Mapping[str, FloatRounding]) -> Iterator[tuple[str, Measured]]:
-    """What CK305 found of each weight in FP8 or MXFP4: whether it is further off than rounding takes it."""
-    for name, one in rounding.items():
-        yield name, Measured(failed=one.wrong > 0)
-
-
 def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Finding]) -> Heat:
     """Layer -> kind -> `{tensors, max_error, max_steps, failed, findings}`, as in the report; layers in order.
 
@@ -129,55 +114,22 @@ def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Findin
     cells: dict[CellKey, _Cell] = {}
     for name, one in measured:
         cells.setdefault(_cell_of(name), _Cell()).add(_PACKED_PART.sub(".weight", name), one)
-    shortened: list[tuple[str, Finding, frozenset[CellKey]]] = []
     for anchor, finding in zip(anchors(findings), findings, strict=True):
-        named = frozenset(cells_of(finding.tensor or ""))
-        for place in sorted(named):
+        for place in sorted({_cell_of(name) for name in finding.names if _EXTRA_STATE not in name}):
             cells.setdefault(place, _Cell()).link(anchor, finding)
-        if named and _MORE.search(finding.tensor or ""):
-            shortened.append((anchor, finding, named))
-        for name in finding.names if finding.severity == "error" else ():
+        for name in finding.names | finding.explains if finding.severity == "error" else ():
             if (cell := cells.get(_cell_of(name))) is not None:
                 cell.see_expert(name, wrong=True)
-    _link_shortened(cells, shortened)
     heat: Heat = {}
     for layer, kind in sorted(cells, key=lambda place: _order(place[0])):
         heat.setdefault(layer, {})[kind] = cells[layer, kind].to_json()
     return heat
 
 
-def _link_shortened(
-    cells: Mapping[CellKey, _Cell], shortened: Sequence[tuple[str, Finding, frozenset[CellKey]]]
-) -> None:
-    """Links wrong tensors without a finding to one that ends in `and 3 more`, if possible of their layer or kind."""
-    for (layer, kind), cell in cells.items():
-        if cell.wrong and not cell.findings and shortened:
-            anchor, finding, _ = max(
-                shortened,
-                key=lambda one: (any(place[0] == layer for place in one[2]), any(place[1] == kind for place in one[2])),
-            )
-            cell.link(anchor, finding)
-
-
-def cells_of(text: str) -> Iterator[CellKey]:
-    """The cells of a folded name (`layers.{0..3}.mlp.gate.weight`), or of several joined with commas; each once."""
-    seen: set[CellKey] = set()
-    for name in _MORE.sub("", text).split(", ") if text else ():
-        match = _LAYER.match(name)
-        numbers = expand(match["layers"]) if match else [0]
-        _, kind = _cell_of(name)
-        found = {(_row(match, number), kind) for number in numbers} - seen
-        seen |= found
-        yield from sorted(found)
-
-
 def _cell_of(name: str) -> CellKey:
-    match = _LAYER.match(name)
-    return _row(match, expand(match["layers"])[0] if match else 0), _kind(match["tail"] if match else name)
-
-
-def _row(match: re.Match[str] | None, number: int) -> str:
-    return OUTSIDE if match is None else f"mtp {number}" if match["mtp"] else str(number)
+    if (match := _LAYER.match(name)) is None:
+        return OUTSIDE, _kind(name)
+    return f"{'mtp ' if match['mtp'] else ''}{int(match['layer'])}", _kind(match["tail"])
 
 
 def _kind(tail: str) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from ckptkit.core.printable import printable
-from verify.report import CheckResult, Finding, Report
-from verify.reports.headline import headline, other_reasons
-from verify.reports.text import Group, groups, rest, subject_of, totals
+from verify.report import Finding, Report
+from verify.reports.text import Group, groups, headline, other_reasons, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
 
@@ -26,32 +25,24 @@ def markdown(report: Report) -> str:
 
 def body(report: Report) -> list[str]:
     """The lines of what was found, of facts and of checks."""
-    shown, lines = groups(report, _SHOWN), _reasons(report)
-    if shown:
-        lines += [*(f"- {group.severity} {_line(anchor, one)}" for group in shown for anchor, one in group.shown), ""]
+    shown = groups(report, _SHOWN)
+    lines = [f"- not looked at: {plain(reason)}" for reason in other_reasons(report)]
+    lines += [""] if lines else []
+    for severity, anchor, one in ((group.severity, *found) for group in shown for found in group.shown):
+        about, follows = subject_of(one), f" (follows from {one.cause})" if one.cause else ""
+        lines.append(f"- {severity} **{anchor}** {code(about) + ': ' if about else ''}{plain(one.actual)}{follows}")
+    lines += [""] if shown else []
     for group in shown:
         lines += [f"## {group.code} {group.severity}: {plain(group.title)}", "", *_findings(group), ""]
     for name, facts in report.facts.items():
         lines += [f"## {plain(name)}", "", *(f"- {plain(fact)}" for fact in facts), ""]
     lines += ["<details>", f"<summary>{totals(report)}</summary>", ""]
     lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
-    return [*lines, *(_row(check) for check in report.checks), "", "</details>", ""]
-
-
-def _line(anchor: str, finding: Finding) -> str:
-    about = subject_of(finding)
-    follows = f" (follows from {finding.cause})" if finding.cause else ""
-    return f"**{anchor}** {code(about) + ': ' if about else ''}{plain(finding.actual)}{follows}"
-
-
-def _reasons(report: Report) -> list[str]:
-    reasons = other_reasons(report)
-    return [*(f"- not looked at: {plain(reason)}" for reason in reasons), ""] if reasons else []
-
-
-def _row(check: CheckResult) -> str:
-    title = check.title if check.reason is None else f"{check.title} ({check.reason})"
-    return f"| {check.code} | {plain(title)} | {check.status} | {check.tensors_compared} | {check.seconds:.1f} |"
+    for check in report.checks:
+        title = plain(check.title if check.reason is None else f"{check.title} ({check.reason})")
+        compared = f"{check.tensors_compared} | {check.seconds:.1f}"
+        lines.append(f"| {check.code} | {title} | {check.status} | {compared} |")
+    return [*lines, "", "</details>", ""]
 
 
 def _findings(group: Group) -> list[str]:

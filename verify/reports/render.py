@@ -14,8 +14,7 @@ from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
 from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
-from verify.reports.headline import headline, is_itself, names_its_file, other_reasons
-from verify.reports.text import groups, subject_of, totals, wrong_of
+from verify.reports.text import groups, headline, is_itself, names_its_file, other_reasons, subject_of, totals, wrong_of
 
 _COLOR = {
     "PASSED": "green",
@@ -58,10 +57,12 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
         for anchor, finding in group.shown
         if every or finding.cause is None
     ]
+    # A launch may find no checkpoint.
+    where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
     return lay_out(
         TextReport(
             found,
-            _verdict(report),
+            (printable(report.verdict), where),
             _sections(report, every),
             _closing(report, every),
             "--all shows them",
@@ -70,12 +71,6 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
         width,
         every,
     )
-
-
-def _verdict(report: Report) -> Line:
-    source = f" against {report.source}" if report.source else ""
-    # A launch may find no checkpoint.
-    return printable(report.verdict), f"  {report.checkpoint}{source}" if report.checkpoint else ""
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
@@ -94,7 +89,12 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
     }
     given = [(label, text) for label, text in fields.items() if text]
     wrong = wrong_of(finding.expected, finding.actual)
-    return Entry(finding.code, finding.severity, _about(report, finding), wrong, given, anchor, title)
+    # In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself.
+    about = f"{finding.count} tensors" if finding.tensor and ", " in finding.tensor else finding.tensor
+    if not about and not is_itself(finding, report.checkpoint):
+        about = Path(str(finding.file)).name
+    about = "" if names_its_file(finding) else about or ""
+    return Entry(finding.code, finding.severity, about, wrong, given, anchor, title)
 
 
 def _explained(report: Report, cause: str) -> str:
@@ -107,15 +107,6 @@ def _explained(report: Report, cause: str) -> str:
     return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
 
 
-def _about(report: Report, finding: Finding) -> str:
-    """In few words: a tensor, or how many; else the name of the file, if it is not the checkpoint itself."""
-    if names_its_file(finding):
-        return ""
-    if finding.tensor:
-        return f"{finding.count} tensors" if ", " in finding.tensor else finding.tensor
-    return "" if is_itself(finding, report.checkpoint) else Path(str(finding.file)).name
-
-
 def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
     reasons = other_reasons(report)
     given: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
@@ -123,7 +114,11 @@ def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
 
 
 def _closing(report: Report, every: bool) -> list[str]:
-    lines = _table(report) if every else []
+    lines = [
+        f"{check.code}  {check.status:<7}  {check.seconds:>6.1f} s  {check.tensors_compared:>7}  {check.title}"
+        + (f" ({check.reason})" if check.reason else "")
+        for check in (report.checks if every else ())
+    ]
     if not every:
         told = {split_reason(reason)[0] for reason in report.reasons}
         skipped: dict[str, list[str]] = {}
@@ -139,12 +134,3 @@ def _closing(report: Report, every: bool) -> list[str]:
     if more:
         lines.append("; ".join(more))
     return lines
-
-
-def _table(report: Report) -> list[str]:
-    """A line for each check: code, how it ended, seconds, comparisons, title and reason."""
-    return [
-        f"{check.code}  {check.status:<7}  {check.seconds:>6.1f} s  {check.tensors_compared:>7}  {check.title}"
-        + (f" ({check.reason})" if check.reason else "")
-        for check in report.checks
-    ]

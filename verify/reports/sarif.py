@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ckptkit.core.printable import json_text, printable
-from verify.check import Check, all_checks
-from verify.report import CheckResult, Finding, Report, anchors
+from verify.check import all_checks
+from verify.report import Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 
@@ -21,7 +20,13 @@ _ROOT = "%SRCROOT%"
 def sarif(report: Report) -> str:
     """One run: a rule for each check that ran, a result for each finding, a notification for each skipped check."""
     known = {check.code: check for check in all_checks()}
-    rules = [_rule(check, known.get(check.code)) for check in report.checks]
+    rules: list[dict[str, Any]] = []
+    for result in report.checks:
+        rules.append({"id": result.code, "shortDescription": {"text": result.title}})
+        if (check := known.get(result.code)) is not None:
+            markdown = f"**Why it matters**: {check.rationale}\n\n**What to do**: {check.fix}"
+            rules[-1]["fullDescription"] = {"text": check.rationale}
+            rules[-1]["help"] = {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown}
     places = {check.code: index for index, check in enumerate(report.checks)}
     run = {
         "tool": {"driver": {"name": "ckptkit", "version": report.version, "rules": rules}},
@@ -35,17 +40,6 @@ def sarif(report: Report) -> str:
     return json_text({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}) + "\n"
 
 
-def _rule(result: CheckResult, check: Check | None) -> dict[str, Any]:
-    rule: dict[str, Any] = {"id": result.code, "shortDescription": {"text": result.title}}
-    if check is None:
-        return rule
-    markdown = f"**Why it matters**: {check.rationale}\n\n**What to do**: {check.fix}"
-    return rule | {
-        "fullDescription": {"text": check.rationale},
-        "help": {"text": f"{check.rationale}\n\n{check.fix}", "markdown": markdown},
-    }
-
-
 def _invocation(report: Report) -> dict[str, Any]:
     """Whether all that was asked for was looked at, and which checks could not run."""
     invocation: dict[str, Any] = {"executionSuccessful": not report.reasons}
@@ -54,25 +48,19 @@ def _invocation(report: Report) -> dict[str, Any]:
     notes: list[dict[str, Any]] = [
         {"level": "error", "message": {"text": printable(f"not looked at: {reason}")}} for reason in report.reasons
     ]
-    notes += [_skipped(check) for check in report.checks if check.status == "skipped"]
+    for check in (check for check in report.checks if check.status == "skipped"):
+        message = {"text": printable(f"{check.code} was skipped: {check.reason}")}
+        notes.append({"level": "note", "message": message, "associatedRule": {"id": check.code}})
     return invocation | ({"toolExecutionNotifications": notes} if notes else {})
-
-
-def _skipped(check: CheckResult) -> dict[str, Any]:
-    return {
-        "level": "note",
-        "message": {"text": printable(f"{check.code} was skipped: {check.reason}")},
-        "associatedRule": {"id": check.code},
-    }
 
 
 def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int]) -> dict[str, Any]:
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     about = f"{finding.tensor}{count}: " if finding.tensor else ""
     rank = f" on rank {finding.rank}" if finding.rank else ""
-    location: dict[str, Any] = {
-        "physicalLocation": {"artifactLocation": _artifact(finding.file or _first_path(report), Path.cwd())}
-    }
+    # Preflight looks at several checkpoints, and a finding about all of them is put at the first.
+    whole = report.checkpoint.partition(", ")[0] if [*report.command[1:2]] == ["preflight"] else report.checkpoint
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _artifact(finding.file or whole, Path.cwd())}}
     if finding.tensor:
         location["logicalLocations"] = [{"fullyQualifiedName": printable(finding.tensor), "kind": "object"}]
     result: dict[str, Any] = {
@@ -85,12 +73,6 @@ def _result(anchor: str, finding: Finding, report: Report, places: dict[str, int
         "properties": {"anchor": anchor, "count": finding.count} | ({"cause": finding.cause} if finding.cause else {}),
     }
     return result | ({"ruleIndex": places[finding.code]} if finding.code in places else {})
-
-
-def _first_path(report: Report) -> str:
-    """The checkpoint; preflight looks at several, and a finding about all of them is put at the first."""
-    preflight: Sequence[str] = report.command[1:2]
-    return report.checkpoint.partition(", ")[0] if list(preflight) == ["preflight"] else report.checkpoint
 
 
 def _artifact(path: str, start: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What the formats for people share: findings by code, and how many of them are shown."""
+"""What the formats for people share: the verdict in one sentence (the cause, then how much more), findings by code."""
 
 from __future__ import annotations
 
@@ -6,17 +6,31 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ckptkit.core.printable import printable
 from ckptkit.core.progress import size
 from ckptkit.core.specs import ranges
 from verify.evidence.folding import layers_of
-from verify.report import Finding, Report, anchors
+from verify.report import Finding, Report, anchors, split_reason
 
 # How what should be and what is begin alike: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
 _UNDIVIDED = re.compile(r"(?P<what>[\w' ]+?) that (?P<rest>divides? (?:by|over) .+)", re.DOTALL)
 _MULTIPLE = re.compile(r"a multiple of [^(]+")
 _SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")
+
+_LISTED = 5  # numbers and ranges of layers that are listed
+_LENGTH = 200  # characters of a cause, beyond which words are left out
+_IN_LAYERS = re.compile(r"(?P<home>(?:\w+\.)*?)(?P<mtp>mtp_)?layers\.(?P<layers>\d+|\{[\d.,]+\})\.(?P<tail>.+)")
+_EXPERTS = re.compile(r"\bexperts\.(?:experts\.)?(\d+|\{[\d.,]+\})\.")
+_CONTAINERS = re.compile(r"^(?:model|language_model|decoder|self_attn|self_attention|mlp|attn|ffn|block_sparse_moe)\.")
+_NUMBERS = re.compile(r"\{(\d+(?:\.\.\d+)?(?:,\d+(?:\.\.\d+)?)*)\}")
+# The tensor that numbers are of.
+_NAMED = re.compile(r" in (?:\w+\.){2,}\w+|^(?:\w+\.){2,}\w+ is (?=\S+ times)")
+_ROUTER = ("gate", "router")
+_VERDICTS = ("PASSED", "FAILED", "INCONCLUSIVE")
+_PLAIN = ("missing", "different")  # words that say enough
 
 
 @dataclass(frozen=True)
@@ -106,3 +120,149 @@ def said_of(finding: Finding) -> str:
     wrong = wrong_of(finding.expected, finding.actual)
     about = subject_of(finding) or (finding.expected if has_no_subject(wrong) else "")
     return f"{about}: {wrong}" if about else wrong
+
+
+def headline(report: Report) -> str:
+    """What is wrong first of all, and how much else; else what is not known, or that nothing is wrong."""
+    errors = [one for one in report.findings if one.severity == "error" and one.cause is None]
+    if errors:
+        first = alike(errors)[0]
+        text = cause_of(first, report.checkpoint) + _more(len(errors) - len(first), "error")
+        file = first[0].file
+        return _sentence(text, Path(file).name if file and not first[0].tensor else None)
+    if report.status == "failed":
+        return "A check failed."
+    if report.status == "inconclusive":
+        reason, codes = split_reason(report.reasons[0])
+        if len(report.reasons) > 1:
+            more = _more(len(report.reasons) - 1, "reason")
+            return _sentence(f"Not everything was checked: {_shortened(reason)}{more}")
+        return _sentence(f"Not everything was checked: {reason.rstrip('.')}{f' ({codes})' if codes else ''}")
+    warned = f", with {report.warnings} warning{'s' * (report.warnings > 1)} to read" if report.warnings else ""
+    passed = sum(check.status == "passed" for check in report.checks)
+    alone = "values" in report.asked and "source" in report.not_asked and "manifest" not in report.asked
+    without = " Values were compared with nothing: give --source." if alone else ""
+    return f"{'1 check' if passed == 1 else f'All {passed} checks'} passed{warned}.{without}"
+
+
+def other_reasons(report: Report) -> Sequence[str]:
+    """Why things were not looked at, unless the headline has it all."""
+    return () if report.status == "inconclusive" and len(report.reasons) == 1 else report.reasons
+
+
+def alike(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """The findings in order, those together that say the same of several tensors or files."""
+    found: dict[tuple[str | None, ...], list[Finding]] = {}
+    for one in findings:
+        key = (one.code, one.severity, one.cause, one.expected, one.actual, one.hint)
+        found.setdefault(key, []).append(one)
+    return list(found.values())
+
+
+def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:
+    """Findings that are `alike` in a few words, without the names of tensors: `router of layers 4 and 5: all zero`."""
+    wrong, where = _wrong(findings[0], checkpoint), _place(findings, checkpoint)
+    if not where and has_no_subject(wrong):
+        first = findings[0]
+        if first.file is None:
+            where, wrong = first.expected, first.actual
+        else:
+            where = Path(first.file).absolute().name
+    return _shortened(wrong if not where or where in wrong else f"{where}: {wrong}")
+
+
+def _wrong(finding: Finding, checkpoint: str) -> str:
+    """What is wrong, and instead of what where it says little by itself."""
+    expected, wrong = finding.expected, finding.actual
+    for root in (checkpoint, str(Path(checkpoint).absolute())) if checkpoint else ():
+        wrong = re.sub(rf"(?<![\w./-]){re.escape(root)}/", "", wrong)
+    if finding.tensor:
+        wrong = _NAMED.sub("", wrong)
+    if (words := wrong_of(expected, wrong)) != wrong:
+        return words
+    if len(wrong.split()) > 1 or wrong in _PLAIN:
+        return wrong
+    return f"{wrong} instead of {expected}" if len(expected.split()) == 1 else f"{wrong}, expected {expected}"
+
+
+def _place(findings: Sequence[Finding], checkpoint: str) -> str:
+    """What they are about, in words; nothing where what is wrong says that itself."""
+    first = findings[0]
+    if not first.tensor:
+        return "" if is_itself(first, checkpoint) else Path(str(first.file)).name
+    if names_its_file(first):
+        return ""
+    if len(findings) == 1 and ", " not in first.tensor:
+        return _tensor(first.tensor)
+    layers = layers_of(name for one in findings for name in one.names)
+    where = numbered("layer", ranges(layers)) if layers else ""
+    if len(findings) > 1:
+        count = f"{sum(one.count for one in findings)} tensors"
+        return f"{count} of {where}" if where else count
+    if "layer" in first.actual or "tensors" in first.actual:
+        return ""
+    return where or f"{first.count} tensors"
+
+
+def is_itself(finding: Finding, checkpoint: str) -> bool:
+    """Whether it is about the checkpoint, and no file in it."""
+    return not finding.file or Path(finding.file).absolute() == Path(checkpoint).absolute()
+
+
+def names_its_file(finding: Finding) -> bool:
+    """Whether what is wrong begins with the file in its directory, and so needs no other subject."""
+    return bool(finding.file) and finding.actual.startswith("/".join(Path(str(finding.file)).parts[-2:]))
+
+
+def _tensor(name: str) -> str:
+    match = _IN_LAYERS.fullmatch(name)
+    tail = match["tail"] if match else name
+    experts = _EXPERTS.search(tail)
+    module, _, leaf = (_EXPERTS.sub("", tail) if experts else tail).rpartition(".")
+    while _CONTAINERS.match(module):
+        module = _CONTAINERS.sub("", module)
+    text = "router" if module in _ROUTER and match and not experts else module or leaf
+    if leaf == "*":
+        return numbered("MTP layer" if match and "mtp" in name else "layer", match["layers"]) if match else name
+    if module and leaf != "weight":
+        text = f"{leaf} of {text}"
+    if experts:
+        text += f" of {numbered('expert', experts[1])}"
+    if match:
+        kind = "MTP layer" if match["mtp"] or "mtp." in match["home"] else "layer"
+        text += f" {'in' if experts else 'of'} {numbered(kind, match['layers'])}"
+    return text
+
+
+def numbered(word: str, numbers: str) -> str:
+    """`layer 3`, or `layers 70 and 80`; `numbers` are folded as in names (`{70,80}`)."""
+    return f"{word}{'s' * (not numbers.isdigit())} {_in_words(numbers.strip('{}'))}"
+
+
+def _in_words(numbers: str) -> str:
+    parts = [part.partition("..") for part in numbers.split(",")]
+    if len(parts) == 1 and parts[0][2] and int(parts[0][2]) == int(parts[0][0]) + 1:
+        return f"{parts[0][0]} and {parts[0][2]}"
+    words = [f"{first} to {last}" if last else first for first, _, last in parts]
+    if len(words) > _LISTED:
+        return f"{words[0]}, {words[1]} and so on to {parts[-1][2] or parts[-1][0]}"
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _more(count: int, word: str) -> str:
+    return f", and {count} more {word}{'s' * (count > 1)}" if count > 0 else ""
+
+
+def _shortened(text: str) -> str:
+    """One line of text without braces around numbers, of so many characters."""
+    line = _NUMBERS.sub(lambda found: _in_words(found[1]), " ".join(text.split())).rstrip(".")
+    return line if len(line) <= _LENGTH else f"{line[:_LENGTH].rpartition(' ')[0] or line[:_LENGTH]} …"
+
+
+def _sentence(text: str, file: str | None = None) -> str:
+    """The text with a capital, unless it begins with a name, such as that of `file`, and a full stop."""
+    first = text.split(" ", 1)[0].rstrip(":")
+    if first.startswith(_VERDICTS):  # a tensor of that name
+        text = f"'{text.replace(first, first + chr(39), 1)}"
+    text = text[:1].upper() + text[1:] if first.isalpha() and first.islower() and first != file else text
+    return printable(f"{text}.")

@@ -101,19 +101,16 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
     try:
         # What the shell itself has opened, as `<(...)` does, may be a pipe: someone writes into it.
         with Path(log).open("rb") if str(log).startswith(_OPENED) else open_regular(Path(log)) as stream:
-            _refuse_binary(stream.peek(), log)  # a pipe cannot be read twice
+            head = stream.peek()  # a pipe cannot be read twice
+            for magic, program in _COMPRESSED.items():
+                if head.startswith(magic):
+                    raise CkptkitError(f"{log} is compressed", f"{program} {log} | ckptkit triage -")
+            if b"\0" in head:
+                raise CkptkitError(f"{log} is not text", "give the log of the job")
             yield stream
     except OSError as error:
         hint = "give the file of a log, or `-` for standard input"
         raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
-
-
-def _refuse_binary(head: bytes, log: str | Path) -> None:
-    for magic, program in _COMPRESSED.items():
-        if head.startswith(magic):
-            raise CkptkitError(f"{log} is compressed", f"{program} {log} | ckptkit triage -")
-    if b"\0" in head:
-        raise CkptkitError(f"{log} is not text", "give the log of the job")
 
 
 def _sign_json(sign: Sign) -> dict[str, Any]:

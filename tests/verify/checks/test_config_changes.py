@@ -17,7 +17,7 @@ from verify.check import Tally
 from verify.checks.config.config import UNKNOWN, class_default, configs_match
 from verify.evidence.subject import Subject
 from verify.launch.preflight import preflight
-from verify.reports.headline import headline
+from verify.reports.text import headline
 from verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

@@ -21,8 +21,7 @@ from ckptkit.app.inspection import inspect
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.storage.file_hash import FileHash
 from verify.evidence import reading
-from verify.evidence.reading import alternating
-from verify.evidence.values import look
+from verify.evidence.reading import alternating, look
 from verify.run import verify
 
 NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"

@@ -18,7 +18,7 @@ from support.fixture_types import CopyOf, OnlyFinding, PathOf
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.reports.headline import headline
+from verify.reports.text import headline
 from verify.run import verify
 
 INDEX = "model.safetensors.index.json"

@@ -13,9 +13,8 @@ from support.libraries import ask_here
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from verify.evidence.side.difference import Difference
 from verify.evidence.side.processors import processor_differences
-from verify.evidence.side_files import SideFiles
+from verify.evidence.side_files import Difference, SideFiles
 
 Files = Mapping[str, Any]
 Compare = Callable[..., list[Difference]]

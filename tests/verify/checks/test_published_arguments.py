@@ -18,66 +18,66 @@ from verify.checks.config.arguments import hint_of, mismatches
 
 Config = dict[str, Any]
 _WORDS = {word: word for word in ["RMSNorm", "rope", "yarn", "softmax", "sigmoid", "learnable"]}
-PUBLISHED = {
-    "Qwen/Qwen2.5-7B-Instruct": """
+_PLAIN = (
+    "normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope group_query_attention=True "
+)
+_LATENT = """
         normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        group_query_attention=True num_layers=28 hidden_size=3584 ffn_hidden_size=18944 num_attention_heads=28
+        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
+        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
+        group_query_attention=False num_query_groups=1 rope_type=None """
+PUBLISHED = {
+    "Qwen/Qwen2.5-7B-Instruct": _PLAIN
+    + """
+        num_layers=28 hidden_size=3584 ffn_hidden_size=18944 num_attention_heads=28
         num_query_groups=4 kv_channels=None add_qkv_bias=True rotary_base=1000000 norm_epsilon=1e-06
         untie_embeddings_and_output_weights=True padded_vocab_size=152064""",
-    "Qwen/Qwen2.5-1.5B": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        group_query_attention=True num_layers=28 hidden_size=1536 ffn_hidden_size=8960 num_attention_heads=12
+    "Qwen/Qwen2.5-1.5B": _PLAIN
+    + """
+        num_layers=28 hidden_size=1536 ffn_hidden_size=8960 num_attention_heads=12
         num_query_groups=2 kv_channels=None add_qkv_bias=True rotary_base=10000 norm_epsilon=1e-06
         untie_embeddings_and_output_weights=False padded_vocab_size=152064 vocab_size=151936""",
-    "Qwen/Qwen3-30B-A3B": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        group_query_attention=True num_layers=48 hidden_size=2048 ffn_hidden_size=6144 num_attention_heads=32
+    "Qwen/Qwen3-30B-A3B": _PLAIN
+    + """
+        num_layers=48 hidden_size=2048 ffn_hidden_size=6144 num_attention_heads=32
         num_query_groups=4 kv_channels=128 qk_layernorm=True rotary_base=1000000 norm_epsilon=1e-06
         untie_embeddings_and_output_weights=True vocab_size=151936 num_experts=128 moe_router_topk=8
         moe_ffn_hidden_size=768 moe_layer_freq=[1]*48 moe_router_score_function=softmax""",
-    "zai-org/GLM-4.5": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        group_query_attention=True num_layers=92 hidden_size=5120 ffn_hidden_size=12288 num_attention_heads=96
+    "zai-org/GLM-4.5": _PLAIN
+    + """
+        num_layers=92 hidden_size=5120 ffn_hidden_size=12288 num_attention_heads=96
         num_query_groups=8 kv_channels=128 qk_layernorm=True add_qkv_bias=True rotary_base=1000000
         rotary_percent=0.5 untie_embeddings_and_output_weights=True vocab_size=151552 num_experts=160
         moe_router_topk=8 moe_ffn_hidden_size=1536 moe_shared_expert_intermediate_size=1536
         moe_layer_freq=[0]*3+[1]*89 moe_router_pre_softmax=True moe_router_score_function=sigmoid
         moe_router_enable_expert_bias=True moe_router_topk_scaling_factor=2.5""",
-    "deepseek-ai/DeepSeek-V3": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
-        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
-        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=40 mscale=1.0
+    "deepseek-ai/DeepSeek-V3": _LATENT
+    + """
+        rotary_scaling_factor=40 mscale=1.0
         mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=128
         kv_channels=128 norm_epsilon=1e-06 vocab_size=129280 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
         qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=10000 num_experts=256 moe_layer_freq=[0]*3+[1]*58
         moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
         moe_router_group_topk=4 moe_router_num_groups=8 moe_router_topk_scaling_factor=2.5""",
-    "moonshotai/Kimi-K2-Instruct": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
-        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
-        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=32.0 mscale=1.0
+    "moonshotai/Kimi-K2-Instruct": _LATENT
+    + """
+        rotary_scaling_factor=32.0 mscale=1.0
         mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=64
         kv_channels=64 norm_epsilon=1e-06 vocab_size=163840 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
         qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=384 moe_layer_freq=[0]*1+[1]*60
         moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
         moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.827""",
-    "moonshotai/Moonlight-16B-A3B-Instruct": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
-        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
-        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=1 mscale=1.0
+    "moonshotai/Moonlight-16B-A3B-Instruct": _LATENT
+    + """
+        rotary_scaling_factor=1 mscale=1.0
         mscale_all_dim=1.0 num_layers=27 hidden_size=2048 ffn_hidden_size=11264 num_attention_heads=16
         kv_channels=128 norm_epsilon=1e-05 vocab_size=163840 q_lora_rank=None kv_lora_rank=512 qk_head_dim=128
         qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=64 moe_layer_freq=[0]*1+[1]*26
         moe_ffn_hidden_size=1408 moe_router_topk=6 moe_shared_expert_intermediate_size=2816
         moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.446""",
-    "zai-org/GLM-4.7-Flash": """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
-        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
-        group_query_attention=False num_query_groups=1 rope_type=None rotary_scaling_factor=1.0 mscale=1.0
+    "zai-org/GLM-4.7-Flash": _LATENT
+    + """
+        rotary_scaling_factor=1.0 mscale=1.0
         mscale_all_dim=0.0 num_layers=47 hidden_size=2048 ffn_hidden_size=10240 num_attention_heads=20
         kv_channels=192 add_qkv_bias=True vocab_size=154880 q_lora_rank=768 kv_lora_rank=512 qk_head_dim=192
         qk_pos_emb_head_dim=64 v_head_dim=256 rotary_base=1000000 num_experts=64 moe_layer_freq=[0]*1+[1]*46

@@ -33,7 +33,7 @@ from verify.checks.values import values
 from verify.evidence.extremes import extremes, same_bytes
 from verify.evidence.subject import Subject
 from verify.report import Report
-from verify.reports.headline import headline
+from verify.reports.text import headline
 from verify.run import verify
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"

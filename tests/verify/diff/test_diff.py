@@ -102,7 +102,7 @@ def test_nan_in_one_side_is_counted_and_leaves_finite_numbers() -> None:
 
 
 def test_differences_longer_than_a_piece_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.diff.pairs._PIECE", 7)
+    monkeypatch.setattr("verify.evidence.compare._PIECE", 7)
     a = random(100)
     b = a.clone()
     b[::10] += 1
@@ -164,7 +164,7 @@ def test_experts_of_another_rank_are_named() -> None:
         name.format(layer, expert): b[name.format(layer, expert - 4)] for layer in (0, 1) for expert in range(4, 8)
     }
     assert [(move.text, len(move.names)) for move in of(a, b).moves] == [
-        ("experts {4..7} hold the values of {0..3}", 8)
+        ("experts {4..7} hold the values of experts {0..3}", 8)
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verify.evidence.moved import Stages, moved_layers, repeated_layers
+from verify.evidence.moved import Stages, moved_layers, repeated
 
 TWELVE = Stages(12)  # layers of a pipeline that nobody knows
 HALVES = Stages(12, {0: [range(6)], 1: [range(6, 12)]})
@@ -49,26 +49,18 @@ def test_a_stage_that_counts_from_zero_is_one_sentence() -> None:
         ({7: 3, 8: 4}, "layers {7..8} hold the values of layers {3..4}", "again from the source"),
         (
             {layer: (layer + 1) % 12 for layer in range(12)},
-            "layers {0..11} are rotated: layer 0 holds the values of layer 1",
-            "another start",
-        ),
-        (
-            {layer: (layer - 1) % 12 for layer in range(12)},
-            "layers {0..11} are rotated: layer 0 holds the values of layer 11",
+            "layers {0..11} stand in another order: 0 holds the values of 1, 1 those of 2, 2 those of 3 and so on",
             "another start",
         ),
         # 0, 1, 10, 11, 2, 3, ...: sorted as text
         (
             {2: 10, 3: 11} | {layer: layer - 2 for layer in range(4, 12)},
-            "layers {2..11} are rotated: layer 2 holds the values of layer 10",
+            "layers {2..11} stand in another order: 2 holds the values of 10, 3 those of 11, 4 those of 2 and so on",
             "sorted as text",
         ),
         (
             {0: 4, 4: 7, 7: 0},
-            (
-                "layers {0,4,7} stand in another order: layer 0 holds the values of layer 4, layer 4 those of "
-                "layer 7, layer 7 those of layer 0"
-            ),
+            "layers {0,4,7} stand in another order: 0 holds the values of 4, 4 those of 7, 7 those of 0",
             "sorted as text",
         ),
         ({7: 3}, "layer 7 holds the values of layer 3", "again from the source"),
@@ -135,8 +127,8 @@ def test_what_is_no_moved_layer_is_left_to_the_other_findings() -> None:
         (
             HALVES,
             {6: 7, 7: 8, 8: 9, 9: 10, 10: 11, 11: 6},
-            "layers {6..11}, all of stage 1 of the pipeline (layers {6..11}), are rotated: layer 6 holds the values of "
-            "layer 7",
+            "layers {6..11} stand in another order: 6 holds the values of 7, 7 those of 8, 8 those of 9 and so on, "
+            "all of stage 1 of the pipeline (layers {6..11})",
             "inside a pipeline stage",
         ),
         (
@@ -162,18 +154,18 @@ def test_a_known_pipeline_blames_its_own_stages_alone(
     assert hint in found.hint
 
 
-def test_repeated_layers() -> None:
+def test_repeated_layers_and_experts() -> None:
     equal = [[name(layer, "q.weight"), name(layer + 6, "q.weight")] for layer in range(6)]
     equal += [[name(1, "k.weight"), name(7, "k.weight")], [name(2, "experts.0.w"), name(2, "experts.5.w")]]
-    (found,) = repeated_layers(equal, TWELVE)
-    assert found.text == "layers {0..5} and {6..11} hold the same bytes; they are stages 0 and 1 of a pipeline of 2"
-    assert "pipeline stage" in found.hint
-    assert len(found.names) == 14
-    assert list(repeated_layers([[name(2, "experts.0.w"), name(2, "experts.5.w")]], TWELVE)) == []
+    layers, experts = repeated(equal, TWELVE)
+    assert layers.text == "layers {0..5} and {6..11} hold the same bytes; they are stages 0 and 1 of a pipeline of 2"
+    assert "pipeline stage" in layers.hint
+    assert len(layers.names) == 14
+    assert (experts.text, experts.names) == ("experts 0 and 5 hold the same bytes", equal[-1])
 
 
 def test_two_repeated_layers_are_no_stages() -> None:
-    (found,) = repeated_layers([[name(4, "q.weight"), name(5, "q.weight")]], TWELVE)
+    (found,) = repeated([[name(4, "q.weight"), name(5, "q.weight")]], TWELVE)
     assert (found.text, found.hint) == (
         "layers 4 and 5 hold the same bytes",
         "compare with the release: which layer belongs there?",

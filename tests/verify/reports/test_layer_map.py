@@ -14,8 +14,7 @@ from ckptkit.core.specs import summarize
 from verify.report import CheckResult, Finding, Report
 from verify.reports import text_of, write_report
 from verify.reports.heat import Measured, heat_map
-from verify.reports.html import stages
-from verify.reports.layer_map import layer_map
+from verify.reports.html import layer_map, stages
 from verify.reports.text import duration
 
 LAYERS, EXPERTS = 100, 200

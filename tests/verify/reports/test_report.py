@@ -19,9 +19,8 @@ from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import text_of as text_in
-from verify.reports.headline import headline
 from verify.reports.render import render
-from verify.reports.text import said_of
+from verify.reports.text import headline, said_of
 from verify.run import verify, with_causes
 
 BIAS, SHARD = "model.layers.{2..11}.mlp.gate.e_score_correction_bias", "/data/model-00001.safetensors"

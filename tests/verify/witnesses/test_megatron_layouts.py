@@ -272,23 +272,23 @@ EMBEDDING = "embedding.word_embeddings.weight"  # [352, 128]
         (
             KEY,
             [((0, 0, 0), (5, 128, 96)), ((6, 0, 0), (6, 128, 96))],
-            "no rank reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
+            "12288 of 147456 elements are in no chunk",
         ),
         (
             KEY,
             [((0, 0, 0), (12, 128, 32)), ((0, 0, 64), (11, 128, 32)), ((11, 64, 64), (1, 64, 32))],
-            "no rank reads 51200 elements of [0:12, 0:128, 32:96] of [12, 128, 96], 34.7% of it",
+            "51200 of 147456 elements are in no chunk",
         ),
         (EMBEDDING, [((0, 0), (256, 128)), ((256, 0), (256, 128))], None),
-        (EMBEDDING, [((0, 0), (256, 128))], "no rank reads [256:352, 0:128] of [352, 128], 27.3% of it"),
+        (EMBEDDING, [((0, 0), (256, 128))], "12288 of 45056 elements are in no chunk"),
         (
             KEY,
             [((0, 0, 0), (7, 128, 96)), ((5, 0, 0), (7, 128, 96))],
-            "two ranks would save [5:7, 0:128, 0:96] of [12, 128, 96], 16.7% of it",
+            "two chunks overlap at [0, 0, 0]",
         ),
     ],
 )
-def test_what_no_rank_reads_is_named_with_its_region(
+def test_what_no_rank_reads_or_two_would_save_is_counted(
     model: tuple[Path, Path], key: str, boxes: list[Any], said: str | None
 ) -> None:
     subject, report = seen(model)

@@ -21,7 +21,7 @@ from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
 from quant.formats.scheme import QuantScheme
 from verify.check import all_checks, run_checks
-from verify.checks.witnesses.hints import KEEP_ROUTER
+from verify.checks.witnesses.loading import KEEP_ROUTER
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import Finding

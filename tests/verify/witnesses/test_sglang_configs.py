@@ -17,7 +17,7 @@ from support.installed import release
 from support.sglang_runs import Case, run_cases
 
 from verify.checks.config.spellings import keys_of
-from verify.checks.witnesses.hints import why_refused
+from verify.checks.witnesses.loading import why_refused
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quant.lint.lint import lint
 from quant.selection.readers import VLLM
-from verify.checks.witnesses.hints import KEEP_ROUTER
+from verify.checks.witnesses.loading import KEEP_ROUTER
 from verify.run import verify
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.run import LoadRun

@@ -14,7 +14,7 @@ from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
 from support.sglang_matrix import CLEAN, judged
 from support.sglang_runs import LOST_PARTS, Case, run_cases
 
-from verify.checks.witnesses.hints import why_no_scale
+from verify.checks.witnesses.loading import why_no_scale
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 

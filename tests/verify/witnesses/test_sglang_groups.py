@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import lint
-from verify.checks.witnesses.hints import keep_router
+from verify.checks.witnesses.loading import keep_router
 from verify.run import verify
 from verify.witnesses.loading.run import LoadRun
 

@@ -52,7 +52,7 @@ def examined(
     tensors = {"one.weight": torch.randn(4, 6), "two.weight": torch.randn(4, 6), "norm.weight": torch.randn(6)}
     with PhaseLog(tmp_path / "report") as phases:
         config = models.configs()["qwen2-tied"].to_dict()
-        examination = Examination(adapter, config, False, tensors.items, lambda weights: weights, phases)
+        examination = Examination(adapter, config, tensors.items, lambda weights: weights, phases)
         examination(Model(process, of_head), iter(tensors.items()), torch.device("cuda"))
     assert list(examination.seen.equal) == list(tensors)
     return examination

@@ -34,6 +34,8 @@ _STORAGE = (
     *("dtype", "torch_dtype", "quantization_config", "transformers_version", "use_cache", "architectures", "auto_map"),
     *("_name_or_path", "expert_dtype"),  # the second of DeepSeek-V4: the format of its experts
 )
+# Parts of names of keys that are read in training alone.
+_FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
 
 
@@ -42,19 +44,9 @@ STAGES = "pipeline stages"
 UNKNOWN: Final = "not there"
 
 
-def _source_config(subject: Subject) -> Mapping[str, Any]:
-    """The source's config, without a look at its weights. Raises CkptkitError when there is none."""
-    if subject.source_path is None:
-        raise Skip("no --source was given")
-    if subject.options.adapter is not None and subject.source is not None:
-        return subject.source.config  # an adapter may part the output layer from the embedding
-    return stated_config_of(Subject(subject.source_path, hf_path=subject.hf_path))
-
-
 @check(
     "CK701",
     "Megatron's stored arguments describe the model of config.json",
-    stage="configuration",
     preflight=True,
     rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
     "runs on and gives another model.",
@@ -81,7 +73,6 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK702",
     "config.json describes the same model as the source's",
-    stage="configuration",
     needs=("source",),
     preflight=True,
     rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
@@ -100,7 +91,11 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
             expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
             yield Issue(expected, actual, file="config.json", severity=one.severity)
         return
-    here, there = require_config(subject, stated_config_of), _source_config(subject)
+    here = require_config(subject, stated_config_of)
+    if subject.options.adapter is not None and subject.source is not None:
+        there = subject.source.config  # an adapter may part the output layer from the embedding
+    else:
+        there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
     hint, where = "" if subject.options.adapter is None else "write what the merged weights need", ""
     if subject.is_hf:
         where = "config.json"
@@ -136,7 +131,13 @@ def config_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally:
         yield ConfigDifference(name, actual, expected)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield ConfigDifference(f"rotary {name}", actual, expected)
-    yield from _key_differences(here, there, tally, lambda path, value: _seen_in_arguments(here, path, value))
+
+    def is_seen(path: Path, value: Any) -> bool:
+        """Whether a Megatron argument follows from this key, so that the difference is reported already."""
+        outcome = _args_of(with_value(here, path, value))
+        return outcome is None or outcome != _args(here)  # None: sizes do not go together, and are then all reported
+
+    yield from _key_differences(here, there, tally, is_seen)
 
 
 def plain_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
@@ -169,7 +170,7 @@ def _key_differences(
             expected = default = class_default(there, path, actual)
         lacking = path not in mine or path not in its
         if expected != actual:
-            severity = warning_if(lacking and (default is UNKNOWN or _for_training(name)))
+            severity = warning_if(lacking and (default is UNKNOWN or any(part in name for part in _FOR_TRAINING)))
             yield ConfigDifference(name, actual, expected, severity)
 
 
@@ -185,11 +186,6 @@ def describe_model(config: Mapping[str, Any]) -> str:
     dims = dims_of(config)
     experts = f", {dims.experts} experts" if dims.experts else ""
     return f"{config.get('model_type')} ({dims.layers} layers, hidden size {dims.hidden}{experts})"
-
-
-def _for_training(name: str) -> bool:
-    """Whether a key is read in training alone."""
-    return any(part in name for part in ("initializer", "dropout", "aux_loss", "pretraining"))
 
 
 def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally) -> Iterator[tuple[_Key, Any, Any]]:
@@ -233,16 +229,9 @@ def is_parallel(subject: Subject) -> bool:
     return max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
 
 
-def _seen_in_arguments(here: Mapping[str, Any], path: Path, value: Any) -> bool:
-    """Whether a Megatron argument follows from this key, so that the difference is reported already."""
-    outcome = _args_of(with_value(here, path, value))
-    return outcome is None or outcome != _args(here)  # None: sizes do not go together, and are then all reported
-
-
 @check(
     "CK703",
     "the model divides over the parallel sizes",
-    stage="configuration",
     preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",

@@ -57,7 +57,6 @@ def _both_spellings(subject: Subject) -> str | None:
 @check(
     "CK704",
     "rotary settings are the same in both spellings",
-    stage="configuration",
     preflight=True,
     rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers "
     "run two models, and no weight shows it.",
@@ -132,7 +131,6 @@ def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
 @check(
     "CK705",
     "a multimodal config says the same of its language model at the top and in text_config",
-    stage="configuration",
     preflight=True,
     rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that "
     "is not stored and leaves it random.",
@@ -229,7 +227,6 @@ def _no_keys(subject: Subject) -> str | None:
 @check(
     "CK731",
     "config.json has the keys that SGLang reads and transformers 5 leaves out",
-    stage="configuration",
     preflight=True,
     rationale="transformers 5 writes the keys that its own class knows. SGLang's class reads others: without them it "
     "stops with an AttributeError, or silently builds another model.",

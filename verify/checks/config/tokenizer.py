@@ -58,7 +58,6 @@ def _no_vocabulary(side: SideFiles) -> str | None:
 @check(
     "CK706",
     "every token id has a row in the embedding",
-    stage="configuration",
     preflight=True,
     rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads "
     "memory that is not the embedding's.",
@@ -105,7 +104,6 @@ def _nothing_to_carry(subject: Subject) -> str | None:
 @check(
     "CK708",
     "tokenizer, chat template, generation settings and code are those of the source",
-    stage="configuration",
     needs=("source",),
     preflight=True,
     rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every "
@@ -136,7 +134,6 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK720",
     "a tokenizer lies beside the weights",
-    stage="configuration",
     rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start, or it "
     "knows no words. tokenizer_config.json alone is not a tokenizer.",
     fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
@@ -186,7 +183,6 @@ def _class_is_not_asked(subject: Subject) -> str | None:
 @check(
     "CK732",
     "transformers' class of the tokenizer gives the ids of tokenizer.json",
-    stage="configuration",
     rationale="A class builds its own parts around the vocabulary of tokenizer.json. Under the class of another model "
     "spaces and words get other ids than in training, and the text that comes back is garbled.",
     fix="Take tokenizer_class in tokenizer_config.json from the release, or make it PreTrainedTokenizerFast, which "
@@ -243,7 +239,6 @@ def _rows_of(subject: Subject) -> int:
 @check(
     "CK707",
     "config, generation_config and tokenizer agree on the special tokens",
-    stage="configuration",
     preflight=True,
     rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and "
     "rewards are given for it.",

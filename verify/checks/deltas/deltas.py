@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +34,6 @@ def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
 @check(
     "CK122",
     "every version of the deltas is there, each based on the one before",
-    stage="deltas",
     gate=True,
     rationale="A delta means something only on top of the version that it was made against. With one that is missing, "
     "stands twice or comes from another run, every later version is another model than the trainer's.",
@@ -54,7 +52,6 @@ def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK123",
     "every delta is whole, and changes tensors of the base",
-    stage="deltas",
     gate=True,
     rationale="Engines apply every file of a delta, also one that its index does not name, and some look no further "
     "than the first that fails.",
@@ -70,24 +67,23 @@ def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _NEEDS_BASE = without(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
 
 
-def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[PatchFault]]) -> Iterator[Issue]:
+def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issue]]) -> Iterator[Issue]:
     replay = subject.once(replay_of)
     if not replay.applied:
         raise Skip("no version changes any tensor")
     tally.compared(replay.nbytes, sum(replay.applied.values()) or len(replay.applied))
-    grouped: dict[tuple[Path, str, str], list[PatchFault]] = defaultdict(list)
+    grouped: dict[object, list[Issue]] = defaultdict(list)
     for fault in which(subject):
         grouped[fault.file, fault.expected, fault.hint].append(fault)
-    for (path, expected, hint), found in grouped.items():
+    for found in grouped.values():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
-        names = [one.name for one in found]
-        yield Issue(expected, f"{found[0].actual}{more}", hint, names=names, file=path, together=True)
+        names = [name for one in found for name in one.names or ()]
+        yield replace(found[0], actual=f"{found[0].actual}{more}", names=names, together=True)
 
 
 @check(
     "CK221",
     "replayed onto the base, every delta gives the bytes that its writer had",
-    stage="deltas",
     unless=_NEEDS_BASE,
     rationale="Deltas are applied in place, without a way back. On another base, out of order or twice they give other "
     "weights, and a trainer that does not look at what its engines answer trains on against them (slime#2104).",
@@ -101,7 +97,6 @@ def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK222",
     "no delta makes a number NaN or infinite",
-    stage="deltas",
     unless=_NEEDS_BASE,
     rationale="A NaN among weights makes every answer NaN. Engines that patch with NaN for `unchanged` keep the old "
     "value instead, and trainer and engine part silently.",
@@ -125,25 +120,14 @@ _NOT_FINITE: dict[str, np.unsignedinteger[Any]] = {
 }
 
 
-@dataclass(frozen=True)
-class PatchFault:
-    """What is wrong with the change of a tensor."""
-
-    name: str
-    file: Path
-    expected: str
-    actual: str
-    hint: str
-
-
 @dataclass
 class Replay:
     """What came of the changes: `broken` could not be applied, of which the first of each tensor counts; `spoiled` are
     those that make numbers infinite or NaN.
     """
 
-    broken: list[PatchFault] = field(default_factory=list)
-    spoiled: list[PatchFault] = field(default_factory=list)
+    broken: list[Issue] = field(default_factory=list)
+    spoiled: list[Issue] = field(default_factory=list)
     applied: dict[str, int] = field(default_factory=dict)  # changes of each tensor
     nbytes: int = 0
 
@@ -187,14 +171,14 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
         except DamagedError as error:
             actual = error.message.removeprefix(f"{patch.shard.path}: {name}: ")
             expected = f"the change from version {patch.version.number - 1} to {patch.version.number}"
-            result.broken.append(PatchFault(name, patch.shard.path, expected, actual, error.hint or ""))
+            result.broken.append(Issue(expected, actual, error.hint or "", [name], patch.shard.path))
             break
         if not changed:
             hint = "it has been applied before: version was published twice, or the base is a later one than it says"
-            result.broken.append(PatchFault(name, patch.shard.path, "changed bytes", "it changes nothing", hint))
+            result.broken.append(Issue("changed bytes", "it changes nothing", hint, [name], patch.shard.path))
         if (after := not_finite(tensor, dtype)) > before:
             actual = f"{after - before} elements become NaN or infinite"
-            result.spoiled.append(PatchFault(name, patch.shard.path, "finite numbers", actual, ""))
+            result.spoiled.append(Issue("finite numbers", actual, names=[name], file=patch.shard.path))
         before = after
         result.applied[name] += 1
         result.nbytes += tensor.nbytes

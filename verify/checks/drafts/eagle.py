@@ -44,7 +44,6 @@ def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
 @check(
     "CK141",
     "a draft model has the tensors of its class",
-    stage="draft",
     gate=True,
     rationale="Engines skip what they do not know and leave what they miss as memory was: the server answers as well "
     "as ever, and no draft token is accepted.",
@@ -88,7 +87,6 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK142",
     "the draft model's tables of tokens agree",
-    stage="draft",
     rationale="d2t says which token of the target a draft token is: d2t[i] is added to i. A table that is wrong or was "
     "never filled proposes other tokens than the model meant, none of which is accepted.",
     fix="Write d2t and t2d again from the tokens that the draft model was trained on.",
@@ -147,7 +145,6 @@ def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
 @check(
     "CK143",
     "the draft model's weights are finite, and no tensor is zero",
-    stage="draft",
     rationale="A tensor of zeros was never trained or never gathered; with NaN no draft token is accepted.",
     fix="Export the draft model again; compare with what the trainer holds.",
 )
@@ -168,7 +165,6 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK144",
     "the draft model fits its target",
-    stage="draft",
     needs=("source",),
     rationale="A draft model reads the target's states and proposes the target's tokens. Of another model of the same "
     "width nothing fails; drafts are just never accepted.",
@@ -195,27 +191,15 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "state the target's; no weight depends on it"
         expected = f"max_position_embeddings {target.positions}, as the target"
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
-    yield from _layers(draft, target.layers, tally)
-    yield from _embedding(subject, draft, tally)
-
-
-def _layers(draft: Draft, layers: int, tally: Tally) -> Iterator[Issue]:
-    """The layers whose states it reads.
-
-    SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what layer i takes in, after the last too.
-    """
-    if not draft.layer_ids:
-        return
-    last = layers - 2 if draft.reads_outputs else layers
-    if odd := [one for one in draft.layer_ids if not 0 <= one <= last]:
-        expected, hint = f"layers 0 to {last} of the target's {layers}", "restore the list that it was trained with"
-        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
-    elif draft.reads_outputs:
-        outputs = ", ".join(map(str, draft.layer_ids))
-        tally.note(
-            f"eagle_aux_hidden_state_layer_ids: SGLang 0.5.16 gives it what layers {outputs} put out, vLLM 0.26 what "
-            "they take in, one layer less; a draft trained for one reads the other's with fewer tokens accepted"
+    # SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what it takes in, after the last too.
+    last = target.layers - 2 if draft.reads_outputs else target.layers
+    if odd := [one for one in draft.layer_ids or () if not 0 <= one <= last]:
+        expected, hint = (
+            f"layers 0 to {last} of the target's {target.layers}",
+            "restore the list that it was trained with",
         )
+        yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
+    yield from _embedding(subject, draft, tally)
 
 
 def _embedding(subject: Subject, draft: Draft, tally: Tally) -> Iterator[Issue]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
@@ -42,7 +42,6 @@ _INDICES = ("int64", "int32")
 @check(
     "CK107",
     "dtypes are the same in every layer, and fp32 state is fp32",
-    stage="headers",
     explained_by=("CK203",),
     rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct "
     "values, and routing changes.",
@@ -61,11 +60,17 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = subject.once(expected_of) or Expected({})
     fp32 = expected.fp32
     of_no_family = subject.once(is_of_no_family)
+    quantized = config is not None and is_quantized(config)  # and not packed, or not only
+    may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
+    codes = subject.once(parts_in_floats)
     for names in subject.kinds:
         tally.compared(0)
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
-        odd = _odd(subject, names, specs) if len(dtypes) > 1 else []
+        # Layers may be left out of FP8 and the like, which CK302 and CK306 judge.
+        plain = [name for name in names if name not in codes] if len(dtypes) > 1 else []
+        most, _ = Counter(specs[name].dtype for name in plain or names[:1]).most_common(1)[0]
+        odd = [name for name in plain if specs[name].dtype != most]
         for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
             others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
@@ -86,23 +91,10 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and not upcast
             and not names[0].endswith(_INTEGER_PARTS)
             and names[0] not in subject.once(undeclared_of)  # CK104 says so
-            and not (usual in _EIGHT_BITS and config and _eight_bits(config))
+            and not (usual in _EIGHT_BITS and may_have_codes)
         ):
             yield Issue("bfloat16, float16 or float32", usual, names=names, file=home_of(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
-
-
-def _odd(subject: Subject, names: Collection[str], specs: Mapping[str, TensorSpec]) -> list[str]:
-    """Those in another dtype than most. Layers may be left out of FP8 and the like, which CK302 and CK306 judge."""
-    codes = subject.once(parts_in_floats)
-    plain = [name for name in names if name not in codes]
-    usual, _ = Counter(specs[name].dtype for name in plain or names).most_common(1)[0]
-    return [name for name in plain if specs[name].dtype != usual]
-
-
-def _eight_bits(config: Mapping[str, Any]) -> bool:
-    """Whether the config may mean weights of 8 bits: it says quantized, and not packed or not only."""
-    return is_quantized(config) and (int4_format_of(config) is None or has_floats(config))
 
 
 def _config_dtype(
@@ -113,7 +105,14 @@ def _config_dtype(
     if stored is None:
         return
     if subject.is_megatron:
-        yield from _trained_dtype(subject, stored)
+        try:
+            stated = subject.megatron_files.args.get("params_dtype")
+        except CkptkitError:
+            return  # CK111 says why they cannot be read
+        if isinstance(stated, Dtype) and stated.name != stored:  # by --bf16 or --fp16
+            expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
+            hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
+            yield Issue(expected, f"params_dtype {stated.name}", hint, file=where, severity="warning")
         return
     if config is None:
         return
@@ -123,15 +122,3 @@ def _config_dtype(
             hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
             expected = f"{key} {stored}, as most weights are"
             yield Issue(expected, f"{key} {stated}", hint, file="config.json", severity="warning")
-
-
-def _trained_dtype(subject: Subject, stored: str) -> Iterator[Issue]:
-    """`params_dtype` of the stored training arguments (by --bf16 or --fp16) against the dtype of most weights."""
-    try:
-        stated = subject.megatron_files.args.get("params_dtype")
-    except CkptkitError:
-        return  # CK111 says why they cannot be read
-    if isinstance(stated, Dtype) and stated.name != stored:
-        expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
-        hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
-        yield Issue(expected, f"params_dtype {stated.name}", hint, file=where, severity="warning")

@@ -61,7 +61,6 @@ def _common(subject: Subject) -> Mapping[str, Any]:
 @check(
     "CK114",
     "the stored training arguments promise the layers and experts that are stored",
-    stage="headers",
     rationale=(
         "A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it."
     ),
@@ -138,7 +137,6 @@ def _numbers(
 @check(
     "CK115",
     "the layout of the keys is the one that content_metadata says",
-    stage="headers",
     rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
     "then starts from random weights.",
     fix="Convert or save again; do not copy common.pt from another save.",
@@ -202,7 +200,6 @@ def _uneven_args(args: Any) -> bool:
 @check(
     "CK116",
     "the _extra_state objects are there that Megatron's strict load asks for",
-    stage="headers",
     rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
     fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
     unless=only_torch_dist,
@@ -229,7 +226,6 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK117",
     "every stored entry is long enough for its part of the tensor, and files end with their last entry",
-    stage="headers",
     rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those "
     "of an older, longer file.",
     fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.progress import size
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.hf.reader import INDEX, SINGLE
 from ckptkit.formats.hf.side_files import describe_quantization
 from converters.config.dims import ModelDims
+from converters.config.values import language_part
 from converters.passthrough import lost_towers
 from converters.planner import dims_of
 from converters.registry import family_of
@@ -22,7 +24,6 @@ from converters.stored import OtherSpelling
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
 from verify.checks.headers.files import names_of, only_hf
-from verify.checks.headers.mismatch import Mismatch
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
 from verify.evidence.expected import (
@@ -35,9 +36,8 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
-from verify.evidence.extremes import same_bytes
-from verify.evidence.folding import LAYER, MTP_LAYER
-from verify.evidence.hf_files import HfFiles
+from verify.evidence.files import HfFiles
+from verify.evidence.folding import LAYER, MTP_LAYER, layer_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
@@ -46,7 +46,6 @@ from verify.skip import Inapplicable
 @check(
     "CK104",
     "index, shards and config name the same tensors",
-    stage="headers",
     gate=True,
     rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
     "tells what should be there.",
@@ -72,8 +71,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
         )
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
-        yield from _uneven_layers(specs)
-        yield from _uneven_experts(specs)
+        yield from _uneven(specs)
 
 
 def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expected | None) -> Iterator[Issue]:
@@ -94,7 +92,9 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     known |= subject.once(in_second_format)
     config = usable_config(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
-    for name in _not_everywhere(specs, index, expected.shapes if expected else None):
+    every = [known.keys() for known in (specs, index, expected.shapes if expected else None) if known is not None]
+    odd = set[str]().union(*(every[0] ^ other for other in every[1:] if every[0] != other))
+    for name in dict.fromkeys(name for several in every for name in several if name in odd) if odd else ():
         if name in known or (spelling and spelling.explains(name, specs, promises)):
             continue
         stored, listed = name in specs or name in unknown, index is None or name in index
@@ -104,13 +104,6 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
             yield Issue(should, actual, hint, names=[name], file=where)
     moved = _moved(files) if files else ()
     yield Issue("in the shard that the index names", "in another shard", "restore the index", [*moved], where)
-
-
-def _not_everywhere(*several: Mapping[str, Any] | None) -> Iterator[str]:
-    """Names that one of these has and another has not, each once; in the order of the first that has it."""
-    known = [names.keys() for names in several if names is not None]
-    odd = set[str]().union(*(known[0] ^ other for other in known[1:] if known[0] != other))
-    return iter(dict.fromkeys(name for names in known for name in names if name in odd) if odd else ())
 
 
 def _moved(files: HfFiles) -> Iterator[str]:
@@ -221,41 +214,32 @@ def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
     return "MoE layers" if layer in dims.moe else "dense layers"
 
 
-def _uneven_experts(names: Iterable[str]) -> Iterator[Issue]:
-    """Experts that lack in every layer what most of them have: the layers alone would agree on that."""
-    having: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for name in names:
-        if match := _OF_EXPERT.fullmatch(_PACKED_PART.sub(".weight", name)):
-            having[match[3]][int(match[2])].add(match[1])
-    everyone = {expert for experts in having.values() for expert in experts}
-    for part, experts in having.items():
-        if missing := everyone - experts.keys():
-            names = [f"experts.{expert}.{part}" for expert in sorted(missing)]
-            yield Issue("there, as in the other experts", "missing", names=names)
-
-
-def _uneven_layers(specs: Iterable[str]) -> Iterator[Issue]:
-    """Without a usable config: a layer that is as several others are, less some tensors.
+def _uneven(names: Iterable[str]) -> Iterator[Issue]:
+    """Without a usable config: layers that are as several others are, less some tensors; experts that lack some in all.
 
     What two layers or more have in common is a kind of layer: models mix full and linear attention, dense layers and
     experts, and some (Gemma 4) use keys as values, or those of an earlier layer.
     """
     parts: dict[int, set[str]] = defaultdict(set)
-    for name in specs:
+    experts: dict[str, set[int]] = defaultdict(set)
+    for name in (_PACKED_PART.sub(".weight", name) for name in names):
         if match := LAYER.match(name):
-            parts[int(match[1])].add(_PACKED_PART.sub(".weight", name[match.end() :]))
+            parts[int(match[1])].add(name[match.end() :])
+        if match := _OF_EXPERT.fullmatch(name):
+            experts[match[3]].add(int(match[2]))
     counts = Counter(map(frozenset, parts.values()))
-    for layer, names in parts.items():
-        fuller = [kind for kind, count in counts.items() if count > 1 and names < kind]
-        if counts[frozenset(names)] > 1 or not fuller:
-            continue
-        lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - names)]
-        yield Issue("there, as in the other layers of this kind", "missing", names=lost)
+    for layer, found in parts.items():
+        fuller = [kind for kind, count in counts.items() if count > 1 and found < kind]
+        if counts[frozenset(found)] == 1 and fuller:
+            lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - found)]
+            yield Issue("there, as in the other layers of this kind", "missing", names=lost)
+    for part, numbers in experts.items():
+        lost = [f"experts.{expert}.{part}" for expert in sorted(set().union(*experts.values()) - numbers)]
+        yield Issue("there, as in the other experts", "missing", names=lost)
 
 
 # What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
 _CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
-_READ = 1 << 28  # bytes up to which two copies are compared
 _ONLY = "only files that the index names"
 _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the only copy of what was trained"
 
@@ -283,44 +267,20 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
 
 
 def _twice(files: HfFiles, homes: tuple[str, ...], names: Sequence[str]) -> Issue:
-    """Tensors that the same files hold: which copies the index names, whether they are equal, and what to rewrite."""
-    index = files.index or {}
-    named = {index[name] for name in names if name in index}
-    (home,) = named if len(named) == 1 and named <= {*homes} else (None,)
-    listed = f"the index names {home or ' and '.join(sorted(named)) or 'neither'}"
-    actual = f"stored in {' and '.join(homes)}, {_difference(files, homes, names)}; {listed}"
-    extra = {file: len(files.shards[file].specs.keys() - files.twice.keys()) for file in homes if file != home}
+    """Tensors that the same files hold: which copies the index names, and what else is only in the other files."""
+    named = sorted({(files.index or {})[name] for name in names if name in (files.index or {})})
+    home = named[0] if len(named) == 1 and named[0] in homes else None
+    actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
+    others = [file for file in homes if file != home]
+    needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
     if home is None:
         hint = f"let the index name one of them for all of these tensors, and write the other without them; {_ASIDE}"
-    elif any(extra.values()):
-        (file, kept) = max(extra.items(), key=lambda item: item[1])
-        hint = f"write {file} again without these tensors: {kept} others are only there; {_ASIDE}"
+    elif needed:
+        hint = f"write {needed[0]} again without these tensors: others are only there; {_ASIDE}"
     else:
-        other = " and ".join(extra)
-        hint = f"move {other} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
+        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
     actual = f"{actual}; {_newest(files.root, [*homes])}"
     return Issue("each tensor in one shard", actual, hint, names=names, together=True)
-
-
-def _difference(files: HfFiles, homes: Sequence[str], names: Sequence[str]) -> str:
-    """Whether the copies of tensors are alike, by their headers and by as many of their bytes as are soon read."""
-    first, *others = (files.shards[file] for file in homes)
-    pairs = [(first.specs[name], other.specs[name], other) for name in names for other in others]
-    if shaped := {spec.name for spec, copy, _ in pairs if spec != copy}:
-        return f"with another shape or dtype ({len(shaped)} of {len(names)})"
-    read, different = 0, set()
-    for spec, _, other in pairs:
-        read += spec.nbytes
-        if read > _READ:
-            break
-        try:
-            alike = same_bytes(first.read(spec.name), other.read(spec.name))
-        except (CkptkitError, OSError):  # CK102 says why
-            return "of which one cannot be read"
-        different |= set() if alike else {spec.name}
-    if different:
-        return f"with other values ({len(different)} of {len(names)})"
-    return "with the same bytes" if read <= _READ else f"with the same bytes in the first {size(_READ)}"
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:
@@ -365,7 +325,6 @@ def _no_tower(subject: Subject) -> str | None:
 @check(
     "CK730",
     "the vision tower that the class has is stored",
-    stage="headers",
     rationale="Engines and transformers build the vision tower of a ...ForConditionalGeneration class whatever is "
     "stored, and leave it random: answers to images are garbage, with HTTP 200.",
     fix="Export with `ckptkit convert --hf RELEASE`, where RELEASE has its weights: the tower is taken from there. For "
@@ -382,3 +341,117 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     name = family_of(config).class_of(config)
     expected = f"stored, since SGLang, vLLM and transformers build it for {name}"
     yield Issue(expected, "in no shard", names=lost_towers(config, names))
+
+
+_AGAIN = "convert or download it again; loading leaves it random"
+# Heads of classes that are no language model: transformers' classifiers, TRL's and verl's value models, reward models.
+_HEAD = re.compile(
+    r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
+)
+_OUTPUT = ("lm_head.weight", "output_layer.weight", "head.weight")
+_TOWER = re.compile(
+    r"(?:model\.|thinker\.)*(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision)\."
+)
+_EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d+)\.")
+_MTP_PARTS = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b")
+_MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+_EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+_KIND_KEYS = (
+    *("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step", "moe_layer_freq", "moe_layers_enum"),
+    *("mlp_layer_types", "layer_types", "hybrid_override_pattern"),
+)
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A usable config.json and the names of all tensors, stored or listed."""
+
+    config: Mapping[str, Any]
+    names: Collection[str]
+
+    @cached_property
+    def _dims(self) -> ModelDims:
+        return dims_of(self.config)
+
+    @cached_property
+    def _class(self) -> str:
+        return family_of(self.config).class_of(self.config)
+
+    @cached_property
+    def _layers(self) -> frozenset[int]:
+        return frozenset(layer for name in self.names if (layer := layer_of(name)) is not None)
+
+    @cached_property
+    def _mtp(self) -> frozenset[int]:
+        """Numbers of layers for multi-token prediction that are stored as those after the last."""
+        beyond = (name for name in self.names if (layer_of(name) or 0) >= self._dims.layers)
+        return frozenset(layer_of(name) or 0 for name in beyond if _MTP_PARTS.search(name))
+
+    @cached_property
+    def _experts(self) -> int:
+        """How many experts the names have at most."""
+        return max((int(match[1]) + 1 for name in self.names if (match := _EXPERT.search(name))), default=0)
+
+    def _stated(self, *keys: str) -> str:
+        """Those of these keys that config.json has, with their values; the first of them where it has none."""
+        text = {**self.config, **language_part(self.config)}
+        found = [f"{key} is {text[key]!r:.60}" for key in keys if text.get(key) is not None]
+        return f"{' and '.join(found)} in config.json" if found else f"config.json has no {keys[0]}"
+
+    @cached_property
+    def _head(self) -> str | None:
+        """The name of a head that no language model has."""
+        return next((name for name in self.names if _HEAD.fullmatch(name)), None)
+
+    def _is_mtp(self, name: str) -> bool:
+        return MTP_LAYER.match(name) is not None or name.startswith("mtp.") or layer_of(name) in self._mtp
+
+    def why_unexpected(self, name: str) -> str:
+        """What to do about a tensor that config.json does not promise."""
+        layer, expert, dims = layer_of(name), _EXPERT.search(name), self._dims
+        if _HEAD.fullmatch(name):
+            return (
+                f"{self._class} has no such head: name the class of this value, reward or classification model in "
+                "architectures, or save its language model alone"
+            )
+        if _TOWER.match(name):
+            return f"{self._class} has no such part: take config.json of the multimodal release, or leave these out"
+        if self._is_mtp(name):
+            return f"{self._stated(*_MTP_KEYS)}: set the number of multi-token prediction layers that are stored"
+        if layer is not None and layer >= dims.layers:
+            return f"{self._stated('num_hidden_layers')}, and layer {max(self._layers)} is stored: restore config.json"
+        if expert and int(expert[1]) >= dims.experts > 0:
+            return f"{self._stated(*_EXPERT_KEYS)}, and {self._experts} experts are stored: restore config.json"
+        if layer is not None and ".mlp." in name and dims.experts:
+            kind = "a dense layer" if layer in dims.dense else "a layer with experts"
+            return f"config.json makes this layer {kind}: {self._stated(*_KIND_KEYS)}; compare with the release"
+        if name.endswith("bias"):
+            keys = [key for key in language_part(self.config) if "bias" in key] or ["attention_bias"]
+            return f"{self._class} has no such bias by config.json: {self._stated(*keys)}; compare with the release"
+        return f"{self._class} has no tensor of this name: compare it, model_type and architectures with the release"
+
+    def why_missing(self, name: str) -> str:
+        """What to do about a tensor that config.json promises and no file has."""
+        layer, expert, dims = layer_of(name), _EXPERT.search(name), self._dims
+        if name.endswith(_OUTPUT) and layer is None:
+            if self._head is not None:
+                return (
+                    f"{self._head} is stored instead: name the class of this value, reward or classification model in "
+                    f"architectures, which has {self._class}"
+                )
+            return (
+                f"{self._stated('tie_word_embeddings')}: set it to true if the output layer is the embedding, else "
+                "convert or download the tensor again"
+            )
+        numbered = MTP_LAYER.match(name) is not None or (layer is not None and layer >= dims.layers)
+        if numbered and not any(map(self._is_mtp, self.names)):
+            return f"{self._stated(*_MTP_KEYS)}, and no such layer is stored: set it to 0, or {_AGAIN}"
+        if layer is not None and not numbered and layer > max(self._layers, default=-1):
+            stored = max(self._layers, default=-1) + 1
+            return (
+                f"{self._stated('num_hidden_layers')}, and {stored} layers are stored: convert or download the others "
+                "again, or restore config.json"
+            )
+        if expert and int(expert[1]) >= self._experts > 0:
+            return f"{self._stated(*_EXPERT_KEYS)}, and {self._experts} experts are stored: restore config.json"
+        return _AGAIN

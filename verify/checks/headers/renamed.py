@@ -57,7 +57,8 @@ def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None
     for found, least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
         if len(found.right) >= least:
             right = (name for parts in map(_promised, found.right, found.right.values()) for name in parts)
-            changed = sorted(filter(found.has_it, odd), key=_is_numbered)
+            # Those without the number of a layer first: they are few, and tell more.
+            changed = sorted(filter(found.has_it, odd), key=lambda name: any(map(str.isdecimal, name.split("."))))
             return Renamed(found.change, found.hint, tuple(changed), frozenset(right))
     return None
 
@@ -77,66 +78,61 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _is_numbered(name: str) -> bool:
-    """Whether a name has the number of a layer: the others are few, and tell more."""
-    return any(part.isdecimal() for part in name.split("."))
-
-
 def _promised(name: str, module: str) -> tuple[str, str]:
     """The name of a stored tensor in the right module, and that of the weight of which it may be a packed part."""
     leaf = name.rpartition(".")[2]
     return f"{module}.{leaf}", f"{module}.weight" if leaf.startswith("weight") else f"{module}.{leaf}"
 
 
-def _wrapped(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+def _fit(odd: Iterable[str], wanted: set[str], fix: Callable[[str], str]) -> dict[str, str]:
+    """The names whose module is a right one once it is fixed, with that."""
+    fixed = {name: fix(_module(name)) for name in odd}
+    return {name: module for name, module in fixed.items() if module in wanted and module != _module(name)}
+
+
+def _wrapped(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
     """Names of wrappers anywhere in the names."""
     for wrapper in _ANYWHERE:
-        inside = [name for name in odd if wrapper in name.split(".")]
-        bare = {name: ".".join(part for part in _module(name).split(".") if part != wrapper) for name in inside}
-        right = {name: module for name, module in bare.items() if module in wanted}
-        yield _Found(f"`{wrapper}.` is part of their names", _WRAPPERS[wrapper], right, set(inside).__contains__)
+        inside = {name for name in odd if wrapper in name.split(".")}
+        right = _fit(inside, wanted, lambda module, own=wrapper: ".".join(p for p in module.split(".") if p != own))  # type: ignore[misc]
+        yield _Found(f"`{wrapper}.` is part of their names", _WRAPPERS[wrapper], right, inside.__contains__)
 
 
-def _further(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+def _further(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
     """A prefix too many."""
-    heads: dict[str, tuple[str, str]] = {}
-    for name in odd:
-        parts = _module(name).split(".")
-        at = next((at for at in range(1, len(parts)) if ".".join(parts[at:]) in wanted), None)
-        if at is not None:
-            heads[name] = f"{'.'.join(parts[:at])}.", ".".join(parts[at:])
-    if (usual := _usual(head for head, _ in heads.values())) is not None:
+    splits = ([_split(_module(name), at) for at in range(1, name.count("."))] for name in odd)
+    if usual := _usual(next((head for head, tail in split if tail in wanted), "") for split in splits):
         hint = _WRAPPERS.get(usual.partition(".")[0], "save it again from the model itself, or remove the prefix")
-        right = {name: module for name, (head, module) in heads.items() if head == usual}
-        prefix = usual
-        yield _Found(f"an extra prefix `{usual}`", hint, right, lambda name: name.startswith(prefix))
+        right = _fit(odd, wanted, lambda module: module.removeprefix(usual))
+        yield _Found(f"an extra prefix `{usual}`", hint, right, lambda name: name.startswith(usual))
 
 
-def _lacking(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+def _lacking(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
     """A prefix too few."""
-    by_tail: dict[str, list[str]] = {}
-    for module in wanted:
-        head, _, tail = module.partition(".")
-        by_tail.setdefault(tail, []).append(head)
-    heads = {name: by_tail[_module(name)] for name in odd if len(by_tail.get(_module(name), ())) == 1}
-    if (usual := _usual(first for first, *_ in heads.values())) is not None:
-        right = {name: f"{usual}.{_module(name)}" for name, (first, *_) in heads.items() if first == usual}
+    heads: dict[str, list[str]] = {}
+    for head, _, tail in (module.partition(".") for module in wanted):
+        heads.setdefault(tail, []).append(head)
+    if usual := _usual(heads[_module(name)][0] for name in odd if len(heads.get(_module(name), ())) == 1):
+        right = _fit(odd, wanted, lambda module: f"{usual}.{module}")
         hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"
         firsts = {name.partition(".")[0] for name in right}
         yield _Found(f"the prefix `{usual}.` is missing", hint, right, lambda name: name.partition(".")[0] in firsts)
 
 
-def _repeated(odd: Iterable[str], wanted: set[str]) -> Iterator[_Found]:
+def _repeated(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
     """A part that stands more than once in a row."""
-    once = {name: ".".join(part for part, _ in groupby(_module(name).split("."))) for name in odd}
-    right = {name: module for name, module in once.items() if module in wanted and module != _module(name)}
-    if right:
-        name = min(right, key=len)
-        part = next(one for one, other in pairwise(name.split(".")) if one == other)
-        hint = "save it again from the model itself, or remove the repeated parts"
-        repeated = f".{part}.{part}."
+    if right := _fit(odd, wanted, lambda module: ".".join(part for part, _ in groupby(module.split(".")))):
+        part = next(one for one, other in pairwise(min(right, key=len).split(".")) if one == other)
+        hint, repeated = "save it again from the model itself, or remove the repeated parts", f".{part}.{part}."
         yield _Found(f"`{part}.` is repeated inside their names", hint, right, lambda name: repeated in f".{name}")
 
 
-def _usual(heads: Iterable[str]) -> str | None:
-    return next((head for head, _ in Counter(heads).most_common(1)), None)
+def _split(module: str, at: int) -> tuple[str, str]:
+    """The first parts of a module's name, with the dot behind them, and the others."""
+    parts = module.split(".")
+    return f"{'.'.join(parts[:at])}.", ".".join(parts[at:])
+
+
+def _usual(heads: Iterable[str]) -> str:
+    """The most common one; empty where there is none."""
+    return next((head for head, _ in Counter(filter(None, heads)).most_common(1)), "")

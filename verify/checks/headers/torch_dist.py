@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
@@ -42,7 +41,6 @@ only_megatron = only("megatron", "an HF directory has no torch_dist files")
 @check(
     "CK111",
     "Megatron would find and accept the directory",
-    stage="headers",
     gate=True,
     rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
     "training goes on.",
@@ -91,12 +89,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     common = files.opened.common
     if state := described(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]
-    yield from _iteration(weights, common.get("iteration"))
-
-
-def _iteration(weights: Path, stated: object) -> Iterator[Issue]:
-    """The number in the directory's name and the one stored inside; Megatron reads by one and resumes at the other."""
-    match = re.fullmatch(r"iter_(\d+)", weights.name)
+    match, stated = re.fullmatch(r"iter_(\d+)", weights.name), common.get("iteration")
     if match and type(stated) is int and stated != int(match[1]):
         hint = "Megatron finds it under one number and resumes at the other: give the directory its own name again"
         expected, actual = f"iteration {int(match[1])}, as in the directory's name", f"{stated} in the common state"
@@ -124,7 +117,6 @@ def _backend(weights: Path) -> Iterator[Issue]:
 @check(
     "CK112",
     "every stored entry lies inside its .distcp file",
-    stage="headers",
     gate=True,
     rationale="`.metadata` is written last and knows nothing of a file that a disk or a copy lost or cut short.",
     fix="Copy the named .distcp file again from the save, or convert again.",
@@ -145,11 +137,9 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
             gone[path] = [key for keys in stored.values() for key in keys]
     if gone:
         keys = [key for found in gone.values() for key in found]
-        total = sum(len(found) for stored in files.blobs.values() for found in stored.values())
         first, more = next(iter(gone)), len(gone) - 1
         which = f"{_short(first)} and {more} more are missing" if more else f"{_short(first)} is missing"
-        actual = f"{which}: {_share(len(keys), total)} entries are in {'them' if more else 'it'}"
-        where = files.weights if more else first
+        actual, where = f"{which}, with {len(keys)} entries", files.weights if more else first
         yield Issue("every file that .metadata names", actual, names=keys, together=True, file=where)
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
@@ -163,19 +153,12 @@ def _short(path: Path) -> str:
     return f"{path.parent.name}/{path.name}"
 
 
-def _share(count: int, total: int) -> str:
-    """`all 7`, or `3 of 7`."""
-    return f"all {total}" if count == total else f"{count} of {total}"
-
-
 def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Iterator[Issue]:
     """One issue if the file is too short for its entries, and one if entries share bytes."""
     held, need = path.stat().st_size, max(offset + length for offset, length in stored)
     if held < need:
         beyond = [key for (offset, length), found in stored.items() if offset + length > held for key in found]
-        sizes = f"{size(held)} of {size(need)}" if size(held) != size(need) else f"{held} of {need} bytes"
-        share = _share(len(beyond), sum(map(len, stored.values())))
-        actual = f"{_short(path)} is cut off: {sizes}; {share} entries are beyond its end"
+        actual = f"{_short(path)} is cut off: {held} of {need} bytes; {len(beyond)} entries are beyond its end"
         hint = "copy it again, with the .metadata of the same save"
         yield Issue(f"at least {need} bytes", actual, hint, names=beyond, together=True, file=path)
     end, before, shared = 0, "", {}
@@ -192,7 +175,6 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
 @check(
     "CK113",
     "chunks tile every tensor exactly",
-    stage="headers",
     gate=True,
     rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
     "own check of this.",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptkit.core.progress import progress
-from ckptkit.core.specs import TensorSpec, summarize
-from ckptkit.formats.hf.hub_cache import Download
+from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
-from ckptkit.transfer.manifest import Manifest, file_digest, loaded_files, read_manifest
+from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from verify.check import Tally, check, without
 from verify.checks.headers.files import home_of
 from verify.checks.values.values import UNREAD
@@ -37,8 +36,20 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Raises CkptkitError where the manifest cannot be read.
     """
     manifest = read_manifest(subject.options.manifest or Path())
-    yield from _tensors(subject, manifest, tally)
-    root = subject.location.root
+    root, specs, values = subject.location.root, subject.checkpoint.specs, stored_values(subject)
+    for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
+        actual = "missing" if name not in specs else "the manifest has no tensor of this name"
+        if name in specs and name in manifest.tensors:
+            tally.compared(specs[name].nbytes)
+            if name not in values.stats:
+                continue  # CK201 says that it cannot be read
+            spec, promised = specs[name], manifest.tensors[name]
+            actual = "" if promised.blake3 == values.stats[name].digest.hex() else "its bytes differ"
+            if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
+                actual = f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
+        if actual:
+            file = home_of(subject, name) if name in specs else ""
+            yield Issue("the tensor of the manifest", actual, names=[name], file=file)
     for name, digest in manifest.files.items():
         there = (root / name).is_file()
         if not there or file_digest(root / name) != digest:
@@ -49,27 +60,6 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
 
 
-def _tensors(subject: Subject, manifest: Manifest, tally: Tally) -> Iterator[Issue]:
-    specs, values = subject.checkpoint.specs, stored_values(subject)
-    for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
-        actual = "missing" if name not in specs else "the manifest has no tensor of this name"
-        if name in specs and name in manifest.tensors:
-            tally.compared(specs[name].nbytes)
-            if name not in values.stats:
-                continue  # CK201 says that it cannot be read
-            actual = _difference(manifest, specs[name], values.stats[name].digest) or ""
-        if actual:
-            file = home_of(subject, name) if name in specs else ""
-            yield Issue("the tensor of the manifest", actual, names=[name], file=file)
-
-
-def _difference(manifest: Manifest, spec: TensorSpec, digest: bytes) -> str | None:
-    promised = manifest.tensors[spec.name]
-    if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
-        return f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
-    return None if promised.blake3 == digest.hex() else "its bytes differ"
-
-
 DOWNLOAD = "download"  # the fact that says what was downloaded
 _SLACK_S = 1  # as the client allows, since times of files are not exact
 _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
@@ -78,7 +68,6 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
 @check(
     "CK124",
     "files hold the bytes that were published",
-    stage="values",
     rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
     "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
     fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
@@ -104,11 +93,21 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     differ = [name for name, is_same in whole.items() if not is_same]
     changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
     mirror = _MIRROR if len(whole) == len(differ) > 1 else ""
-    for name in differ:
-        if name not in changed:
-            yield _damaged(subject, name, hashes[name], records[name], mirror)
-    if changed:
-        yield _replaced(subject, changed, records)
+    for name in (name for name in differ if name not in changed):
+        record, shard = records[name], subject.hf_files.shards.get(name)
+        kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
+        place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
+        expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
+        names = None if shard is None else shard.specs
+        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, together=True)
+    if changed:  # files that are newer than their records: one warning for all of them
+        when = _time((subject.path / changed[0]).stat().st_mtime), _time(records[changed[0]].time)
+        actual = (
+            f"other bytes in {summarize(changed)}: changed or replaced at {when[0]}, after the download at {when[1]}"
+        )
+        fetch = f"`{records[changed[0]].fetch}`{' and so on' if changed[1:] else ''}"
+        hint = f"if the change was meant, nothing; else download again: {fetch}"
+        yield Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(changed))
     origins = ", ".join(dict.fromkeys(records[name].origin for name in whole))
     fact = f"{origins}: {len(whole) - len(differ)} of {len(whole)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.wanted if file not in records]
@@ -119,42 +118,20 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _finished(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
     """Whether each file has its hash; files that cannot be read, of which CK201 speaks, are left out."""
 
+    def finish(one: FileHash) -> bool | None:
+        try:
+            return one.finish()
+        except OSError:
+            return None
+
     unread = {name: one.unread for name, one in hashes.items()}
     found = {}
     with progress("hashing files", sum(unread.values())) as advance, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, is_same in zip(hashes, pool.map(_finish, hashes.values()), strict=True):
+        for name, is_same in zip(hashes, pool.map(finish, hashes.values()), strict=True):
             advance(unread[name])
             if is_same is not None:
                 found[name] = is_same
     return found
-
-
-def _finish(one: FileHash) -> bool | None:
-    try:
-        return one.finish()
-    except OSError:
-        return None
-
-
-def _damaged(subject: Subject, name: str, found: FileHash, record: Download, mirror: str) -> Issue:
-    kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
-    place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
-    shard = subject.hf_files.shards.get(name)
-    expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
-    names = None if shard is None else shard.specs
-    return Issue(expected, f"{found.actual}: other bytes", hint, names=names, file=name, together=True)
-
-
-def _replaced(subject: Subject, names: Sequence[str], records: Mapping[str, Download]) -> Issue:
-    """Files that are newer than their records and differ from them: a warning, one for all of them."""
-    first, *more = names
-    actual = (
-        f"other bytes in {summarize(names)}: changed or replaced at {_time((subject.path / first).stat().st_mtime)}, "
-        f"after the download at {_time(records[first].time)}"
-    )
-    fetch = f"`{records[first].fetch}`{' and so on' if more else ''}"
-    hint = f"if the change was meant, nothing; else download again: {fetch}"
-    return Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(names))
 
 
 def _time(seconds: float) -> str:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterator
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
@@ -15,8 +14,7 @@ from verify.checks.values.values import counted
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.report import Severity
+from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
 
 # Arguments with which weights are kept in fewer bits than they are saved in, so that they are no rounded masters.
@@ -42,7 +40,6 @@ def no_optimizer(subject: Subject) -> str | None:
 @check(
     "CK213",
     "optimizer state can be read, is finite and is not zero",
-    stage="values",
     rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
     "that was made anew, whose first steps are as large as the learning rate allows.",
     fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
@@ -60,22 +57,17 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
     wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
     yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, names=wrong)
-    for names, severity in _zero(values, subject.megatron_files.opened.common):
-        hint = "right where no gradient has reached it, as an expert without tokens" * (severity == "warning")
-        yield Issue("moments of a trained parameter", "all zero", hint, names=names, severity=severity)
-
-
-def _zero(values: OptimizerValues, common: Mapping[str, Any]) -> Iterator[tuple[list[str], Severity]]:
-    """Moments of nothing but zeros: a kind as a whole is an error, some parameters alone a warning."""
     kinds: dict[str, list[str]] = defaultdict(list)
     for name, one in values.stats.items():
         if one.kind not in MASTERS:
             kinds[one.kind].append(name)
-    for names in kinds.values():
+    for names in kinds.values():  # a kind as a whole is an error, some parameters of it a warning
         zero = [name for name in names if values.stats[name].low == values.stats[name].high == 0]
         whole = len(zero) == len(names)
-        if zero and not (whole and common.get("iteration") == 0):
-            yield zero, "error" if whole else "warning"
+        if not (whole and subject.megatron_files.opened.common.get("iteration") == 0):
+            hint = "" if whole else "right where no gradient has reached it, as an expert without tokens"
+            severity = warning_if(not whole)
+            yield Issue("moments of a trained parameter", "all zero", hint, names=zero, severity=severity)
 
 
 def _values(subject: Subject) -> OptimizerValues:
@@ -88,7 +80,6 @@ def _values(subject: Subject) -> OptimizerValues:
 @check(
     "CK214",
     "master weights round to the stored weights",
-    stage="values",
     rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
     "of another parameter replace the weights at the first step after a resume.",
     fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "
@@ -146,8 +137,10 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     frozen = f"right where the run does not train all of them; else {SAVED_AGAIN}"
     unsaved = [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
     yield Issue("optimizer state", "none", frozen, names=unsaved, file=where, severity="warning")
-    if few := _too_few(state):
-        yield Issue(f"state of {few[0]} elements of weights", f"of {few[1]}", frozen, file=where, severity="warning")
+    elements = sum(math.prod(one.shape) for one in state.weights.values())
+    held = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
+    if held < elements and not state.opaque and not state.by_weight:  # buckets alone hold it
+        yield Issue(f"state of {elements} elements of weights", f"of {held}", frozen, file=where, severity="warning")
 
 
 _Problem = tuple[str, str, Collection[str]]
@@ -176,10 +169,3 @@ def _by_bucket(state: OptimizerState) -> Iterator[_Problem]:
             yield f"{', '.join(sorted(missing))}, as other buckets have", "there is none", [bucket.key]
         if len(sizes := {one.shape for one in bucket.kinds.values()}) > 1:
             yield "as many elements of each kind", f"{', '.join(map(str, sorted(map(math.prod, sizes))))}", [bucket.key]
-
-
-def _too_few(state: OptimizerState) -> tuple[int, int] | None:
-    """Elements of weights and of their state, where buckets alone hold it and there are fewer of the second."""
-    expected = sum(math.prod(one.shape) for one in state.weights.values())
-    found = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
-    return (expected, found) if found < expected and not state.opaque and not state.by_weight else None

@@ -1,32 +1,50 @@
-"""CK202 and CK203: values and dtypes against those of the source."""
+"""CK202, CK203 and CK216: values and dtypes against those of the source, or of the release that training started from.
+
+Training (CK216, `--trained`) moves values by little: a row of a matrix by less than its length. It does not move:
+- integers, such as tables of token ids. The counters of batch norms and the codes of quantized weights it does.
+- rotary frequencies (`inv_freq`), which follow from config.json.
+Router biases and statistics of batch norms are buffers too, and move. A vector may move anywhere.
+"""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from statistics import median
 
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from converters.adapter import Adapter
 from quant.formats.part_names import PACKED, packed_in
-from verify.check import Skip, Tally, check
-from verify.checks.values.values import PARTS, UNREAD, counted
-from verify.evidence.expected import fp32_names, is_cache_scale, is_quantized, tied_head_of, usable_config
+from verify.check import Skip, Tally, check, without
+from verify.checks.values.values import PARTS, UNREAD, VOCABULARY, counted
+from verify.evidence.compare import TensorDiff
+from verify.evidence.expected import (
+    Expected,
+    expected_of,
+    fp32_names,
+    is_cache_scale,
+    is_quantized,
+    tied_head_of,
+    usable_config,
+)
 from verify.evidence.extremes import Extremes, digest_of, same_bytes
 from verify.evidence.floats.rounding import float_weights
 from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
-from verify.evidence.reading import read_values
+from verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
 from verify.evidence.subject import Subject
-from verify.evidence.values import Difference, Values, as_hf_view, source_as_hf
 from verify.issue import Issue
 from verify.report import Severity
 
 _FLOATS = frozenset({*COMPUTED, "float64"})
 # Of tensors, and of kinds of them, that differ where another model is compared; and more kinds than one block has.
 _MOST, _FEW = 0.9, 3
+_COUNTER = "num_batches_tracked"
+# Of the rows of a matrix that training may have made anew: of the vocabulary those of tokens that were not in use.
+_ANEW, _ANEW_WORDS = 0.05, 0.5
+_SAVE_AGAIN = "save or convert again"
 
 
 def may_differ(subject: Subject) -> str | None:
@@ -37,7 +55,6 @@ def may_differ(subject: Subject) -> str | None:
 @check(
     "CK202",
     "values equal the source's, bit for bit",
-    stage="values",
     needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
     rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
@@ -51,19 +68,24 @@ def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Weights that are quantized here and plain in the source are for CK305 to judge.
     """
-    values = subject.once(read_values)
-    if not values.stats:
-        raise Skip(UNREAD)
-    for nbytes in values.compared.values():
-        tally.compared(nbytes)
+    values, wrong = _compared(subject, tally)
     yield from other_names(subject)
-    judged = subject.once(float_weights).judged
-    wrong = {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
     for issue in list(other_places(subject, wrong)):
         yield issue
         for name in issue.names or ():
             del wrong[name]
     yield from _differing(subject, wrong, values)
+
+
+def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorDiff]]:
+    """What was read, and what differs from the source, but for weights that CK305 judges. Raises Skip for nothing."""
+    values = subject.once(read_values)
+    if not values.stats:
+        raise Skip(UNREAD)
+    for nbytes in values.compared.values():
+        tally.compared(nbytes)
+    judged = subject.once(float_weights).judged
+    return values, {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
 
 
 def other_names(subject: Subject) -> Iterator[Issue]:
@@ -72,7 +94,9 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
     config = usable_config(subject) or {}
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
-    extra = [name for name in values.only_here if name not in dropped | floats.parts and not _part_of(name, quantized)]
+    packed = {name for name in values.only_here if name.endswith((PACKED, *PARTS))}
+    packed = {name for name in packed if f"{name.rpartition('.')[0]}.weight" in quantized}
+    extra = [name for name in values.only_here if name not in dropped | floats.parts | packed]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     for names, others in _renamed(subject, lost, extra, values):
         actual = f"missing: its values are those of {summarize(others)}, which the source has not"
@@ -85,7 +109,7 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     yield Issue("only tensors that the source has", "the source has no tensor of this name", hint, names=extra)
 
 
-def other_places(subject: Subject, wrong: Mapping[str, Difference]) -> Iterator[Issue]:
+def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[Issue]:
     """Tensors of `wrong` that have the bits of another tensor of the source, what one mistake explains together."""
     judged = subject.once(float_weights).judged | _judged_by_steps(subject)
     for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
@@ -117,7 +141,7 @@ def _renamed(
             left.remove(same[0])
 
 
-def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values) -> Iterator[Issue]:
+def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
     """Tensors that have neither the expected values nor those of another tensor."""
     hint = "convert again from the source; if that does not help, name the right --source"
     expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
@@ -126,7 +150,9 @@ def _differing(subject: Subject, wrong: Mapping[str, Difference], values: Values
         hint = "add --trained if this was trained from the source: then values may differ; else convert again from it"
         yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, together=True)
         return
-    if _is_another_model(wrong, values.compared):
+    kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (values.compared, wrong))
+    # No mistake in a mapping makes nearly all tensors of nearly all kinds differ.
+    if len(wrong) > _MOST * len(values.compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds)):
         yield Issue(expected, f"{share}: another model", hint, names=wrong, together=True)
         return
     for broken in (True, False):
@@ -161,7 +187,7 @@ def _transposed(subject: Subject, name: str) -> str | None:
 
 
 def _against_adapter(
-    subject: Subject, adapter: Adapter, wrong: Mapping[str, Difference], values: Values
+    subject: Subject, adapter: Adapter, wrong: Mapping[str, TensorDiff], values: Values
 ) -> Iterator[Issue]:
     """Tensors that are not those of base and adapter together: what was to be added, and whether anything was."""
     here, base = (as_hf_view(one, subject.path) for one in (subject.checkpoint, adapter.base))
@@ -188,31 +214,20 @@ def _against_adapter(
         yield Issue(expected, actual, hint, names=names)
 
 
-def _is_another_model(wrong: Collection[str], compared: Collection[str]) -> bool:
-    """Whether nearly all tensors of nearly all kinds differ: no mistake in a mapping does that."""
-    kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (compared, wrong))
-    return len(wrong) > _MOST * len(compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds))
-
-
-def _is_trained(wrong: Mapping[str, Difference], values: Values) -> bool:
+def _is_trained(wrong: Mapping[str, TensorDiff], values: Values) -> bool:
     """Whether most matrices of most kinds differ, and each by as little as training moves it."""
     matrices = [name for name, one in values.stats.items() if one.rows > 1 and name in values.compared]
     moved = [name for name in matrices if name in wrong]
     kinds, moved_kinds = ({pattern_of(name) for name in names} for names in (matrices, moved))
     is_most = 2 * len(moved) > len(matrices) and len(moved_kinds) > max(_FEW, len(kinds) / 2)
     return is_most and all(
-        one.source.shape == one.actual.shape and not one.unlike and not _is_broken(values.stats[name])
-        for name, one in wrong.items()
+        one.same_shape and not one.unlike and not _is_broken(values.stats[name]) for name, one in wrong.items()
     )
 
 
 def _is_broken(stats: Extremes) -> bool:
     """Whether CK204 or CK205 has more to say of it."""
     return stats.constant or not stats.finite
-
-
-def _part_of(name: str, quantized: Collection[str]) -> bool:
-    return name.endswith((PACKED, *PARTS)) and f"{name.rpartition('.')[0]}.weight" in quantized
 
 
 def _judged_by_steps(subject: Subject) -> Set[str]:
@@ -245,16 +260,15 @@ def _origin_of(subject: Subject, name: str) -> str | None:
     """The source tensor whose values stand under this name, where there is one."""
     values = subject.once(read_values)
     stats, difference = values.stats[name], values.differences[name]
-    if _is_broken(stats) or difference.source.shape != difference.actual.shape:
+    if _is_broken(stats) or not difference.same_shape:
         return None
     return None if (found := values.source_names.get(stats.digest)) == name else found
 
 
-def _described(difference: Difference, name: str | None, stats: Extremes) -> str:
+def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str:
     """How a tensor differs; `name`: it is the worst of several."""
-    if difference.source.shape != difference.actual.shape:
+    if not difference.same_shape:
         return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
-    numel = math.prod(difference.actual.shape)
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
     where = f" in {name}" if name else ""
@@ -262,13 +276,12 @@ def _described(difference: Difference, name: str | None, stats: Extremes) -> str
     if difference.shift and not stats.constant:
         more = "more" if difference.shift > 0 else "less"
         return f"each element is 1 {more} than the source's{where}, as between norms that multiply by w and by 1 + w"
-    return f"{constant}{difference.unequal} of {numel} elements differ{where}{rows}, {by}"
+    return f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
 
 @check(
     "CK203",
     "dtypes are kept, fp32 state above all",
-    stage="values",
     needs=("source",),
     rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
     "every token change.",
@@ -290,7 +303,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for names in group_by_pattern(found):
             severity, hint = _cast(before, after, state)
             first = values.differences[names[0]]
-            lost = f", {first.distinct_source} distinct values became {first.distinct_actual} in {names[0]}"
+            lost = ", {} distinct values became {} in {}".format(*first.distinct, names[0])
             yield Issue(before, after + lost * (state and severity == "error"), hint, names=names, severity=severity)
 
 
@@ -304,3 +317,89 @@ def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
     if state and ITEMSIZE[after] < ITEMSIZE[before]:
         return "error", "convert again: this state must stay fp32"
     return "warning", "convert with --dtype auto, unless the change was meant"
+
+
+@check(
+    "CK216",
+    "training moved the source's values by little, and none that it cannot move",
+    needs=("source",),
+    explained_by=("CK124", "CK204", "CK205", "CK702"),
+    rationale="Values of a trained checkpoint differ from its release, so that swapped experts or a lost layer do not "
+    "show in equal bits. Yet training moves no row of a matrix by as much as its length.",
+    fix="Save or convert again from the training run; name the release that the training started from as --source.",
+    unless=without(lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"),
+)
+def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Names and shapes are the source's; values may differ, but for those in the module's first lines.
+
+    What did not move at all is a note, since layers and towers are often frozen; if that is everything, a warning.
+    """
+    values, differing = _compared(subject, tally)
+    yield from other_names(subject)
+    for name, one in differing.items():
+        if not one.same_shape:
+            yield Issue(f"shape {list(one.source.shape)}", f"shape {list(one.actual.shape)}", names=[name])
+    moved = list(other_places(subject, differing))
+    yield from moved
+    placed = {name for one in moved for name in one.names or ()}
+    left = {name: one for name, one in differing.items() if name not in placed and one.same_shape}
+    yield from _untouched(subject, left)
+    yield from _unlike(left, values)
+    yield from _still(values, tally)
+
+
+def _untouched(subject: Subject, differing: Mapping[str, TensorDiff]) -> Iterator[Issue]:
+    """Values that no training moves."""
+    indices = (subject.once(expected_of) or Expected({})).indices
+    has_codes = is_quantized(usable_config(subject) or {})
+    names = [
+        name
+        for name, one in differing.items()
+        if name in indices
+        or name.endswith("inv_freq")
+        or not (has_codes or name.endswith(_COUNTER) or one.source.dtype in _FLOATS)
+    ]
+    hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
+    yield Issue("the source's values, which no training moves", "other values", hint, names=names)
+
+
+def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
+    """Matrices with rows that are further from the source's than training moves them."""
+    shares = {
+        name: one.unlike / max(1, stats.rows)
+        for name, one in differing.items()
+        if (stats := values.stats[name]).finite and not stats.constant and stats.rows > 1
+    }
+    odd = {
+        name: share for name, share in shares.items() if share > (_ANEW_WORDS if name.endswith(VOCABULARY) else _ANEW)
+    }
+    if not odd:
+        return
+    expected = "rows that are near the source's, as training leaves them"
+    if median(shares.values()) > _ANEW:
+        actual = f"{len(odd)} of {len(shares)} matrices that differ have nothing in common with the source's"
+        hint = "name the release that the training started from as --source"
+        yield Issue(expected, f"{actual}: another model", hint, names=odd, together=True)
+        return
+    hint = f"{_SAVE_AGAIN}: its values are those of another tensor, in another order, or were initialized anew"
+    for names in group_by_pattern(odd):
+        worst = max(names, key=lambda name: odd[name])
+        one, where = differing[worst], f" of {worst}" if len(names) > 1 else ""
+        rows = (
+            f"{one.unlike} of {values.stats[worst].rows} rows{where}{', ' if one.unlike_rows else ''}{one.unlike_rows}"
+        )
+        yield Issue(expected, f"{rows}: they have little in common with the source's", hint, names=names)
+
+
+def _still(values: Values, tally: Tally) -> Iterator[Issue]:
+    """Floats that have the source's bits."""
+    floats = [name for name, one in values.stats.items() if name in values.compared and one.rms and not one.constant]
+    still = [name for name in floats if name not in values.differences or not values.differences[name].unequal]
+    if not still:
+        return
+    if len(still) < len(floats):
+        tally.note(f"training left {len(still)} of {len(floats)} tensors as they were: {summarize(still)}")
+        return
+    actual = f"the source's bits in all {len(still)} tensors: nothing was trained"
+    hint = "name the checkpoint that the training wrote; without --trained every value is compared"
+    yield Issue("values that training moved", actual, hint, severity="warning")

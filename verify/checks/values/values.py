@@ -1,4 +1,4 @@
-"""CK201 and CK204 to CK206: what the bytes tell without a source. Everything is read once, streamed.
+"""CK201, CK204 to CK211 and CK215: what the bytes tell without a source. Everything is read once, streamed.
 
 Which tensors may be constant, so that a model before its training raises no false alarm:
 - biases: every framework begins with zeros. Zeros in some layers are a warning where other layers have other values. So
@@ -17,25 +17,37 @@ from __future__ import annotations
 
 import math
 import re
+import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from contextlib import suppress
 from pathlib import Path
 
+from ckptkit.core.dtypes import COMPUTED
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges
 from ckptkit.formats import yaml_text
 from ckptkit.storage.regular import read_regular
-from converters.planner import dims_of
+from converters.planner import dims_of, rules_of
+from converters.rules import ParamMapping
 from quant.formats.floats.layout import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
-from verify.check import Skip, Tally, check, without
-from verify.evidence.expected import Expected, expected_of, is_cache_scale, tied_head_of, usable_config
+from verify.check import Skip, Tally, check, only, without
+from verify.evidence.expected import (
+    Expected,
+    expected_of,
+    is_cache_scale,
+    require_config,
+    require_expected,
+    tied_head_of,
+    usable_config,
+)
 from verify.evidence.extremes import Extremes
-from verify.evidence.floats.stored import scales_in_floats
-from verify.evidence.folding import layer_of, layers_of, pattern_of
-from verify.evidence.moved import repeated_experts, repeated_layers, stages_of
-from verify.evidence.reading import read_values
+from verify.evidence.floats.stored import parts_in_floats, scales_in_floats
+from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
+from verify.evidence.moved import repeated, stages_of
+from verify.evidence.reading import Values, read_values
 from verify.evidence.subject import Subject
-from verify.evidence.values import Values
 from verify.issue import Issue, warning_if
 from verify.report import Severity
 
@@ -81,7 +93,6 @@ def counted(tally: Tally, names: Sized, none: str) -> None:
 @check(
     "CK201",
     "every tensor can be read",
-    stage="values",
     rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
     "short.",
     fix="Copy the named file again, or convert again.",
@@ -102,7 +113,6 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK204",
     "every value is finite",
-    stage="values",
     explained_by=("CK124",),
     rationale="One NaN or infinity in a weight makes every token after it NaN.",
     fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
@@ -121,7 +131,6 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK205",
     "no tensor is all zero or constant",
-    stage="values",
     explained_by=("CK124", "CK202"),
     rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
     "wrongly.",
@@ -150,7 +159,11 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if name in initial:
             continue
         number = values[name].low
-        verdicts[_severity(name, values[name]), "all zero" if number == 0 else f"all {number:g}"].append(name)
+        if not name.endswith("bias") and _NORM.search(name):
+            severity = warning_if(number != 0)
+        else:
+            severity = warning_if(_is_vector(name, values[name]))
+        verdicts[severity, "all zero" if number == 0 else f"all {number:g}"].append(name)
     for (severity, actual), found in verdicts.items():
         for names, shared in _by_source(found, subject.once(read_values)):
             hint = _SHARED if shared else _LOST
@@ -185,13 +198,6 @@ def _is_vector(name: str, stats: Extremes) -> bool:
     return stats.rows == 1 or name.endswith("bias")
 
 
-def _severity(name: str, stats: Extremes) -> Severity:
-    """How bad a constant is that is no initial value."""
-    if not name.endswith("bias") and _NORM.search(name):
-        return "error" if stats.low == 0 else "warning"
-    return "warning" if _is_vector(name, stats) else "error"
-
-
 def _differs(values: Values, name: str) -> bool:
     difference = values.differences.get(name)
     return difference is not None and difference.unequal > 0
@@ -210,7 +216,6 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
 @check(
     "CK206",
     "experts and layers differ from one another",
-    stage="values",
     explained_by=("CK202",),
     rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
     "offset by a pipeline stage.",
@@ -237,9 +242,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if merged := layers_of(name for found in equal if _are_copies(found, origins) for name in found):
         tally.note(f"layers {ranges(merged)} repeat one another, as {_MERGED} says of the merge that made them")
         equal = [found for found in equal if not _are_copies(found, origins)]
-    layers = repeated_layers(equal, subject.once(stages_of))
-    experts = repeated_experts(found for found in equal if len(layers_of(found)) < len(found))
-    for one in (*layers, *experts):
+    for one in repeated(equal, subject.once(stages_of)):
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
         if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
@@ -283,7 +286,6 @@ def _second_head(subject: Subject) -> bool:
 @check(
     "CK211",
     "a tied output layer repeats the embedding",
-    stage="values",
     rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
     "some readers load both as they are.",
     fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
@@ -302,3 +304,168 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
         expected = f"the bytes of {embedding}: tie_word_embeddings is true"
         yield Issue(expected, "different bytes", names=[head])
+
+
+# The layers of trained models differ in size by less than 10 times; a scale lost or applied twice is 100 and more.
+_FACTOR = 32.0
+_SIBLINGS = 3  # fewer have no majority
+# Weights of layers are below 1. FP8 codes without their scales are about 100, bytes of exponents taken for scales more.
+_LARGEST = 64.0
+
+
+@check(
+    "CK207",
+    "numbers are not all denormal",
+    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
+    "zeros.",
+    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
+    "the width.",
+)
+def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
+    stats = subject.once(read_values).stats
+    counted(tally, stats, UNREAD)
+    for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
+        largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
+        yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", names=names)
+
+
+@check(
+    "CK208",
+    "matrices are as large as their siblings",
+    explained_by=("CK202", "CK204", "CK205"),
+    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
+    "written holds numbers of any size.",
+    fix="Convert again from the release. Of quantized releases, check that every scale was found and applied once.",
+)
+def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
+
+    And that median is at most 64, which no trained model comes near. It is only a warning where the source holds the
+    same bits: then the source is to be asked.
+    """
+    values = subject.once(read_values)
+    counted(tally, values.stats, UNREAD)
+    kinds = _kinds(values.stats, subject.once(parts_in_floats))
+    medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
+    ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
+    same = values.compared.keys() - values.differences.keys()
+    groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
+    for name, ratio in ratios.items():
+        if not 1 / _FACTOR <= ratio <= _FACTOR:
+            groups["large" if ratio > 1 else "small", warning_if(name in same)].append(name)
+    wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
+    for (way, severity), found in groups.items():
+        for names in group_by_pattern(found):
+            worst = max(names, key=lambda name: abs(math.log(ratios[name])))
+            times = ratios[worst] if way == "large" else 1 / ratios[worst]
+            actual = f"{worst} is {times:.3g} times too {way}: its root mean square is {values.stats[worst].rms:.3g}"
+            yield Issue(wanted, actual, names=names, severity=severity)
+    # Kinds of which the median is larger than any that was trained, but for codes and tables: all have one cause.
+    plain = [kind for kind, size in medians.items() if size > _LARGEST and not kind[1]]
+    specs = {kind: subject.specs.get(kinds[kind][0]) for kind in plain}
+    large = [kind for kind, spec in specs.items() if spec is None or spec.dtype in COMPUTED]
+    found = [name for kind in large for name in kinds[kind]]
+    actual = f"{max(map(medians.__getitem__, large), default=0):.3g}, in the median of its kind"
+    wanted, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same.issuperset(found))
+    yield Issue(wanted, actual, names=found, severity=severity, together=True)
+
+
+def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[str, bool], list[str]]:
+    """The matrices of each kind of which there are enough: by pattern, and whether they are `codes`.
+
+    Those are compared among themselves, since they are no weights without their scales.
+    """
+    kinds: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for name, one in stats.items():
+        usable = one.rows > 1 and one.finite and one.rms > 0 and not one.constant and not one.denormal
+        if usable and not name.endswith(PARTS):
+            kinds[pattern_of(name), name in codes].append(name)
+    return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
+
+
+@check(
+    "CK209",
+    "padded rows of the vocabulary are zero",
+    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
+    "vocabulary, or memory never written.",
+    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
+    "warning is harmless.",
+    unless=only("megatron", "an HF checkpoint has no padded vocabulary"),
+)
+def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
+    if not subject.once(read_values).stats:
+        raise Skip(UNREAD)
+    expected = require_expected(subject)
+    specs = subject.checkpoint.specs
+    severity = warning_if(subject.megatron_files.weights.name != "release")
+    for name in sorted(expected.vocab & specs.keys()):
+        shape = expected.shapes[name] or ()
+        rows = specs[name].shape[0] - shape[0]
+        tally.compared(0)
+        # What cannot be read is for CK201 to say.
+        with suppress(CkptkitError):
+            filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
+            if filled:
+                actual = f"{filled} of {rows} rows from row {shape[0]} on are not zero"
+                yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
+
+
+def _named(subject: Subject, is_kind: Callable[[ParamMapping], bool]) -> frozenset[str]:
+    """Tensors of the mappings of a kind, by their HF and Megatron names; empty where no config says so."""
+    config = usable_config(subject)
+    rules = [rule for rule in rules_of(config) if is_kind(rule.mapping)] if config else []
+    return frozenset(name for rule in rules for name in (*rule.hf, rule.megatron))
+
+
+def _fp32_biases(subject: Subject) -> list[str]:
+    """Biases that must be kept in float32."""
+    return [name for name in _named(subject, lambda mapping: mapping.fp32) if "bias" in name]
+
+
+@check(
+    "CK210",
+    "float32 biases were not rounded on the way",
+    explained_by=("CK202",),
+    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
+    "has lost most of its values.",
+    fix="Take the biases from the release, and keep the buffer in float32 while training.",
+    unless=without(_fp32_biases, "the model has no bias that must be float32"),
+)
+def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
+
+    A warning, since some releases have such biases. Where the source holds the same bits there is no finding; CK205
+    judges constant ones.
+    """
+    values, biases = subject.once(read_values), set(_fp32_biases(subject))
+    looked_at = {name: one for name, one in values.stats.items() if name in biases}
+    counted(tally, looked_at, f"{UNREAD}, or none of these biases is there (CK104)")
+    same = values.compared.keys() - values.differences.keys()
+    hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
+    names = [name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same]
+    yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=names, severity="warning")
+
+
+def _tables(subject: Subject) -> frozenset[str]:
+    """Tables of experts."""
+    return _named(subject, lambda mapping: mapping.indices)
+
+
+@check(
+    "CK215",
+    "tables of experts name experts",
+    rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
+    fix="Take the tables from the release, and keep whole numbers whole on the way.",
+    unless=without(_tables, "the model has no table of experts"),
+)
+def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every number is that of an expert: from 0 to one less than there are."""
+    values, tables = subject.once(read_values), _tables(subject)
+    looked_at = {name: one for name, one in values.stats.items() if name in tables}
+    counted(tally, looked_at, f"{UNREAD}, or none of these tables is there (CK104)")
+    experts = dims_of(require_config(subject)).experts
+    for name, one in looked_at.items():
+        if one.low < 0 or one.high >= experts:
+            yield Issue(f"numbers from 0 to {experts - 1}", f"{one.low:g} to {one.high:g}", names=[name])

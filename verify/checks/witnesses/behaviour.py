@@ -12,7 +12,6 @@ from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
 from verify.witnesses.live.run import run_engine_reference
 from verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
-from verify.witnesses.reference.job import Predicted
 from verify.witnesses.reference.run import prompts_of, run_prediction
 
 
@@ -37,37 +36,30 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Needs no GPU and no engine. Weights that look untrained are not judged.
     """
-    from verify.witnesses.reference.prediction import looks_trained
+    from verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
     with_engine = "engine" in subject.against
     reference = subject.once(run_engine_reference if with_engine else run_prediction)
     predicted = reference.predicted
     if predicted is None:
         raise Inapplicable("there is no tokenizer.json, so no text can be given to the model")
-    yield from _predicts(predicted, subject, tally)
-    if with_engine:
-        return  # CK601 judges the engine, with random tokens if the weights are untrained
-    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
-    if not looks_trained(predicted):
-        raise Unable("the weights look untrained, so whether they predict text is not judged")
-
-
-def _predicts(predicted: Predicted, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Whether the text that is predicted best is predicted as text; nothing of weights that look untrained."""
-    from verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
-
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
     tally.compared(0, len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
     untrained = "" if trained else "; the weights look untrained, so this is not judged"
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
-    best = min(bits)
+    best = min(bits)  # of the text that is predicted best
     if trained and best <= NO_TEXT:
         tally.tell(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
     if trained and best > POOR_TEXT:
         expected = f"at most {POOR_TEXT} bits a byte of the text that is predicted best"
         how = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
         yield Issue(expected, f"{best:.2f}: {how} ({line})", severity=warning_if(best <= NO_TEXT))
+    if with_engine:
+        return  # CK601 judges the engine, with random tokens if the weights are untrained
+    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
+    if not trained:
+        raise Unable("the weights look untrained, so whether they predict text is not judged")
 
 
 # Times the noise of the checkpoint's dtype. Megatron in float32 has none of it, but for near ties between experts; in

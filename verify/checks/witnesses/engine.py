@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from verify.check import Skip, Tally, Unable, check
 from verify.evidence.folding import by_pattern
@@ -98,7 +98,7 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
             continue
         engine = f"{engine_of(subject).label} engine"
         tally.facts |= {f"{engine}, {decoding}": _held(run.report)} if decoding else {}
-        for step in _steps(run.report, kind):
+        for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
                 tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
             yield from _differences(step, earlier.get(step.name), subject)
@@ -110,10 +110,6 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         raise Unable("; ".join(filter(None, reasons)))
 
 
-def _steps(report: EngineReport, kind: str) -> Sequence[Reload]:
-    return [step for step in report.reloads if step.name.startswith(kind)]
-
-
 def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
     """Why an engine does not say whether it can load weights again; None where it does."""
     if run.report is None:
@@ -121,28 +117,23 @@ def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
     of = f"{decoding}: " if decoding else ""
     if not run.report.complete:
         return f"{of}the engine ended, which says nothing about the checkpoint: {run.failed}"
-    if not _steps(run.report, kind):
+    if not any(step.name.startswith(kind) for step in run.report.reloads):
         return f"{of}not run, since {label} refused an update before it (CK512, CK513)"
     return None
 
 
-def _refused(step: Reload, subject: Subject) -> Issue:
-    hint = "update it by tensor, which was tried and is checked above"
-    if step.tried:
-        label = engine_of(subject).label
-        hint = f"{label} cannot load this checkpoint a second time this way; later steps were not run"
-    actual = f"refused while {step.name}: {step.refused}"
-    return Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
-
-
 def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
     """What a step shows, without what `other`, the same step of another engine, shows too."""
-    other = other or Reload(step.name)
+    other, label = other or Reload(step.name), engine_of(subject).label
     if step.refused:
-        yield from () if step.refused == other.refused else (_refused(step, subject),)
+        hint = "update it by tensor, which was tried and is checked above"
+        if step.tried:
+            hint = f"{label} cannot load this checkpoint a second time this way; later steps were not run"
+        if step.refused != other.refused:
+            actual = f"refused while {step.name}: {step.refused}"
+            yield Issue("the same checkpoint loaded again", actual, hint, severity=warning_if(not step.tried))
         return
     expected = "the bits of the first load"
-    label = engine_of(subject).label
     hint = f"{label} serves something else after this update than after a start: do not train with updates of this kind"
     for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")

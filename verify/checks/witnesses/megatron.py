@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
 
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
-from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
+from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
 from converters.planner import dims_of, rules_in
 from verify.check import Skip, Tally, Unable, check, without
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER, chunk_ranges, group_by_pattern
-from verify.evidence.moved import AGAIN, Moved, Stages, explain_moves
+from verify.evidence.moved import AGAIN, Stages, explain_moves
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
@@ -84,37 +79,29 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"CK401: norms have the names of Transformer Engine's layers alone, such as {fold(sorted(renamed))[0]}, as "
             "trainers save them; Megatron's local spec, which was run here, would not find them by its own"
         )
-    yield from _unexpected(run.reports)
-    if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
-        return
-    yield from _never_asked_for(run.reports, set(_names(subject)))
-
-
-def _unexpected(reports: Sequence[RankReport]) -> Iterator[Issue]:
     askers: dict[str, list[int]] = defaultdict(list)
-    for report in reports:
+    for report in run.reports:
         # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
         for name in report.unexpected or report.refused:
             askers[name].append(report.rank)
     expected = "on disk, because Megatron asks for it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(askers):
-        ranks = ranks_named(rank for name in names for rank in askers[name])
-        yield Issue(expected, "not on disk", hint, names=names, rank=ranks)
+        asking = ranks_named(rank for name in names for rank in askers[name])
+        yield Issue(expected, "not on disk", hint, names=names, rank=asking)
+    if subject.options.megatron.ranks:
+        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
+        return
+    yield from _never_asked_for(run.reports, set(_names(subject)))
 
 
 def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
     missing = set(reports[0].missing) if reports else set()
-    left = [key for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key) and not _is_alias(key, missing, names)]
+    # The second name of a norm that some rank asked for is no such key.
+    alias = {key: norm_alias(key, names) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
+    left = [key for key, other in alias.items() if other is None or other in missing]
     hint = "Megatron builds no such parameter from config.json; where CK104 fails too, it names the key that disagrees"
     yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
-
-
-def _is_alias(key: str, missing: set[str], names: Container[str]) -> bool:
-    """Whether a key that nobody asked for is the second name of a norm that some rank asked for."""
-    alias = norm_alias(key, names)
-    return alias is not None and alias not in missing
 
 
 @check(
@@ -134,21 +121,17 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for _, tensor in seen:
         tally.compared(tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
-    yield from _rounded([(rank, tensor) for rank, tensor in seen if tensor.name.endswith(_ROUTER_BIAS)])
+    # Biases of routers in fewer bits than float32, in which Megatron updates them.
+    narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
+    actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
+    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
+    names = sorted({tensor.name for _, tensor in narrow})
+    yield Issue("held in float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
     if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
     lost = [name for name in _names(subject) if name not in held]
     yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
-
-
-def _rounded(biases: Sequence[tuple[int, TensorSeen]]) -> Iterator[Issue]:
-    """Biases of routers that Megatron holds in fewer bits than float32, in which it updates them."""
-    narrow = [(rank, tensor) for rank, tensor in biases if tensor.dtype != "float32"]
-    actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
-    hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
-    names, ranks = {tensor.name for _, tensor in narrow}, {rank for rank, _ in narrow}
-    yield Issue("held in float32", actual, hint, names=sorted(names), rank=ranks_named(ranks) if ranks else None)
 
 
 @check(
@@ -170,19 +153,15 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = "ranks of one pipeline stage must hold the same layers"
             yield Issue(expected, actual, hint, rank=ranks_named([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
-    tally.facts["pipeline stages"] = [
-        f"pp rank {stage}: {_held(stages[stage], predicted[stage])}" for stage in sorted(stages)
-    ]
+    facts = tally.facts["pipeline stages"] = list[str]()
+    for stage, chunks in sorted(stages.items()):
+        layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
+        more = f", {predicted[stage]} for multi-token prediction" if predicted[stage] else ""
+        facts.append(f"pp rank {stage}: {layers}{more}")
     held = sorted(layer for chunks in stages.values() for chunk in chunks for layer in chunk)
     count = staged_dims(subject).layers
     if held != list(range(count)) and not subject.options.megatron.ranks:
         yield Issue(f"layers 0..{count - 1}, each once", f"layers {', '.join(map(str, held))}")
-
-
-def _held(chunks: Sequence[Sequence[int]], predicted: int) -> str:
-    """The layers of a stage, and what predicts further tokens."""
-    layers = f"layers {chunk_ranges(chunks)}" if any(chunks) else "no layers"
-    return f"{layers}, {predicted} for multi-token prediction" if predicted else layers
 
 
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
@@ -208,12 +187,18 @@ def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not asked[key]:
             continue  # CK401 says so
         tally.compared(0)
-        if (region := unread(shape, asked[key])) is not None:
-            actual = f"no rank reads {_said(shape, region)}"
-            yield Issue("read by some rank", actual, "these weights would not be trained", names=[key])
-        if (region := doubly_owned(shape, asked[key])) is not None:
-            actual = f"two ranks would save {_said(shape, region)}"
-            yield Issue("one rank that saves it", actual, "Megatron refuses this", names=[key])
+        # Replicas read what another rank owns; a rank's rows may be padding.
+        owned = {_inside(box, shape) for box in asked[key] if box.main}
+        if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):
+            hint = "these weights would not be trained, or not saved"
+            yield Issue("each element read by the one rank that saves it", problem, hint, names=[key])
+
+
+def _inside(box: Box, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of the part of a box that is inside a tensor of this shape."""
+    ends = [min(start + size, limit) for start, size, limit in zip(box.offsets, box.sizes, shape, strict=True)]
+    starts = tuple(map(min, box.offsets, ends))
+    return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
 
 
 def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
@@ -227,67 +212,6 @@ def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
     }
 
 
-def _said(shape: tuple[int, ...], region: Region) -> str:
-    return f"{region} of {list(shape)}, {region.elements / math.prod(shape):.1%} of it"
-
-
-_Grid = list[NDArray[np.int64]]
-
-
-@dataclass(frozen=True)
-class Region:
-    """The smallest box around some elements of a tensor, and how many they are."""
-
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    elements: int
-
-    def __str__(self) -> str:
-        box = ", ".join(f"{start}:{end}" for start, end in zip(self.starts, self.ends, strict=True))
-        inside = math.prod(end - start for start, end in zip(self.starts, self.ends, strict=True))
-        return f"[{box}]" if inside == self.elements else f"{self.elements} elements of [{box}]"
-
-
-def unread(shape: Sequence[int], boxes: Sequence[Box]) -> Region | None:
-    """What no box holds of a tensor of this shape; None where they cover it. What lies outside does not count."""
-    grid, count = _counted(shape, boxes)
-    return _region(grid, count == 0)
-
-
-def doubly_owned(shape: Sequence[int], boxes: Sequence[Box]) -> Region | None:
-    """What several different boxes of main replicas hold; Megatron's rule is that each element has one."""
-    grid, count = _counted(shape, [box for box in boxes if box.main])
-    return _region(grid, count > 1)
-
-
-def _counted(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[_Grid, NDArray[np.int64]]:
-    """The tensor, cut wherever a box begins or ends, and how many distinct boxes hold each cell."""
-    distinct = sorted({(box.offsets, box.sizes) for box in boxes})
-    low = np.array([offsets for offsets, _ in distinct], dtype=np.int64).reshape(len(distinct), len(shape))
-    high = low + np.array([sizes for _, sizes in distinct], dtype=np.int64).reshape(low.shape)
-    limits = np.array(shape, dtype=np.int64)
-    low, high = np.clip(low, 0, limits), np.clip(high, 0, limits)
-    grid = [np.unique([0, size, *low[:, axis], *high[:, axis]]) for axis, size in enumerate(shape)]
-    count = np.zeros([len(edges) - 1 for edges in grid], dtype=np.int64)
-    for start, end in zip(low, high, strict=True):
-        cells = zip(grid, start, end, strict=True)
-        count[tuple(slice(*np.searchsorted(edges, (first, last))) for edges, first, last in cells)] += 1
-    return grid, count
-
-
-def _region(grid: _Grid, cells: NDArray[np.bool_]) -> Region | None:
-    if not cells.any():
-        return None
-    places = np.nonzero(cells) if cells.ndim else ()
-    sizes = [np.diff(edges)[at] for edges, at in zip(grid, places, strict=True)]
-    elements = int(np.prod(sizes, axis=0).sum()) if sizes else 1
-    starts = tuple(int(edges[at.min()]) for edges, at in zip(grid, places, strict=True))
-    ends = tuple(int(edges[at.max() + 1]) for edges, at in zip(grid, places, strict=True))
-    return Region(starts, ends, elements)
-
-
-_OF_EXPERT = re.compile(r"(.+\.experts\.experts)\.(\d+)\.(.+)")
-_LOCAL = "each expert parallel rank numbered its experts from 0: save or convert again with global expert IDs"
 Seen = tuple[int, TensorSeen]
 
 
@@ -303,26 +227,21 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
     for report in run.reports:
         for tensor in report.tensors:
             by_verdict[tensor.verdict].append((report.rank, tensor))
-    for verdict in ("unknown", "unwritten"):
-        yield from _plainly(verdict, by_verdict[verdict], where)
+    lost = "config.json and the weights do not describe the same model"
+    random = "Megatron would train on random values: convert again"
+    for verdict, expected, actual, hint in (
+        ("unknown", f"a tensor of {where} to compare with", "there is none", lost),
+        ("unwritten", "written by the load", "still as it was before the load", random),
+    ):
+        for names in group_by_pattern(_by_name(by_verdict[verdict])):
+            yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, by_verdict[verdict]))
     differing = by_verdict["differs"]
     whose = _whose(differing)
     for move in explain_moves(whose, stages):
-        text, hint = _experts(move, whose, run)
         expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
-        yield _together(expected, text, hint, move.names, differing)
+        ranks = _ranks_of(move.names, differing)
+        yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, together=True)
     yield from _differing([pair for pair in differing if whose.get(pair[1].name, "") is None], where)
-
-
-def _plainly(verdict: str, seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    for names in group_by_pattern(_by_name(seen)):
-        if verdict == "unknown":
-            expected, actual = f"a tensor of {where} to compare with", "there is none"
-            hint = "config.json and the weights do not describe the same model"
-        else:
-            expected, actual = "written by the load", "still as it was before the load"
-            hint = "Megatron would train on random values: convert again"
-        yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, seen))
 
 
 def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
@@ -339,10 +258,6 @@ def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
             )
             actual = f"{diagnosis} ({count})" if diagnosis else count
             yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
-
-
-def _together(expected: str, actual: str, hint: str, names: Sequence[str], seen: Sequence[Seen]) -> Issue:
-    return Issue(expected, actual, hint, names=names, rank=_ranks_of(names, seen), together=True)
 
 
 def _by_name(seen: Iterable[Seen]) -> dict[str, TensorSeen]:
@@ -380,27 +295,3 @@ def _one_of(name: str, found: set[str], layers: Mapping[int, set[int]]) -> str |
         fits = layers[int(match[1])]
         found = {one for one in found if (other := LAYER.match(one)) and int(other[1]) in fits}
     return next(iter(found)) if len(found) == 1 else None
-
-
-def _experts(move: Moved, whose: Mapping[str, str | None], run: MegatronRun) -> tuple[str, str]:
-    """The text and hint of tensors that moved, with the expert parallel rank if these are all of its experts."""
-    pairs = {
-        (int(here[2]), int(there[2]))
-        for name in move.names
-        if (here := _OF_EXPERT.fullmatch(name)) and (there := _OF_EXPERT.fullmatch(whose[name] or ""))
-    }
-    for rank, experts in _held_experts(run).items():
-        first = min(experts)
-        local = {(expert, expert - first) for expert in experts}
-        if first and pairs and (pairs == local or pairs == {(other, expert) for expert, other in local}):
-            which = f"{ranges(experts)} are those of expert parallel rank {rank}"
-            return f"{move.text}: {which}, {ranges(range(len(experts)))} its local IDs", _LOCAL
-    return move.text, move.hint
-
-
-def _held_experts(run: MegatronRun) -> dict[int, set[int]]:
-    """The experts of each expert parallel rank."""
-    found: dict[int, set[int]] = defaultdict(set)
-    for report in run.reports:
-        found[report.ep] |= {int(match[2]) for tensor in report.tensors if (match := _OF_EXPERT.fullmatch(tensor.name))}
-    return {rank: experts for rank, experts in found.items() if experts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from importlib.util import find_spec
 from threading import Thread
 
@@ -73,14 +74,10 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = f"set architectures to [{report.fits!r}]: its weights are those that are stored"
         yield Issue(f"architectures that name {report.fits}", actual, hint, file=config)
         return
+    of_class, wrong = report.model_class, partial(Issue, file=where)
     for names in _parts(report.missing, report.own):
-        yield Issue(
-            f"a tensor for each weight of {report.model_class}",
-            "missing: transformers fills this weight with random numbers",
-            names=names,
-            file=where,
-            together=True,
-        )
+        lost = "missing: transformers fills this weight with random numbers"
+        yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, together=True)
     for name, (taken, *others) in report.aliases.items():
         stored = subject.checkpoint.read([taken, *others])
         if odd := [other for other in others if not same_bytes(stored[taken], stored[other])]:
@@ -88,31 +85,20 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 f"not stored: transformers takes {taken} for it, and {summarize(odd)}, which it ties too, has others"
             )
             hint = f"store {name}: of tied weights with several values each release of transformers takes another"
-            yield Issue("the values that it was trained with", actual, hint, names=[name], file=where)
+            yield wrong("the values that it was trained with", actual, hint, names=[name])
     # What the family of ours knows to be dropped there, such as layers for multi-token prediction, engines read.
     promised = expected.shapes.keys() | expected.optional if (expected := subject.once(expected_of)) else frozenset()
     if dropped := sorted(set(report.unexpected).intersection(promised)):
         tally.note(f"{report.model_class} has no place for {summarize(dropped)}, which engines read")
-    yield Issue(
-        f"only tensors that {report.model_class} has",
-        "stored, but not in the class: transformers drops it",
-        names=[name for name in report.unexpected if name not in promised],
-        file=where,
-    )
+    extra = [name for name in report.unexpected if name not in promised]
+    yield wrong(f"only tensors that {of_class} has", "stored, but not in the class: transformers drops it", names=extra)
     for spec in specs:
         if spec.dtype.startswith(("int", "uint")) and spec.name.rpartition(".")[2] not in integers:
-            yield Issue(
-                f"a float, as all of this name in {report.model_class}", spec.dtype, names=[spec.name], file=where
-            )
+            yield wrong(f"a float, as all of this name in {of_class}", spec.dtype, names=[spec.name])
     for one in report.other_shapes:
-        yield Issue(
-            f"shape {tuple(one.built)} in {report.model_class}",
-            f"shape {tuple(one.stored)}",
-            names=[one.name],
-            file=where,
-        )
+        yield wrong(f"shape {tuple(one.built)} in {of_class}", f"shape {tuple(one.stored)}", names=[one.name])
     for name, text in report.errors.items():
-        yield Issue(f"tensors that become this weight of {report.model_class}", text, names=[name], file=where)
+        yield wrong(f"tensors that become this weight of {of_class}", text, names=[name])
 
 
 def _parts(lost: Collection[str], own: Collection[str]) -> Collection[list[str]]:

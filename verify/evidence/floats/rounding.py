@@ -36,10 +36,10 @@ from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import E4M3, Layout
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.formats.release import Floats, Release, StoredWeight, step_of
+from verify.evidence.compare import rows_named
 from verify.evidence.expected import is_quantized, weights_of
-from verify.evidence.reading import threads
+from verify.evidence.reading import as_hf_view, common_groups, source_as_hf, threads
 from verify.evidence.subject import Subject
-from verify.evidence.values import as_hf_view, common_groups, rows_named, source_as_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,7 +128,13 @@ def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
         names for group in common_groups(codes, source) if (names := [name for name in group if name in found.judged])
     ]
     largest = max(sum(2 * codes.specs[name].nbytes for name in names) for names in groups)
-    narrow = frozenset(name for name, grid in grids.items() if grid.mantissa == 3 and _is_mxfp4(subject, source, name))
+    narrow: frozenset[str] = frozenset()
+    if isinstance(
+        stored := subject.source, View
+    ):  # MXFP4, whose numbers FP8 holds exactly if its scales are near enough
+        eight_bits = [name for name, grid in grids.items() if grid.mantissa == 3]
+        labels = {name: stored.step(_stored(source, name)).label for name in eight_bits}
+        narrow = frozenset(name for name, label in labels.items() if label == "dequantize MXFP4")
     with threads(largest) as pool:
         several = pool.map(partial(_rounding, codes, scales, source, grids, narrow), groups)
         return {name: one for part in several for name, one in part.items()}
@@ -199,12 +205,6 @@ def _stored(here: Checkpoint, name: str) -> str:
         return name
     step = here.step(name)
     return step.inputs[0] if step.label == "unfuse" else name
-
-
-def _is_mxfp4(subject: Subject, source: Checkpoint, name: str) -> bool:
-    """Whether the source stores a weight in MXFP4, whose numbers FP8 holds exactly if its scales are near enough."""
-    stored = subject.source
-    return isinstance(stored, View) and stored.step(_stored(source, name)).label == "dequantize MXFP4"
 
 
 def _grid(layout: Layout, searched: bool) -> FloatGrid:

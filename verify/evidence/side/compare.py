@@ -7,12 +7,11 @@ from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
-from verify.evidence.side.difference import Difference, of_keys
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from verify.evidence.side.templates import Rendered, is_refusal, render
-from verify.evidence.side.texts import first_apart
+from verify.evidence.side.texts import first_apart, strings_in
 from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
-from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, SideFiles
+from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, Difference, SideFiles, of_keys
 from verify.skip import Unable
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
@@ -104,7 +103,9 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
             yield from _unread_template(here, there, name)
             continue
         odd, shown = (odd, shown) if not any(shown) else ([odd[shown.index(max(shown))]], [max(shown)])
-        words = f"{what} has {len(odd[-1])} characters but {len(other)} {place}, {_apart(odd[-1], other)}"
+        at = first_apart(odd[-1], other)
+        apart = f"from character {at} on {shortened(odd[-1][at : at + 24])} instead of {shortened(other[at : at + 24])}"
+        words = f"{what} has {len(odd[-1])} characters but {len(other)} {place}, {apart}"
         words += f"; {shown[-1]} {place}" if shown else ""
         yield Difference(mine[odd[-1]], what, words, source=its.get(other), is_presentation=True)
 
@@ -130,11 +131,6 @@ def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[D
             file = min(mine)
             words = f"it is only in {file}, which {reader} do not read"
             yield Difference(file, f"chat template {name!r}", words, is_presentation=True)
-
-
-def _apart(text: str, other: str) -> str:
-    at = first_apart(text, other)
-    return f"from character {at} on {shortened(text[at : at + 24])} instead of {shortened(other[at : at + 24])}"
 
 
 def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
@@ -196,13 +192,7 @@ def _named_code(content: Any) -> list[str]:
     if isinstance(content, list):
         return [text for one in content for text in _named_code(one)]
     items = content.items() if isinstance(content, Mapping) else ()
-    return [text for key, value in items for text in (_leaves(value) if key == _CODE else _named_code(value))]
-
-
-def _leaves(value: Any) -> list[str]:
-    """Every text in a part of JSON."""
-    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return [value] if isinstance(value, str) else [text for one in inner for text in _leaves(one)]
+    return [text for key, value in items for text in (strings_in(value) if key == _CODE else _named_code(value))]
 
 
 def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:

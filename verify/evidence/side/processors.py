@@ -16,8 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from verify.evidence.side.difference import Difference, of_keys
-from verify.evidence.side_files import PROCESSOR_CONFIG, SideFiles
+from verify.evidence.side_files import PROCESSOR_CONFIG, Difference, SideFiles, of_keys
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
@@ -121,8 +120,11 @@ def _compare(
     if built is not None and built.refused:
         yield Difference(one.file, "settings that transformers accepts", f"transformers refuses them: {built.refused}")
     elif is_absent and (built is None or other is None):
-        if built is None or built.settings:
-            yield _absent(one, other, place)
+        if other is not None and other.part == VIDEO_PART and (built is None or built.settings):
+            yield Difference(other.file, "settings of a processor", "missing")
+        elif built is None or built.settings:
+            words = f"there is no such file {place}, and loaders read it"
+            yield Difference(one.file, "no settings of a processor", words)
     else:
         yield from _describe(one.file, built, values, others, place)
 
@@ -137,13 +139,6 @@ def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: 
         return None
     models = [str(side.config.get("model_type", "")) for side in (here, there)]
     return ask_transformers(SettingsJob(part, sides[0], sides[1], models))
-
-
-def _absent(one: _Settings, other: _Settings | None, place: str) -> Difference:
-    if other is not None and other.part == VIDEO_PART:
-        return Difference(other.file, "settings of a processor", "missing")
-    words = f"there is no such file {place}, and loaders read it"
-    return Difference(one.file, "no settings of a processor", words)
 
 
 def _describe(

@@ -66,8 +66,7 @@ class Answer:
     library: str
     texts: int = 0
     ids: str = ""  # of a text
-    text: str = ""  # of ids
-    shown: str = ""  # of ids, with special tokens left out
+    text: str = ""  # of ids, with or without special tokens
     special: Mapping[str, Sequence[str | None]] = field(default_factory=dict)  # `eos_token` and the like, on both sides
     refused: str = ""  # why it loads only the tokenizer that should be equalled
     parts: str = ""  # where tokenizer.json first differs, as tokenizers writes it
@@ -76,7 +75,7 @@ class Answer:
     @property
     def first(self) -> str:
         """The first difference of ids and texts."""
-        return self.ids or self.text or self.shown
+        return self.ids or self.text
 
 
 def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequence[Answer], str]:
@@ -165,12 +164,12 @@ def run(job: TextJob, phases: PhaseLog) -> Answer:
 
 
 def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]) -> Answer:
-    own = [text for side in (here, there) for part in _PARTS for text in _strings_in(side.parts.get(part))]
+    own = [text for side in (here, there) for part in _PARTS for text in strings_in(side.parts.get(part))]
     strings = list(dict.fromkeys([*strings, *own]))
     short = list(dict.fromkeys(_short_texts(there, strings)))
     texts = list(_all_texts(there)) if here.is_fast and there.is_fast else []
     rows = [" ".join(texts[at : at + _ROW]) for at in range(0, len(texts), _ROW)]
-    ids, text, shown = _other_ids(here, there, short), "", ""
+    ids, text = _other_ids(here, there, short), ""
     if not ids and (ids := _other_ids(here, there, rows)):
         ids = _other_ids(here, there, texts) or ids
     for one in short if not ids else ():
@@ -182,7 +181,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
             decoded = here.decode(numbers, skip), there.decode(numbers, skip)
             if decoded[0] != decoded[1]:
                 words = f"{_listed(numbers, numbers)} is {shortened(decoded[0])} but {shortened(decoded[1])}"
-                text, shown = (text, shown or words) if skip else (text or words, shown)
+                text = text or words
     if not ids and here.vocabulary != there.vocabulary:
         both = here.vocabulary, there.vocabulary
         token = next(one for one in {**both[1], **both[0]} if both[0].get(one) != both[1].get(one))
@@ -193,15 +192,15 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     names = {**there.special, **here.special}
     special = {name: (here.special.get(name), there.special.get(name)) for name in names}
     special = {name: pair for name, pair in special.items() if pair[0] != pair[1]}
-    parts = first_other(here.parts, there.parts, "") if ids or text or shown else ""
+    parts = first_other(here.parts, there.parts, "") if ids or text else ""
     lengths = (here.length, there.length) if here.length != there.length else ()
-    return Answer(library, len(short) + len(texts), ids, text, shown, special, "", parts, lengths)
+    return Answer(library, len(short) + len(texts), ids, text, special, "", parts, lengths)
 
 
-def _strings_in(value: Any) -> Iterator[str]:
+def strings_in(value: Any) -> Iterator[str]:
     """Every text in a part: what a Replace replaces, a Strip strips."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    yield from [value] if isinstance(value, str) else (text for one in inner for text in _strings_in(one))
+    yield from [value] if isinstance(value, str) else (text for one in inner for text in strings_in(one))
 
 
 def _other_ids(here: _Loaded, there: _Loaded, texts: Sequence[str]) -> str:

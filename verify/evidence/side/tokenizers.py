@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verify.evidence.side.difference import Difference, of_keys, show
 from verify.evidence.side.texts import Answer, ask_libraries, first_other
 from verify.evidence.side_files import (
     ADDED_TOKENS,
@@ -16,7 +15,10 @@ from verify.evidence.side_files import (
     TOKENIZER_CONFIG,
     VOCABULARY,
     VOCABULARY_LINES,
+    Difference,
     SideFiles,
+    of_keys,
+    show,
 )
 from verify.report import Severity
 from verify.skip import Unable
@@ -59,7 +61,11 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
         raise Unable(f"{both} are stored in two formats, which only transformers could compare: {reason}")
     is_explained = bool(by_vocabulary)
     seen = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
-    seen = seen if answers else list(_by_files(here, there, place, reason))
+    if not answers and here.tokenizer and there.tokenizer:  # whatever is stored otherwise, where both have one
+        mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
+        if words := first_other(mine, its, ""):
+            words = f"{words} {place}; no text was tried: {reason}"
+            seen = [Difference(TOKENIZER, "parts of the tokenizer", words)]
     yield from (seen := seen or list(_stated(here, there, place)))
     if not answers and not seen and (words := _settings(here, there)):
         raise Unable(f"{here.root / TOKENIZER_CONFIG}: {words} {place}, which only transformers can judge: {reason}")
@@ -140,13 +146,6 @@ def _settings(here: SideFiles, there: SideFiles) -> str:
     return first_other(mine, its, "")
 
 
-def _by_files(here: SideFiles, there: SideFiles, place: str, reason: str) -> Iterator[Difference]:
-    """Without a library: whatever is stored otherwise in tokenizer.json, where both have one."""
-    mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
-    if here.tokenizer and there.tokenizer and (words := first_other(mine, its, "")):
-        yield Difference(TOKENIZER, "parts of the tokenizer", f"{words} {place}; no text was tried: {reason}")
-
-
 def _absent(here: SideFiles, there: SideFiles) -> Iterator[Difference]:
     """A tokenizer that only one side has."""
     side = there if there.has_tokenizer else here
@@ -192,21 +191,17 @@ def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator
         if name == TOKENIZER or name in SETTINGS_FILES:
             continue
         mine, its = (name in side.tokenizer_files for side in (here, there))
-        if mine and its and not _same_vocabulary(name, here, there):
+        is_same = here.content(name) == there.content(name)
+        if mine and its and not is_same and name.endswith((".json", ".txt")):
+            read = SideFiles.json if name.endswith(".json") else SideFiles.lines
+            is_same = read(here, name) == read(there, name)
+        if mine and its and not is_same:
             yield Difference(name, name, f"its content is not that of the file {place}")
         elif mine and not its and (there.tokenizer or name.endswith((".json", ".txt"))):
             if not _is_of_tokenizer(name, here, there):
                 yield Difference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
         elif its and not mine and not here.tokenizer:
             yield Difference(name, name, "missing")
-
-
-def _same_vocabulary(name: str, here: SideFiles, there: SideFiles) -> bool:
-    if here.content(name) == there.content(name):
-        return True
-    if name.endswith(".json"):
-        return here.json(name) == there.json(name)
-    return name.endswith(".txt") and here.lines(name) == there.lines(name)
 
 
 def _is_of_tokenizer(name: str, here: SideFiles, there: SideFiles) -> bool:

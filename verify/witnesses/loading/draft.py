@@ -102,7 +102,10 @@ class DraftLoaded(Loaded):
         """
         for param, mask in masks.items():
             count = int(mask.sum())
-            absent = self._absent_of(param)
+            # Tensors without a place whose module is beside the parameter's, or in it; else all of them.
+            beside = param.split(".")[-3:-2]
+            absent = {name: size for name, size in self._absent.items() if name.split(".")[-3:-2] == beside}
+            absent = absent or dict(self._absent)
             fitting = [name for name, size in absent.items() if count in (size, size // self.ranks)]
             together = sum(absent.values())
             if len(fitting) != 1:
@@ -112,12 +115,6 @@ class DraftLoaded(Loaded):
             if not fitting:
                 what = f"{count} of {mask.numel()} elements were never written: none that was given was written there"
                 yield Observation(param, param, what)
-
-    def _absent_of(self, param: str) -> dict[str, int]:
-        """Tensors that stand nowhere and whose module is beside a parameter's, or in it, with their elements."""
-        beside = param.split(".")[-3:-2]
-        own = {name: size for name, size in self._absent.items() if name.split(".")[-3:-2] == beside}
-        return own or dict(self._absent)
 
     @cached_property
     def _absent(self) -> Mapping[str, int]:

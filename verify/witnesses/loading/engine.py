@@ -38,7 +38,6 @@ class EngineFacts:
     sizes: str  # which parallel sizes it can have
     server: str  # the command that serves a model
     on_cpu: str  # what its witness leaves out without a GPU, as `ckptkit doctor` says it
-    unfused_option: str | None = None  # of that command: it keeps shared experts apart from routed ones
     hidden: tuple[str, ...] = ()  # environment variables that its witness must not see
     stages: bool = False  # it can be cut into pipeline stages
     attention_whole: bool = False  # each of its ranks can keep attention whole

@@ -46,7 +46,6 @@ class Examination:
 
     engine: Engine
     config: Mapping[str, Any]
-    fused_shared: bool
     reference: Reference
     alter: Callable[[Weights], Weights]  # changes the weights
     phases: PhaseLog
@@ -112,7 +111,6 @@ class Examination:
         return LoadReport(
             *("", "", "", ""),
             sizes=self.sizes,
-            fused_shared=self.fused_shared,
             loaded_names=len(loaded.sizes),
             equal=found.equal,
             partial={
@@ -170,7 +168,9 @@ class Repacking:
         names = {tensor.data_ptr(): name for name, tensor in reversed(held) if tensor.numel()}
         dead = list(self.loaded.dead_routers())
         steps = [*self.loaded.engine.steps_after_loading(model)]  # a layout may ask what another step will change
-        wrong = [_observed(step.name, found) for step in steps for found in self._run(step, names, phases)]
+        found = [(f"{step.name}.{one.param}", one) for step in steps for one in self._run(step, names, phases)]
+        places = [(place if one.expert is None else f"{place}[{one.expert}]", one.what) for place, one in found]
+        wrong = [Observation(place, place, what) for place, what in places]
         after = replace(self.loaded, tensors=tensors())
         again = after.compare(reference(), self.touched.__contains__) if self.touched else Comparison()
         wrong += [one for one in again.differing if one.tensor in equal and one.param not in self.free]
@@ -205,8 +205,3 @@ class Repacking:
 def _has_changed(module: nn.Module, parameter: str, copy: Tensor) -> bool:
     now = getattr(module, parameter, None)
     return now is None or now.dtype != copy.dtype or difference(now.detach(), copy) is not None
-
-
-def _observed(name: str, seen: Difference) -> Observation:
-    where = f"{name}.{seen.param}" if seen.expert is None else f"{name}.{seen.param}[{seen.expert}]"
-    return Observation(where, where, seen.what)

@@ -71,7 +71,6 @@ class LoadReport:
     device: str
     dtype: str
     sizes: EngineSizes = ONE_RANK
-    fused_shared: bool = False  # a shared expert was kept as one more routed expert
     parameters: int = 0  # of the first rank
     loaded_names: int = 0  # how many names `load_weights` was given
     equal: Mapping[str, int] = field(default_factory=dict)  # tensors whose bits are where they should be, their bytes

@@ -108,7 +108,8 @@ class Placement:
                 for piece in found:
                     pieces[piece.tensor].append(piece)
                 of = _computed(write) - {piece.tensor for piece in found}
-                if of and not _fill(found):
+                known = [piece.numbers >= 0 for piece in found if piece.numbers is not None]
+                if of and not (known and bool(torch.stack(known).any(0).all())):  # not every element is of a piece
                     computed[name] = computed.get(name, frozenset()) | of
         return Placement(pieces, written, computed)
 
@@ -257,12 +258,6 @@ def _of_group(writes: Sequence[Write]) -> Iterator[tuple[Write, Tensor | None]]:
             yield write, None
         elif bool(surviving.any()):
             yield write, surviving
-
-
-def _fill(pieces: Sequence[Piece]) -> bool:
-    """Whether every element of their common place is of one of these."""
-    known = [piece.numbers >= 0 for piece in pieces if piece.numbers is not None]
-    return bool(known) and bool(torch.stack(known).any(0).all())
 
 
 def _copied(param: str, write: Write) -> Piece | None:

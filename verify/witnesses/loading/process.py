@@ -26,15 +26,13 @@ from safetensors import safe_open
 from torch import nn
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.plan import Joined, View
+from ckptkit.core.plan import View
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from converters.experts import is_fused, only_fused, unfuse
 from converters.open import open_megatron
-from converters.passthrough import passthrough_beside
-from converters.planner import to_hf
-from verify.evidence.plain import plain
+from verify.evidence.plain import as_release
 from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.draft import beyond_layers
 from verify.witnesses.loading.engine import Build, Engine, Weights
@@ -66,9 +64,7 @@ def material_of(job: LoadJob, engine: Engine) -> Material:
         config = read_json(location.path / "config.json")
         return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))
     checkpoint = open_megatron(location, job.hf)
-    view: Checkpoint = to_hf(checkpoint, job.checkpoint, fused=only_fused(checkpoint.config))
-    if untouched := passthrough_beside(checkpoint, checkpoint.hf, location.root, plain):
-        view = Joined(view, untouched)
+    view = as_release(checkpoint, location.root)
     path = Path(job.scratch) / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
@@ -134,7 +130,7 @@ def examine(
     prefixes = of_draft(config) if draft else ("",)
     reference = partial(material.reference, lambda name: name.startswith(prefixes))
     feed = material.feed(beyond_layers(config) if draft else lambda name: True)
-    examination = Examination(engine, config, material.fused, reference, alter, phases, job.sizes, target)
+    examination = Examination(engine, config, reference, alter, phases, job.sizes, target)
     wanted = Build(material.path, Path(job.scratch), feed, material.fused, job.sizes, job.rank, draft)
     return engine.build(wanted, examination, phases), examination
 

@@ -58,7 +58,13 @@ class LoadedBy:
         if run.report is None and self.engine.without_gpu and not _gpus():
             again = _load(self.engine, subject, dict(self.engine.without_gpu))
             run = again if again.report is not None else run
-        return _of_untested(self.engine, run, release)
+        refusal = run.crash or run.draft_crash
+        if refusal is None or release in self.engine.tested or _gpus():
+            return run
+        # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
+        tested = ", ".join(self.engine.tested)
+        why = f"{self.engine.label} {release} was not tested without a GPU ({tested} were), and fails: {refusal}"
+        return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
@@ -96,25 +102,18 @@ def _gpus() -> bool:
 
 def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
     (root / "scratch").mkdir()
+    source = None  # the unquantized HF directory that a Megatron checkpoint's values are compared with
+    if subject.is_megatron and subject.source_path and subject.source_is_hf:
+        source = None if is_quantized(read_config(subject.source_path)) else str(subject.source_path.absolute())
     first = LoadJob(
         engine.adapter,
         str(subject.path.absolute()),
         hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
-        source=_source(subject),
+        source=source,
         scratch=str(root / "scratch"),
         sizes=engine_sizes(engine, subject) or ONE_RANK,
     )
     return [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.ranks)]
-
-
-def _of_untested(engine: EngineFacts, run: LoadRun, found: str) -> LoadRun:
-    """What a release that is not known refuses without a GPU may be how ckptkit builds models there."""
-    refusal = run.crash or run.draft_crash
-    if refusal is None or found in engine.tested or _gpus():
-        return run
-    tested = ", ".join(engine.tested)
-    why = f"{engine.label} {found} was not tested without a GPU ({tested} were), and fails: {refusal}"
-    return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
 
 
 def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
@@ -185,11 +184,3 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
             f"Megatron holds no {carried[0]}*, and neither a folder beside it nor {opened.hf_path} has it: give --hf "
             "the release with its weights"
         )
-
-
-def _source(subject: Subject) -> str | None:
-    """The unquantized HF directory that a Megatron checkpoint's values are held against, if any."""
-    path = subject.source_path
-    if subject.is_hf or path is None or not subject.source_is_hf:
-        return None
-    return None if is_quantized(read_config(path)) else str(path.absolute())

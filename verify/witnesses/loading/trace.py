@@ -255,7 +255,8 @@ def _again(
 ) -> Callable[[Callable[[Source], Tensor]], Tensor]:
     """The same operation, to be run on the numbers of elements."""
     name = _name_of(func)
-    replayed = {key: tree_map(_on_cpu, arguments[key]) if key in _CHOOSERS else value for key, value in sources.items()}
+    chosen = {key: arguments[key] for key in sources if key in _CHOOSERS}
+    replayed = {**sources, **tree_map(lambda one: one.cpu() if isinstance(one, Tensor) else one, chosen)}
     if name == "constant_pad_nd":
         replayed["value"] = -1
 
@@ -272,10 +273,6 @@ def _again(
         return result
 
     return run
-
-
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _at_once(pool: ThreadPoolExecutor, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

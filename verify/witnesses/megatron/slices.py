@@ -5,7 +5,7 @@ Megatron's resharding is never asked, only its numbers of layers, experts and ra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
-from converters.ops.basic import Copy, GateUpInOne
+from converters.ops.basic import Copy
 from converters.planner import Rule
+from verify.evidence.compare import rows_named
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import parts_apart, pattern_of
-from verify.evidence.values import rows_named
 from verify.witnesses.loading.bits import poisoned, unequal
 from verify.witnesses.megatron.job import TensorSeen
 
@@ -104,93 +104,40 @@ def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Posit
     return replace(seen, verdict="differs", differing=differing, largest=largest)
 
 
-@dataclass(frozen=True)
-class Section:
-    """Rows of a rank's parameter that come from one HF tensor: its name, the rows, and their numbers in the whole."""
-
-    name: str
-    rows: Tensor
-    numbers: Tensor
-
-
 def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
-    """Which part of `local` is not its slice of `whole`, and what stands there where that can be told.
+    """Which rows of `local` are not those of its slice of `whole`, and what they hold where that can be told.
 
-    Both have the shapes of `expected_slice`. Rows are numbered as in the whole Megatron tensor.
+    Both have the shapes of `expected_slice`. Rows of the vocabulary are numbered as in the whole tensor.
     """
     expected, held = expected_slice(rule, whole, local, at)
     if expected.shape != held.shape:
         return f"shape {list(held.shape)}, not {list(expected.shape)}"
     rank, size = ranks_of(rule, at)
     cut = size > 1 and expected.shape != whole.shape
-    where = f"in the slice of tensor parallel rank {rank} of {size}: " if cut else ""
+    where = [f"in the slice of tensor parallel rank {rank} of {size}"] if cut else []
+    return ": ".join([*where, *_instead(rule, whole, expected, held, at)])
+
+
+def _instead(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Position) -> Iterator[str]:
     # A smaller dtype that the values went through, if that explains every difference.
     for dtype in (torch.bfloat16, torch.float16) if expected.dtype == torch.float32 else ():
         if _equal(expected.to(dtype).float(), held):
-            return f"{where}the source's values rounded to {str(dtype).removeprefix('torch.')}"
-    for other in range(size if cut else 0):
+            yield f"the source's values rounded to {str(dtype).removeprefix('torch.')}"
+            return
+    rank, size = ranks_of(rule, at)
+    for other in range(size if expected.shape != whole.shape else 0):
         if _equal(expected_slice(rule, whole, held, replace(at, tp_rank=other, etp_rank=other))[0], held):
-            return f"{where}the slice of tensor parallel rank {other}"
-    parts = list(_parts(rule, whole, expected, held, at))
-    return where + ", ".join(parts) if parts or cut else ""
+            yield f"the slice of tensor parallel rank {other}"
+            return
+    wrong = unequal(expected, held).reshape(len(held), -1).any(dim=1) if held.dim() else None
+    if wrong is not None and not wrong.all():
+        first = rank * len(held) if rule.mapping.vocab else 0
+        rows = rows_named((wrong.nonzero().flatten() + first).tolist())
+        yield f"{'as before the load' if poisoned(held[wrong]).all() else 'other values'} in {rows}"
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and not unequal(one, other).any()
-
-
-def _parts(rule: Rule, whole: Tensor, expected: Tensor, held: Tensor, at: Position) -> Iterator[str]:
-    """Each run of wrong rows with what stands there; nothing where every row is wrong and nothing can be told."""
-    wrong = unequal(expected, held).reshape(len(held), -1).any(dim=1) if held.dim() else torch.ones(1, dtype=torch.bool)
-    sections = _sections(rule, whole, held, at)
-    for section in sections:
-        bad = wrong[section.rows]
-        if not bad.any():
-            continue
-        named = rows_named(section.numbers[bad].tolist()) + (f" ({section.name})" if section.name else "")
-        others = (one.name for one in sections if one is not section and _equal(expected[one.rows], held[section.rows]))
-        if poisoned(held[section.rows[bad]]).all():
-            yield f"as before the load in {named}"
-        elif bad.all() and (other := next(others, None)):
-            yield f"the values of {other} in {named}"
-        elif not wrong.all():
-            yield f"other values in {named}"
-
-
-def _sections(rule: Rule, whole: Tensor, held: Tensor, at: Position) -> list[Section]:
-    """The rows of a rank's parameter by the HF tensor that they are of; all as one where that is one."""
-    numbers = _numbers(rule, whole, held, at)
-    if numbers is None:
-        everything = torch.arange(len(held)) if held.dim() else torch.arange(1)
-        return [Section("", everything, everything)]
-    found = [(name, part, torch.isin(numbers, part).nonzero().flatten()) for name, part in _split(rule, len(whole))]
-    return [Section(name, rows, numbers[rows]) for name, _, rows in found if len(rows)]
-
-
-def _numbers(rule: Rule, whole: Tensor, held: Tensor, at: Position) -> Tensor | None:
-    """For each row of a rank's parameter its number in the whole tensor; None where the rows are not cut by rank."""
-    if not held.dim():
-        return None
-    if rule.mapping.vocab:
-        first = ranks_of(rule, at)[0] * len(held)
-        return torch.arange(first, first + len(held))
-    if held.dim() > 1 and held.shape[1:] != whole.shape[1:]:
-        return torch.arange(len(held))
-    places = torch.arange(len(whole)).reshape(-1, *[1] * (whole.dim() - 1))
-    return expected_slice(rule, places, places, at)[0].flatten()
-
-
-def _split(rule: Rule, rows: int) -> Sequence[tuple[str, Tensor]]:
-    """The module's name (`gate_proj`) and the numbers of the rows of each HF tensor that a rule becomes."""
-    everything = torch.arange(rows).reshape(-1, 1)
-    if isinstance(rule.mapping.op, GateUpInOne):
-        names, parts = ["gate", "up"], [*everything.chunk(2)]
-    elif len(rule.hf) == 1:
-        names, parts = [""], [everything]
-    else:
-        names = [name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2] for name in rule.hf]
-        parts = [*rule.mapping.op.split(everything)]
-    return [(name, part.flatten()) for name, part in zip(names, parts, strict=True)]
 
 
 @dataclass

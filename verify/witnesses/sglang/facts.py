@@ -41,7 +41,6 @@ SGLANG = EngineFacts(
     server="python -m sglang.launch_server",
     on_cpu="INT4 and FP8 are not repacked without one",
     attention_whole=True,
-    unfused_option="--disable-shared-experts-fusion",
     hidden=("SGLANG_USE_CPU_ENGINE",),
     live="verify.witnesses.sglang.live.server",
     # Scales of a key-value cache in FP8, which only few checkpoints have, and a number of Gemma 4's vision tower, which

@@ -87,7 +87,9 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
 
     def expect(module: nn.Module) -> Expected:
         own = own_parameters(module)
-        before = {name: _inputs_first(tensor).clone() for name, tensor in packed_parameters(module).items()}
+        # [inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so.
+        packed = packed_parameters(module).items()
+        before = {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in packed}
         before |= {name: own[name].clone() for name in _BIASES if bias and name in own}
 
         def compare() -> Outcome:
@@ -101,11 +103,6 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
     return expect
 
 
-def _inputs_first(tensor: Tensor) -> Tensor:
-    """[inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so."""
-    return tensor.t() if tensor.dim() == 2 else tensor
-
-
 def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[Tensor]:
     """What a parameter may hold: its loaded value, padded to the size of what is there."""
     is_bias, is_packed = name in _BIASES, name.endswith(WEIGHT_PACKED)
@@ -113,16 +110,12 @@ def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[
     there = found.unsqueeze(-2) if is_bias and found is not None else found
     tile = _TILE_COLUMNS // _WORD if name.endswith(WEIGHT_ZERO_POINT) else _TILE_COLUMNS
     rows, columns = _sizes(matrices, there, (2, 0.5) if is_packed else (1, 1), (2 if is_packed else 1, tile))
-    whole = padded(matrices, rows, columns, _halves(name))
+    whole = padded(matrices, rows, columns, 2 if name.startswith(_GATE_AND_UP) else 1)
     if is_bias:
         return [marlin_bias(whole.squeeze(-2))]
     each = [_orders(name, matrix, awq) for matrix in (whole if whole.dim() == 3 else whole.unsqueeze(0))]
     together = [torch.stack(several) for several in zip(*each, strict=True)]
     return together if whole.dim() == 3 else [one[0] for one in together]
-
-
-def _halves(name: str) -> int:
-    return 2 if name.startswith(_GATE_AND_UP) else 1
 
 
 def _sizes(
