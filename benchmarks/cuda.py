@@ -36,7 +36,7 @@ from torch import Tensor
 from quant.formats.grids import quantize
 from quant.formats.packing import pack
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.kernels.floats import quantize_fp8, quantize_fp8_in_torch
+from quant.kernels.floats import quantize_fp8
 from quant.online.form import Fp8Form
 from quant.online.quantizer import OnlineQuantizer
 
@@ -155,7 +155,7 @@ def _fp8_rows(what: str, named: Named, scheme: str, speed: float) -> list[dict[s
 
     def torch_alone() -> None:
         for name, weight in sample:
-            quantize_fp8_in_torch(weight, form.block, form.rounding, name)
+            quantize_fp8(weight, form.block, form.rounding, name, kernel=False)
 
     ways: dict[str, Callable[[], float]] = {
         "a call": partial(_clock, call),

@@ -10,82 +10,55 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError as CkptkitError
 
 if TYPE_CHECKING:
-    from ckptkit.app.api import convert, make_manifest, quantize
-    from ckptkit.app.conversion import ConversionResult
-    from ckptkit.app.forecast import Forecast
-    from ckptkit.app.inspection import inspect
-    from quant.formats.scheme import QuantScheme
-    from quant.lint.lint import LintReport, lint
-    from quant.schemes.floats import FloatScheme
-    from quant.schemes.w4a16 import int4_scheme
-    from verify.diff.diff import diff
-    from verify.diff.result import Diff
-    from verify.launch.preflight import preflight
-    from verify.opened import LazyTensor, LazyTensors, OpenedCheckpoint, open  # noqa: A004 - as `gzip.open`
-    from verify.report import CheckResult, Finding, Report
-    from verify.run import verify
-    from verify.triage.triage import Triage, triage
+    from ckptkit.app.api import convert as convert
+    from ckptkit.app.api import make_manifest as make_manifest
+    from ckptkit.app.api import quantize as quantize
+    from ckptkit.app.conversion import ConversionResult as ConversionResult
+    from ckptkit.app.forecast import Forecast as Forecast
+    from ckptkit.app.inspection import inspect as inspect
+    from quant.formats.scheme import QuantScheme as QuantScheme
+    from quant.lint.lint import LintReport as LintReport
+    from quant.lint.lint import lint as lint
+    from quant.schemes.floats import FloatScheme as FloatScheme
+    from quant.schemes.w4a16 import int4_scheme as int4_scheme
+    from verify.diff.diff import diff as diff
+    from verify.diff.result import Diff as Diff
+    from verify.launch.preflight import preflight as preflight
+    from verify.opened import LazyTensor as LazyTensor
+    from verify.opened import LazyTensors as LazyTensors
+    from verify.opened import OpenedCheckpoint as OpenedCheckpoint
+    from verify.opened import open as open  # noqa: A004 - as `gzip.open`
+    from verify.report import CheckResult as CheckResult
+    from verify.report import Finding as Finding
+    from verify.report import Report as Report
+    from verify.run import verify as verify
+    from verify.triage.triage import Triage as Triage
+    from verify.triage.triage import triage as triage
 
     __version__: str
 
-__all__ = [
-    "CheckResult",
-    "CkptkitError",
-    "ConversionResult",
-    "Diff",
-    "Finding",
-    "FloatScheme",
-    "Forecast",
-    "LazyTensor",
-    "LazyTensors",
-    "LintReport",
-    "OpenedCheckpoint",
-    "QuantScheme",
-    "Report",
-    "Triage",
-    "__version__",
-    "convert",
-    "diff",
-    "inspect",
-    "int4_scheme",
-    "lint",
-    "make_manifest",
-    "open",
-    "preflight",
-    "quantize",
-    "triage",
-    "verify",
-]
-
-_HOME = {
-    "CheckResult": "verify.report",
-    "ConversionResult": "ckptkit.app.conversion",
-    "Diff": "verify.diff.result",
-    "Finding": "verify.report",
-    "Forecast": "ckptkit.app.forecast",
-    "LazyTensor": "verify.opened",
-    "LazyTensors": "verify.opened",
-    "LintReport": "quant.lint.lint",
-    "OpenedCheckpoint": "verify.opened",
-    "FloatScheme": "quant.schemes.floats",
-    "QuantScheme": "quant.formats.scheme",
-    "Report": "verify.report",
-    "Triage": "verify.triage.triage",
-    "convert": "ckptkit.app.api",
-    "diff": "verify.diff.diff",
-    "inspect": "ckptkit.app.inspection",
-    "int4_scheme": "quant.schemes.w4a16",
-    "lint": "quant.lint.lint",
-    "make_manifest": "ckptkit.app.api",
-    "open": "verify.opened",
-    "preflight": "verify.launch.preflight",
-    "quantize": "ckptkit.app.api",
-    "triage": "verify.triage.triage",
-    "verify": "verify.run",
+_NAMES = {
+    "ckptkit.app.api": ("convert", "make_manifest", "quantize"),
+    "ckptkit.app.conversion": ("ConversionResult",),
+    "ckptkit.app.forecast": ("Forecast",),
+    "ckptkit.app.inspection": ("inspect",),
+    "quant.formats.scheme": ("QuantScheme",),
+    "quant.lint.lint": ("LintReport", "lint"),
+    "quant.schemes.floats": ("FloatScheme",),
+    "quant.schemes.w4a16": ("int4_scheme",),
+    "verify.diff.diff": ("diff",),
+    "verify.diff.result": ("Diff",),
+    "verify.launch.preflight": ("preflight",),
+    "verify.opened": ("LazyTensor", "LazyTensors", "OpenedCheckpoint", "open"),
+    "verify.report": ("CheckResult", "Finding", "Report"),
+    "verify.run": ("verify",),
+    "verify.triage.triage": ("Triage", "triage"),
 }
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(["CkptkitError", "__version__", *_HOME])
 
 
 def __getattr__(name: str) -> Any:

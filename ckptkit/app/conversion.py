@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,9 @@ def run(options: RunOptions) -> ConversionResult:
         location = locate(sources[options.src])
         for source in sources.values():
             require_own_files(source.path)
-        is_whole = _was_finished(options, sources)
+        is_whole = False
+        if options.resume and not options.dry_run and isinstance(options.dst, Path):
+            is_whole = finish_published(options.dst, options.identity(sources), _fault_of)
         if not is_whole:
             _check_destination(options, sources, location)
         if (adapters := adapters_at(options, location, sources)) is not None:
@@ -93,28 +95,18 @@ def run(options: RunOptions) -> ConversionResult:
         with phase("planning"):
             plan = make_plan(options, sources)
         errors = {} if options.dry_run or is_whole else execute(options, plan, sources)
+        # No loader reads these links of the source that lead nowhere.
+        links = dangling_in(plan.side_files.path, plan.around_side_files)
+        lost = [f"{in_words(links)}, in {plan.side_files.path}: not copied"] if links else []
         return replace(
             _written(str(plan.side_files), options, plan.kind, plan.view),
             layout=plan.layout if plan.is_hf else {},
             dequantized=plan.dequantized,
             forecast=forecast(options, plan) if options.dry_run else None,
-            notes=(*plan.notes, *_lost_links(plan)),
+            notes=(*plan.notes, *lost),
             packed=summary(plan, errors),
             was_whole=is_whole,
         )
-
-
-def _lost_links(plan: ConversionPlan) -> list[str]:
-    """A note of the links next to the source's weights that lead nowhere and that no loader reads."""
-    links = dangling_in(plan.side_files.path, plan.around_side_files)
-    return [f"{in_words(links)}, in {plan.side_files.path}: not copied"] if links else []
-
-
-def _was_finished(options: RunOptions, sources: Sources) -> bool:
-    """Whether the run to be resumed wrote all of its destination. Raises CkptkitError as `finish_published`."""
-    if not options.resume or options.dry_run or not isinstance(options.dst, Path):
-        return False
-    return finish_published(options.dst, options.identity(sources), _fault_of)
 
 
 def _fault_of(written: Path) -> str | None:
@@ -240,10 +232,21 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
     read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
     files = side_files(plan.side_files.path, plan.around_side_files)
     identity = options.identity(sources)
-    with _destination(options, identity) as (partial, journal), unchanged(read):
+    destination = (
+        new_upload(options.dst, overwrite=options.overwrite, sources=options.sources)
+        if isinstance(options.dst, str)
+        else new_directory(options.dst, identity, overwrite=options.overwrite, resume=options.resume)
+    )
+    with destination as (partial, journal), unchanged(read):
         journal.list_files([*plan.files(), *(f"{plan.side_folder}/{file}".lstrip("/") for file in files)])
         lineage = lineage_of(plan.source)  # before the work, which would be lost where it cannot be read
-        _write_side_files(plan, files, partial)
+        target = partial / plan.side_folder
+        target.mkdir(exist_ok=True)
+        copy_files(plan.side_files.path, files, target)
+        write_config(target, plan.config, plan.view.specs)
+        for output in plan.outputs[1:]:
+            (partial / FOLDER).mkdir(exist_ok=True)
+            (partial / FOLDER / "config.json").write_text(json.dumps(dict(output.view.config), indent=2) + "\n")
         if options.ray is None:
             # An error in `prepare` comes again in `finish`.
             with ThreadPoolExecutor(1) as meanwhile:
@@ -258,22 +261,6 @@ def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict
         for source in sources.values():
             check_unchanged(source)
         return {name: SquaredError(*sums) for file in plan.files() for name, sums in journal.measured(file).items()}
-
-
-def _destination(options: RunOptions, identity: Mapping[str, Any]) -> AbstractContextManager[tuple[Path, Journal]]:
-    if isinstance(options.dst, str):
-        return new_upload(options.dst, overwrite=options.overwrite, sources=options.sources)
-    return new_directory(options.dst, identity, overwrite=options.overwrite, resume=options.resume)
-
-
-def _write_side_files(plan: ConversionPlan, files: Sequence[Path], partial: Path) -> None:
-    target = partial / plan.side_folder
-    target.mkdir(exist_ok=True)
-    copy_files(plan.side_files.path, files, target)
-    write_config(target, plan.config, plan.view.specs)
-    for output in plan.outputs[1:]:
-        (partial / FOLDER).mkdir(exist_ok=True)
-        (partial / FOLDER / "config.json").write_text(json.dumps(dict(output.view.config), indent=2) + "\n")
 
 
 def _write_manifest(

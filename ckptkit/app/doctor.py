@@ -127,16 +127,12 @@ def _package(name: str) -> Package:
         found = version(name)
     except PackageNotFoundError:
         return Package(name, None)
-    return Package(name, found, broken=not _is_there(_MODULE.get(name, name)))
-
-
-def _is_there(module: str) -> bool:
-    """Whether a module, or one in a package, can be found; the package is not imported."""
+    module = _MODULE.get(name, name)
     parent, _, child = module.partition(".")
     spec = find_spec(parent)
-    if spec is None or not child:
-        return spec is not None
-    return PathFinder.find_spec(module, spec.submodule_search_locations) is not None
+    if spec is not None and child:  # of a package, which is not imported
+        spec = PathFinder.find_spec(module, spec.submodule_search_locations)
+    return Package(name, found, broken=spec is None)
 
 
 def _usable(package: Package) -> bool:

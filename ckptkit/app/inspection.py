@@ -112,7 +112,11 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         facts["quantization"] = _quantization(checkpoint)
     elif isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         facts["iteration"] = location.path.name
-        facts["model"] = _model_class(checkpoint)
+        facts["model"] = "GPTModel"
+        if is_hybrid(specs):  # with the stored layer pattern
+            pattern = stored_pattern(stored_args(checkpoint.path, checkpoint.args)) or "not stored"
+            shown = pattern if len(pattern) <= _LONGEST_PATTERN else shortened(pattern)
+            facts["model"] = f"HybridModel, layer pattern {shown}"
         if isinstance(checkpoint, LegacyCheckpoint):
             facts["ranks"] = f"{len(checkpoint.files.ranks)} files of {checkpoint.files.sizes}"
         if isinstance(checkpoint, TorchDistCheckpoint):
@@ -177,14 +181,6 @@ def _delta_facts(path: Path) -> dict[str, Any]:
         "encoding": ", ".join(sorted({str(one.metadata.get("delta_encoding")) for one in chain.deltas})),
         "versions": [f"{number}: {count} tensors changed" for number, count in changed.items()],
     }
-
-
-def _model_class(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> str:
-    """The class of Megatron whose names the tensors have, and of a HybridModel the stored layer pattern."""
-    if not is_hybrid(checkpoint.specs):
-        return "GPTModel"
-    pattern = stored_pattern(stored_args(checkpoint.path, checkpoint.args)) or "not stored"
-    return f"HybridModel, layer pattern {pattern if len(pattern) <= _LONGEST_PATTERN else shortened(pattern)}"
 
 
 def _quantization(checkpoint: HfCheckpoint) -> str | None:

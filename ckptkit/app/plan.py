@@ -103,8 +103,12 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
 def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
-    if location.is_deltas:
-        return _of_deltas(location, options, here)
+    if location.is_deltas:  # the newest version that they lead to, in the files of their base
+        chain, given = chain_at(location.path), here[options.hf] if options.hf else None
+        view, base = open_deltas(location.path, given), base_of(chain, given)
+        layout = _cut(view, options) if options.max_shard_size else base.layout
+        newest = replace(location, path=chain.versions[chain.target].path)
+        return _hf_plan(view, layout, base.directory, newest, options, here)
     if options.verb == "quantize" or (options.merge and location.is_hf):
         return _hf_to_hf(location, options, here)
     if location.is_hf:
@@ -126,15 +130,6 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     return replace(other, side_files=plan.side_files, layout=plan.layout, notes=plan.notes)
 
 
-def _of_deltas(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
-    """The newest version that deltas lead to, in the files of their base."""
-    chain, given = chain_at(location.path), here[options.hf] if options.hf else None
-    view, base = open_deltas(location.path, given), base_of(chain, given)
-    layout = _cut(view, options) if options.max_shard_size else base.layout
-    newest = replace(location, path=chain.versions[chain.target].path)
-    return _hf_plan(view, layout, base.directory, newest, options, here)
-
-
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
     """What Megatron's files hold of an HF checkpoint."""
     check_unwitnessed(source.config, options.unwitnessed)
@@ -142,7 +137,13 @@ def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) ->
     if dialect != HYBRID:
         refuse_hybrid_only(dims_of(source.config))
     view = to_megatron(source, str(location.directory), options.cast_to, dialect)
-    args = megatron_args(dims_of(view.config), dialect) | _dtype_args(view)
+    dtype = main_dtype(view.specs)
+    args = megatron_args(dims_of(view.config), dialect) | {
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
     # In the order in which it is written, which is also the order in which the way back will read it.
     specs = {name: view.specs[name] for names in view.groups for name in names}
     cuts = rank_cuts(view.config, dialect, specs)
@@ -153,12 +154,6 @@ def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) ->
     if (untouched := passthrough_of(source, str(location.directory))) is not None:
         outputs.append(Output(untouched, SafetensorsFiles(untouched.specs, _cut(untouched, options), FOLDER)))
     return ConversionPlan("megatron", location, tuple(outputs), location.directory, {}, source.config)
-
-
-def _dtype_args(view: Checkpoint) -> dict[str, Any]:
-    dtype = main_dtype(view.specs)
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
-    return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", **sizes}
 
 
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+import click
+
+from ckptkit.app.option import Needs, option
+from ckptkit.core.allocator import IN_FLIGHT
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
@@ -16,8 +22,7 @@ from ckptkit.core.printable import printable, without_credentials
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
-from ckptkit.transfer.copy import IN_FLIGHT
-from converters.planner import DIALECTS
+from converters.config.bounds import MAX_RANKS
 from quant.schemes.registry import DEFAULT, UNQUANTIZED
 from quant.selection.readers import ALL_READERS
 
@@ -25,16 +30,65 @@ if TYPE_CHECKING:
     from quant.schemes.registry import Scheme
 
 DTYPES = ("auto", *COMPUTED)
+DIALECTS = ("mcore", "slime", "hybrid")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 Sources = Mapping[str, Directory]  # where each source is read, by its path or URL
+
+
+class PathOrUrl(click.Path):
+    """A Path, or a URL as str: a Path would make one slash of its two."""
+
+    def convert(
+        self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
+        found = place(os.fspath(value))
+        return found if isinstance(found, str) else super().convert(found, parameter, context)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `5GB`, `512MiB` or a plain number. Raises CkptkitError."""
+    found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
+    if not found or not int(found[1]):
+        raise UsageError(f"{text!r} is not a size", "write 512MB, 2GB or a number of bytes")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
+    """Bytes of `512MB` or `2GiB`. Raises click.BadParameter."""
+    try:
+        return None if text is None else parse_size(text)
+    except UsageError as error:
+        raise click.BadParameter(f"{error.message}: {error.hint}") from error
+
+
+PATH, PATH_OR_URL = click.Path(path_type=Path), PathOrUrl(path_type=Path)
+PARALLEL = click.IntRange(1, MAX_RANKS)  # a parallel size
+_NOT_QUANTIZED = (
+    "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
+    "`ckptkit quantize` quantizes an HF checkpoint"
+)
+QUANTIZED = Needs(("quantization",), _NOT_QUANTIZED)
+
+
+def _given(*words: str, is_recorded: bool = True, otherwise: Any = None, **row: Any) -> Any:
+    """A field of RunOptions, and its option of the command line, as for `click.option`.
+
+    `is_recorded`: what is written depends on it, so manifests have it, and a run that is resumed must have the same.
+    `otherwise`: the field's default, where it is another than the option's.
+    """
+    default = otherwise if otherwise is not None else row.get("default", False if row.get("is_flag") else None)
+    return field(default=default, metadata={"words": words, "option": option(*words, **row), "recorded": is_recorded})
+
+
+_quantizing = partial(_given, needs=QUANTIZED)
+_resource = partial(_given, is_recorded=False)
 
 
 @dataclass(frozen=True)
 class RunOptions:
     """What to write, from what, where, and with which resources. `run_options` makes one of what a user gave.
 
-    Fields mean what the options of their names do, as `ckptkit convert --help` and `ckptkit quantize --help` say; those
-    after `max_shard_size` never change a byte. What the help does not say:
+    Each option is one row, of which the command line is made too. What the help does not say:
 
     src, hf, like: absolute paths or URLs. hf: None: what was stored on the way there.
     dialect: None means "mcore". That of a source follows from its names. A Megatron source is converted to another
@@ -49,24 +103,94 @@ class RunOptions:
     verb: Literal["convert", "quantize"]
     src: str
     dst: str | Path
-    hf: str | None = None
-    merge: str | None = None
-    dtype: str = "auto"
-    dialect: str | None = None
-    unwitnessed: bool = False
+    hf: str | None = _given(
+        "--hf", type=PATH_OR_URL, help="HF directory that gives config, tokenizer and shard layout on the way back."
+    )
+    merge: str | None = _given(
+        "--merge", type=PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF."
+    )
+    dtype: str = _given("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
+    dialect: str | None = _given(
+        "--dialect",
+        type=click.Choice(DIALECTS),
+        help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
+    )
+    unwitnessed: bool = _given(
+        "--unwitnessed",
+        is_flag=True,
+        help="Convert a kind of model that no released Megatron has loaded, by names read in another stack's source.",
+    )
     scheme: Scheme | None = None
-    like: str | None = None
-    preset: Literal["rl"] | None = None
-    readers: tuple[str, ...] = ALL_READERS
-    tp: int | None = None
-    device: str = "cpu"
-    max_shard_size: int | None = None
-    workers: int | None = None
-    memory: int = IN_FLIGHT
-    ray: str | None = None
-    overwrite: bool = False
-    resume: bool = False
-    dry_run: bool = False
+    like: str | None = _quantizing(
+        "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."
+    )
+    preset: Literal["rl"] | None = _quantizing(
+        "--preset",
+        type=click.Choice(["rl"]),
+        help="rl: what updates of an engine bring. w4a16: routed experts alone, symmetric and on the qmax7 grid, as "
+        "slime's training rounds them; SGLang takes no other INT4 layers again, vLLM takes all. fp8-block, mxfp8: the "
+        "rounding of trainers' updates.",
+    )
+    tp: int | None = _given(
+        "--tp",
+        type=PARALLEL,
+        needs=Needs(("quantization",), "leave it out: converting needs no parallel sizes, and the output loads at any"),
+        help="Tensor parallel size that SGLang's INT4 kernels must be able to load.",
+    )
+    readers: tuple[str, ...] = _quantizing(
+        *("--reader", "readers"),
+        otherwise=ALL_READERS,
+        multiple=True,
+        type=click.Choice(ALL_READERS),
+        help="Who must agree on what is packed. Repeatable. [default: all]",
+    )
+    device: str = _quantizing(
+        "--device",
+        is_recorded=False,
+        default="cpu",
+        show_default=True,
+        type=click.Choice(["cpu", "cuda"]),
+        help="What computes; the bytes are the same.",
+    )
+    max_shard_size: int | None = _given(
+        "--max-shard-size",
+        callback=_size,
+        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release; of Megatron's files "
+        "an eighth of the weights, 500MB to 5GB]",
+    )
+    workers: int | None = _resource(
+        "--workers",
+        type=click.IntRange(1),
+        help="Threads that read, compute and write. "
+        "[default: three more than there are cores, one for each 48 MiB of --memory at most]",
+    )
+    memory: int = _resource(
+        "--memory",
+        otherwise=IN_FLIGHT,
+        callback=_size,
+        default="512MB",
+        show_default=True,
+        help="Most bytes of tensors in flight: 512MB, 2GB.",
+    )
+    ray: str | None = _resource(
+        "--ray",
+        is_flag=False,
+        flag_value="auto",
+        metavar="[ADDRESS]",
+        help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
+    )
+    overwrite: bool = _resource(
+        "--overwrite",
+        is_flag=True,
+        help="Replace what is at DST, once the new one is whole; at a URL, once its first file is.",
+    )
+    resume: bool = _resource("--resume", is_flag=True, help="Go on with what a run that was cut off has finished.")
+    dry_run: bool = _resource(
+        "--dry-run",
+        is_flag=True,
+        help="Check everything; print the plan and what it will take. "
+        "Writes only a file to measure the disk with, which is removed at once.",
+    )
 
     def __post_init__(self) -> None:
         if self.overwrite and self.resume:
@@ -89,15 +213,14 @@ class RunOptions:
             raise UsageError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
         if self.scheme is None:
             names = ("like", "preset", "tp", "readers", "device")
-            _refuse_quantizing([f"--{name.removesuffix('s')}" for name in names if self._is_given(name)])
+            _refuse_quantizing([_word(name) for name in names if self._is_given(name)])
         elif self.preset:
             if self.like:
                 raise UsageError("--like and --preset both say what is packed", "give one of them")
             self.scheme.check_preset()
 
     def _is_given(self, name: str) -> bool:
-        (default,) = (one.default for one in fields(self) if one.name == name)
-        return bool(getattr(self, name) != default)
+        return bool(getattr(self, name) != _FIELDS[name].default)
 
     @property
     def sources(self) -> list[str]:
@@ -116,12 +239,11 @@ class RunOptions:
     def command(self) -> list[str]:
         """The command line of these options, less credentials and what changes no byte: for manifest and --resume."""
         words = ["ckptkit", self.verb, self.src]
-        for name in ("hf", "merge", "dtype", "dialect", "like", "preset", "tp", "max_shard_size"):
-            if self._is_given(name):
-                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
-        words += ["--unwitnessed"] if self.unwitnessed else []
-        if self._is_given("readers"):
-            words += [word for reader in self.readers for word in ("--reader", reader)]
+        recorded = [name for name, one in _FIELDS.items() if one.metadata.get("recorded") and self._is_given(name)]
+        given = {_word(name): getattr(self, name) for name in recorded}
+        words += [part for word, one in given.items() if type(one) in (str, int) for part in (word, str(one))]
+        words += [word for word, one in given.items() if one is True]
+        words += [part for word, one in given.items() if type(one) is tuple for each in one for part in (word, each)]
         if self.scheme is not None:
             spelled = "--quantize" if self.verb == "convert" else "--scheme"
             words += [spelled, self.scheme.name] if self.verb == "convert" or self.scheme.name != DEFAULT else []
@@ -137,13 +259,24 @@ class RunOptions:
         return {"version": program_version(), "command": shlex.join(self.command()), "source": read}
 
 
+_FIELDS = {one.name: one for one in fields(RunOptions)}
+
+
+def _word(name: str) -> str:
+    """A field as a command line has it."""
+    return str(_FIELDS[name].metadata["words"][0])
+
+
+def row(name: str) -> Callable[[Any], Any]:
+    """The option of a field, as a decorator of a verb."""
+    made: Callable[[Any], Any] = _FIELDS[name].metadata["option"]
+    return made
+
+
 def _refuse_quantizing(given: Sequence[str]) -> None:
     """Raises UsageError where a run that does not quantize was `given` options for it."""
     if given:
-        hint = (
-            "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
-            "`ckptkit quantize` quantizes an HF checkpoint"
-        )
+        hint = _NOT_QUANTIZED
         if "--tp" in given:
             hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
         message = f"{', '.join(given)} is about quantized weights, and has no effect where none are written"
@@ -189,11 +322,3 @@ def run_options(
     options["readers"] = tuple(options.get("readers") or ALL_READERS)
     options |= {name: absolute(options[name]) for name in ("hf", "like", "merge") if options.get(name)}
     return RunOptions(verb, absolute(src), place(dst), scheme=scheme, **options)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `512MiB` or a plain number. Raises CkptkitError."""
-    found = re.fullmatch(r"(\d+) ?([KMG]I?B|)", text.upper())
-    if not found or not int(found[1]):
-        raise UsageError(f"{text!r} is not a size", "write 512MB, 2GB or a number of bytes")
-    return int(found[1]) * _UNITS[found[2]]

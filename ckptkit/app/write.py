@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -27,25 +27,20 @@ from ckptkit.transfer.ray import check_gpus, connected, cpus, outcomes, pieces_o
 def write_files(
     plan: ConversionPlan, partial: Path, journal: Journal, wanted: Collection[str], workers: int | None, memory: int
 ) -> None:
-    """Writes those of these files that are not finished yet, and records each."""
+    """Writes those of these files that are not finished yet, and records each with the errors of its matrices."""
+    errors = plan.packing.errors if plan.packing else {}
+
+    def record(file: str, digests: Digests) -> None:
+        journal.record(file, digests, {name: errors[name] for name in digests if name in errors})
+
     left = [[one for one in output.files.names if one in wanted] for output in plan.outputs]
     if journal.count():
         left = _unfinished(plan, journal, left)
     for output, files in zip(plan.outputs, left, strict=True):
         if files:
             names = {name for file in files for name in output.files.names[file]}
-            writer = FilesWriter(partial, output.files, files, _recorder(plan, journal), journal.check_goes_on)
+            writer = FilesWriter(partial, output.files, files, record, journal.check_goes_on)
             copy(output.view, writer, "writing", workers, only=names, memory=memory)
-
-
-def _recorder(plan: ConversionPlan, journal: Journal) -> Callable[[str, Digests], None]:
-    """Records a file that is whole, with the errors of the matrices in it."""
-    errors = plan.packing.errors if plan.packing else {}
-
-    def record(file: str, digests: Digests) -> None:
-        journal.record(file, digests, {name: errors[name] for name in digests if name in errors})
-
-    return record
 
 
 def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of <malloc.h>
 _LARGE = 1 << 20  # bytes from which on freed memory goes back to the system at once
+IN_FLIGHT = 512 << 20  # bytes of tensors that a run reads, computes or writes at one time, unless it is told
 _KEPT = 4 << 20  # bytes that are kept at the end of a thread's memory
 
 

@@ -58,7 +58,8 @@ def isolated(variables: Mapping[str, str], *packages: Path) -> dict[str, str]:
     3.11 does not know PYTHONSAFEPATH: what it imports from is the directory that it is started in, an empty one.
     """
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
-    path = [*map(str, packages), *(part for part in given if os.path.isabs(part) and not _is_here(part))]
+    here = {part for part in given if os.path.exists(part) and os.path.samefile(part, os.curdir)}
+    path = [*map(str, packages), *(part for part in given if os.path.isabs(part) and part not in here)]
     return {**variables, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)}
 
 
@@ -75,10 +76,6 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended meanwhile
         os._exit(1)
-
-
-def _is_here(path: str) -> bool:
-    return os.path.exists(path) and os.path.samefile(path, os.curdir)
 
 
 def refuse_numba_settings() -> None:

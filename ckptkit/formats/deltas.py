@@ -17,9 +17,9 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from blake3 import blake3
@@ -47,38 +47,18 @@ _PIECE = 4 << 20  # bytes, or positions, that are decoded at a time
 _WRONG = "the file was changed or cut, or the writer had a tensor of another dtype or shape"
 
 
-class _Hasher(Protocol):
-    def update(self, data: bytes | memoryview, /) -> object: ...
-    def hexdigest(self) -> str: ...
-
-
-class _Adler32:
-    """Adler-32 as the hashes of other libraries are used."""
-
-    def __init__(self) -> None:
-        self._value = 1
-
-    def update(self, data: bytes | memoryview, /) -> None:
-        self._value = zlib.adler32(data, self._value)
-
-    def hexdigest(self) -> str:
-        return f"{self._value:08x}"
-
-
-def _xxh3() -> _Hasher:
+def _xxh3(content: memoryview) -> str:
     import xxhash
 
-    return xxhash.xxh3_128()
+    return xxhash.xxh3_128_hexdigest(content)
 
 
-CHECKSUMS: dict[str, Callable[[], _Hasher]] = {"xxh3-128": _xxh3, "blake3": blake3, "adler32": _Adler32}
-
-
-def checksum(algorithm: str, content: Bytes) -> str:
-    """The checksum of a tensor's bytes, in hex, by one of CHECKSUMS."""
-    hasher = CHECKSUMS[algorithm]()
-    hasher.update(content.data)
-    return hasher.hexdigest()
+# In hexadecimal, of the bytes of a tensor.
+CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
+    "xxh3-128": _xxh3,
+    "blake3": lambda content: blake3(content).hexdigest(),
+    "adler32": lambda content: f"{zlib.adler32(content):08x}",
+}
 
 
 def apply(encoding: str, payload: Bytes, state: Bytes) -> int:
@@ -115,7 +95,9 @@ def _overwrite(payload: Bytes, state: Bytes) -> int:
     count = int.from_bytes(head.tobytes(), "little") if len(head) == 4 else 0
     if not 0 < count <= len(state):
         raise DamagedError(f"its payload is for {count} changed bytes, and the tensor has {len(state)}", _WRONG)
-    _skip(values, 4 + 4 * count)
+    left = 4 + 4 * count
+    while left and (skipped := len(_next(values, min(left, _PIECE)))):
+        left -= skipped
     changed, last = 0, -1
     for begin in range(0, count, _PIECE):
         size = min(_PIECE, count - begin)
@@ -150,11 +132,6 @@ def _next(stream: ZstdDecompressionReader, size: int) -> Bytes:
         parts.append(part)
         missing -= len(part)
     return np.frombuffer(b"".join(parts), np.uint8)
-
-
-def _skip(stream: ZstdDecompressionReader, size: int) -> None:
-    while size and (skipped := len(_next(stream, min(size, _PIECE)))):
-        size -= skipped
 
 
 FileFault = tuple[Path, Fault]
@@ -289,8 +266,7 @@ def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterato
     """
     for one in chain.deltas:
         for shard in one.shards:
-            yield from ((shard.path, fault) for fault in shard.faults)
-            yield from ((shard.path, fault) for fault in _tensor_faults(shard, specs))
+            yield from ((shard.path, fault) for fault in (*shard.faults, *_tensor_faults(shard, specs)))
         yield from _index_faults(one)
 
 
@@ -345,7 +321,7 @@ class Patch:
             )
         except DamagedError as error:
             raise DamagedError(f"{where}: {error.message}", error.hint) from error
-        found, true = checksum(stated["checksum_format"], state), self.shard.metadata[self.name]
+        found, true = CHECKSUMS[stated["checksum_format"]](state.data), self.shard.metadata[self.name]
         if found != true:
             hint = "it was made against other bytes: name the base of this very run, or replace this version"
             raise DamagedError(f"{where}: the new bytes have the checksum {found}, and the writer's had {true}", hint)
@@ -383,11 +359,11 @@ def open_deltas(path: Path, base: str | Path | Directory | None) -> View:
 
 def _step(source: HfCheckpoint, name: str, patches: Sequence[Patch]) -> Step:
     spec = source.specs[name]
-    return Step((name,), (spec,), partial(_patched, patches), "deltas") if patches else identity(spec)
 
+    def run(tensors: Sequence[Tensor]) -> list[Tensor]:
+        tensor = tensors[0].clone()  # what was read may lie in a reader's memory
+        for patch in patches:
+            patch.apply(tensor)
+        return [tensor]
 
-def _patched(patches: Sequence[Patch], tensors: Sequence[Tensor]) -> list[Tensor]:
-    tensor = tensors[0].clone()  # what was read may lie in a reader's memory
-    for patch in patches:
-        patch.apply(tensor)
-    return [tensor]
+    return Step((name,), (spec,), run, "deltas") if patches else identity(spec)

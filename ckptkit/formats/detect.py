@@ -101,15 +101,14 @@ def _hint_for_file(path: Path) -> str:
 
 def _hint_below(root: Path) -> str | None:
     """The checkpoints of one or two folders further down, as advice; None where there is none."""
+
+    def is_checkpoint(folder: Path) -> bool:
+        marked = any((folder / mark).exists() for mark in (".metadata", _INDEX, _SINGLE))
+        return marked or ((found := _found(folder)) is not None and found[0] != "model_config.yaml")
+
     folders = islice(chain(root.glob("*/"), root.glob("*/*/")), _LOOKED_AT)
-    found = sorted(str(one) for one in folders if _is_checkpoint(one))
+    found = sorted(str(one) for one in folders if is_checkpoint(one))
     return f"a checkpoint lies further down: give {' or '.join(found[:_NAMED])}" if found else None
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return any((folder / mark).exists() for mark in (".metadata", _INDEX, _SINGLE)) or (
-        (found := _found(folder)) is not None and found[0] != "model_config.yaml"
-    )
 
 
 def _found(root: Path) -> tuple[str, str] | None:
@@ -248,7 +247,11 @@ def _located(path: str | Path) -> Location:
     given, root = Path(path), Path(path).absolute()
     refuse_url(path)
     if not root.exists():
-        raise MissingError(f"{given} does not exist", _elsewhere(given))
+        # One of two words may be a model's name on the Hub.
+        name = f"hf://{root.parent.name}/{root.name}"
+        of_hub = f"; of the Hugging Face Hub it is {name}, which inspect, convert and quantize read"
+        is_name = root.parent.parent == Path.cwd() and not root.parent.exists()
+        raise MissingError(f"{given} does not exist", f"check the path{of_hub if is_name else ''}")
     if not root.is_dir():
         raise CkptkitError(f"{given} is a file, not a checkpoint directory", _hint_for_file(given))
     if (root / TRACKER).exists() or is_nemo(root):
@@ -267,15 +270,6 @@ def _located(path: str | Path) -> Location:
     if is_hf or has_shards(root):
         return Location("hf", root, root)
     raise MissingError(f"{given} holds no checkpoint", _why_not(root))
-
-
-def _elsewhere(given: Path) -> str:
-    """What to do about a path that does not exist: one of two words may be a model's name on the Hub."""
-    root = given.absolute()
-    if root.parent.parent == Path.cwd() and not root.parent.exists():
-        name = f"hf://{root.parent.name}/{root.name}"
-        return f"check the path; of the Hugging Face Hub it is {name}, which inspect, convert and quantize read"
-    return "check the path"
 
 
 def is_loaded(relative: Path) -> bool:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from ckptkit.core.dtypes import dtype_name
-from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import bytes_of
 
 if TYPE_CHECKING:
@@ -29,11 +28,6 @@ class TensorDigest:
     def of(cls, tensor: Tensor) -> TensorDigest:
         """The digest of a contiguous tensor on the CPU."""
         return cls(dtype_name(tensor.dtype), tuple(tensor.shape), blake3(bytes_of(tensor)).hexdigest())
-
-    @classmethod
-    def known(cls, spec: TensorSpec, digest: str) -> TensorDigest:
-        """That of a tensor whose bytes have this BLAKE3."""
-        return cls(spec.dtype, spec.shape, digest)
 
     @classmethod
     def parse(cls, entry: Any) -> TensorDigest | None:

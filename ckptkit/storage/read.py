@@ -210,16 +210,6 @@ def reopened(descriptor: int, flags: int) -> int | None:
         return None
 
 
-class _Range(ctypes.Structure):
-    _fields_ = (("offset", ctypes.c_uint64), ("length", ctypes.c_uint64))
-
-
-class _CacheStat(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_uint64) for name in ("cached", "dirty", "writeback", "evicted", "recently_evicted")
-    )
-
-
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _CACHESTAT = 451  # the number of cachestat(2) on every architecture, from Linux 6.5 on
 
@@ -229,9 +219,9 @@ def _is_cached(descriptor: int, offset: int, length: int) -> bool:
 
     A read that would not wait (RWF_NOWAIT) cannot tell: where it finds nothing it has the kernel read ahead.
     """
-    found = _CacheStat()
-    failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(_Range(offset, length)), ctypes.byref(found), 0)
-    return not failed and 2 * found.cached * mmap.PAGESIZE >= length
+    wanted, found = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()  # pages cached, dirty, and others
+    failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(found), 0)
+    return not failed and 2 * found[0] * mmap.PAGESIZE >= length
 
 
 def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:

@@ -112,8 +112,13 @@ def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
         if hidden in ([], [_METADATA]):
             return
         why = "which is hidden, so not part of the checkpoint"
-    elif (snapshot := _SNAPSHOT.fullmatch(bound)) and (
-        os.path.dirname(real) == f"{snapshot[1]}/blobs" or _is_shared_blob(real, snapshot[2])
+    elif (
+        (snapshot := _SNAPSHOT.fullmatch(bound))
+        and (
+            os.path.dirname(real) == f"{snapshot[1]}/blobs"
+            # of the store that the models of a hub's cache share
+            or (real.startswith(snapshot[2]) and _SHARED_BLOB.fullmatch(real[len(snapshot[2]) :]) is not None)
+        )
     ):
         return
     else:
@@ -121,11 +126,6 @@ def _require_inside(link: str, bound: str, around: Sequence[str]) -> None:
     target = shown if os.path.isabs(shown) else f"{shown} ({real})"
     hint = "copy the file in its place (`cp -rL` copies a directory so), or remove the link"
     raise ForeignFileError(f"{link} is a link to {target}, {why}", hint)
-
-
-def _is_shared_blob(real: str, cache: str) -> bool:
-    """Whether this is a file of the store that the models of a hub's cache share."""
-    return real.startswith(cache) and _SHARED_BLOB.fullmatch(real[len(cache) :]) is not None
 
 
 Identity = tuple[int, int]

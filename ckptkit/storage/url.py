@@ -99,7 +99,13 @@ class Store:
     url: str
 
     def __post_init__(self) -> None:
-        _require_store(self.url)
+        refuse_credentials(self.url)
+        if "::" in self.url:
+            message = f"{self.url} is a chain of URLs, which is not read"
+            raise CkptkitError(message, "give the URL of the store itself")
+        if (scheme := _scheme(self.url)) not in _STORES:
+            hint = "give s3://, gs://, hf:// or az://, or download it"
+            raise CkptkitError(f"{self.url}: {scheme}:// is no store that is read here", hint)
 
     @cached_property
     def _opened(self) -> tuple[AbstractFileSystem, str]:
@@ -231,16 +237,6 @@ class Store:
             # Of the others not all take a list.
             for path in there:
                 filesystem.rm_file(path)
-
-
-def _require_store(url: str) -> None:
-    refuse_credentials(url)
-    if "::" in url:
-        raise CkptkitError(f"{url} is a chain of URLs, which is not read", "give the URL of the store itself")
-    if (scheme := _scheme(url)) not in _STORES:
-        raise CkptkitError(
-            f"{url}: {scheme}:// is no store that is read here", "give s3://, gs://, hf:// or az://, or download it"
-        )
 
 
 def _open(url: str) -> tuple[AbstractFileSystem, str]:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
+from ckptkit.core.allocator import IN_FLIGHT
 from ckptkit.core.checkpoint import Checkpoint, CheckpointWriter
 from ckptkit.core.errors import CkptkitError, FinalError
 from ckptkit.core.extents import Extent, byte_ranges_of, extents_of, is_streamable, read_with
@@ -20,7 +21,6 @@ from ckptkit.transfer.files import FilesWriter
 BATCH = 20 << 20  # bytes that are read at once: groups up to there, or a group
 STREAM = ARENA + 3 * BUFFER  # bytes of a thread's buffers: its reader, a piece put together, and two regions of a file
 SPARE = 3  # threads more than cores: while some wait for a disk the others compute
-IN_FLIGHT = 512 << 20  # bytes of groups that are read, computed or written at one time
 
 Names = Sequence[str]
 
@@ -119,7 +119,9 @@ def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory:
     batch, read, size = list[Names](), 0, 0
     for names in groups:
         stored, held = read_and_held(source, names)
-        extents = _streamed(source, names) if streams else {}
+        # Where the bytes of each tensor are, of a group that goes through a buffer.
+        places = {name: extents_of(source, name) for name in names} if streams and may_stream(source, names) else {}
+        extents = {} if None in places.values() else {name: one for name, one in places.items() if one is not None}
         if batch and (extents or read + stored > BATCH or size + held > memory):
             yield _Batch(batch, size, {})
             batch, read, size = [], 0, 0
@@ -150,14 +152,6 @@ def may_stream(source: Checkpoint, names: Names) -> bool:
     return sum(source.specs[name].nbytes for name in names) > BATCH and all(
         is_streamable(source, name) for name in names
     )
-
-
-def _streamed(source: Checkpoint, names: Names) -> dict[str, Sequence[Extent]]:
-    """Where the bytes of each tensor of a group stand that goes through a buffer; empty for a group that is held."""
-    if not may_stream(source, names):
-        return {}
-    found = {name: extents for name in names if (extents := extents_of(source, name)) is not None}
-    return found if len(found) == len(names) else {}
 
 
 def _finished(running: dict[Future[int], int]) -> list[int]:

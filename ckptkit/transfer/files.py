@@ -86,7 +86,8 @@ class FilesWriter:
 
         self._files.put(name, file, digested)
         finish()
-        self._written(name, TensorDigest.known(self._files.specs[name], digest.hexdigest()))
+        spec = self._files.specs[name]
+        self._written(name, TensorDigest(spec.dtype, spec.shape, digest.hexdigest()))
 
     def _opened(self, file: str) -> WrittenFile:
         """A file, made when its first tensor comes, under a unique name: processes that write the same do not clash."""

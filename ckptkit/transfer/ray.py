@@ -142,10 +142,7 @@ def check_gpus(ray: Any) -> None:
 
 def pieces_of(sizes: Mapping[Part, int], workers: int) -> list[list[Part]]:
     """Cuts parts, of `sizes` bytes, into tasks: neighbours share one, unless workers would get too few."""
-    return _neighbours(sizes, min(PIECE, sum(sizes.values()) // (_EACH * workers)))
-
-
-def _neighbours(sizes: Mapping[Part, int], limit: int) -> list[list[Part]]:
+    limit = min(PIECE, sum(sizes.values()) // (_EACH * workers))
     found: list[list[Part]] = []
     room = 0
     for part, size in sizes.items():

@@ -136,9 +136,18 @@ def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
             alone = all(value is None or (key, value) == ("format", FORMAT) for key, value in others.items())
         case _:
             return None
-    if usual != (FORMAT, "compressed", None) or not alone or not others.keys() <= _GROUP or not _are_strings(ignore):
+    if usual != (FORMAT, "compressed", None) or not alone or not others.keys() <= _GROUP:
         return None
-    match {key: value for key, value in weights.items() if not _says_nothing(key, value)}:
+    if not isinstance(ignore, list) or not all(isinstance(one, str) for one in ignore):
+        return None
+    observer = weights.get("observer_kwargs", {})
+    if not isinstance(observer, Mapping) or EXPERTS_ZERO_POINTS in observer:
+        return None
+    match {
+        key: value
+        for key, value in weights.items()
+        if key != "observer_kwargs" and value not in _SAYS_NOTHING.get(str(key), ())
+    }:
         case {"type": "int", "num_bits": 4, "symmetric": bool(symmetric), "strategy": "channel", **more} if not more:
             return PackedInt4(None, symmetric)
         case {
@@ -151,17 +160,6 @@ def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
         } if size in GROUP_SIZES and not more:
             return PackedInt4(size, symmetric)
     return None
-
-
-def _says_nothing(key: Any, value: Any) -> bool:
-    """Whether an entry of QuantizationArgs has no effect on how weights are stored."""
-    if key == "observer_kwargs":
-        return isinstance(value, Mapping) and EXPERTS_ZERO_POINTS not in value
-    return value in _SAYS_NOTHING.get(key, ())
-
-
-def _are_strings(values: object) -> bool:
-    return isinstance(values, list) and all(isinstance(value, str) for value in values)
 
 
 def stated_scheme(config: Mapping[str, Any]) -> QuantScheme:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -92,7 +91,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         case "mxfp8":
             return mxfp8_format(content)
         case "mxfp4":
-            return mxfp4_format()
+            return Floats((MXFP4_EXPERTS,))  # gpt-oss
         case "modelopt":
             return modelopt_format(content)
         case "quark":
@@ -222,12 +221,9 @@ def fp8_format(content: Mapping[str, Any], config: Mapping[str, Any]) -> Floats:
     if is_v4 and size == (32, 32):  # V4.1
         layouts.append(fp8((128, 128), exponents=exponents, only=".wo_a"))
     stated = {"fp4": MXFP4_BYTES, "fp8": layouts[0]}.get(str(config.get("expert_dtype")))
-    return Floats(tuple(layouts), partial(_of_expert, stated) if is_v4 and stated and not nvfp4 else None)
-
-
-def _of_expert(layout: Layout, module: str) -> Layout | None:
-    """The layout of a routed expert, which `expert_dtype` states; of other modules it says nothing."""
-    return layout if ".experts." in module else None
+    # Of other modules than routed experts `expert_dtype` says nothing.
+    by_module = is_v4 and stated and not nvfp4
+    return Floats(tuple(layouts), (lambda module: stated if ".experts." in module else None) if by_module else None)
 
 
 def mxfp8_format(content: Mapping[str, Any]) -> Floats:
@@ -240,11 +236,6 @@ def mxfp8_format(content: Mapping[str, Any]) -> Floats:
             code="unsupported",
         )
     return Floats((mxfp8(),))
-
-
-def mxfp4_format() -> Floats:
-    """Returns the format of quant_method "mxfp4": gpt-oss."""
-    return Floats((MXFP4_EXPERTS,))
 
 
 def _check_fmt(what: str, content: Mapping[str, Any]) -> None:

@@ -19,7 +19,6 @@ Both round half to even. Minima and maxima are over `group_size` neighbours alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,7 +43,7 @@ class Codes(NamedTuple):
 def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> Codes:
     """Quantizes [rows, columns] in bfloat16, float16 or float32.
 
-    Raises CkptkitError, with the tensor's `name`, as `check` and `check_finite` do.
+    Raises CkptkitError, with the tensor's `name`, as `check` does, and for a scale that is not finite.
     """
     check(weight, scheme, name)
     rows, columns = weight.shape
@@ -62,29 +61,30 @@ def quantize(weight: Tensor, scheme: QuantScheme, name: str = "the weight") -> C
         )
         if zero_point is not None and zero is not None:
             zero_point[block] = zero
-        check_finite(weight[block], scale[block], name)
+        # The weight is not finite, or the scale's dtype overflows.
+        if not bool(torch.isfinite(scale[block]).all()):
+            raise not_finite(weight[block], scale.dtype, name)
     if not columns:
         scale.fill_(torch.finfo(scale.dtype).eps)
     return Codes(codes.flatten(1), scale, zero_point)
 
 
-def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
-    """Raises CkptkitError unless the weight is a float matrix whose columns divide into groups and words."""
+def check_matrix(weight: Tensor, name: str) -> None:
+    """Raises CkptkitError, naming the tensor, for what is not a float matrix."""
     if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
         raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
+
+
+def check(weight: Tensor, scheme: QuantScheme, name: str) -> None:
+    """Raises CkptkitError unless the weight is a float matrix whose columns divide into groups and words."""
+    check_matrix(weight, name)
     if weight.shape[1] % scheme.divisor:
         what = f"groups of {scheme.group_size}" if scheme.group_size else f"words of {scheme.divisor} codes"
         raise CkptkitError(
             f"{name}: {weight.shape[1]} input features do not divide into {what}",
             "choose a smaller group or ignore the tensor",
         )
-
-
-def check_finite(weight: Tensor, scale: Tensor, name: str) -> None:
-    """Raises CkptkitError for a scale that is not finite: because the weight is not, or the scale's dtype overflows."""
-    if not bool(torch.isfinite(scale).all()):
-        raise not_finite(weight, scale.dtype, name)
 
 
 def not_finite(weight: Tensor, dtype: torch.dtype, name: str) -> CkptkitError:
@@ -112,9 +112,7 @@ def dequantize(codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -
 def _minmax(groups: Tensor, scheme: QuantScheme, stored: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
     low, high = groups.amin(-1).clamp_(max=0), groups.amax(-1).clamp_(min=0)
     if scheme.search == "mse":
-        low, high = _shrunken(
-            groups, low, high, lambda low, high: _rounded(groups, *_qparams(low, high, scheme.symmetric, stored))
-        )
+        low, high = _shrunken(groups, low, high, scheme.symmetric, stored)
     scale, zero = _qparams(low, high, scheme.symmetric, stored)
     return _codes(groups, scale, zero).to(torch.int8), scale, zero
 
@@ -138,12 +136,6 @@ def _codes(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
     return quotient.clamp_(-8, 7).round_()
 
 
-def _rounded(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
-    """Returns the weights rounded to the grid, in the scale's dtype."""
-    codes = _codes(groups, scale, zero).to(scale.dtype)
-    return (codes if zero is None else codes - zero.to(scale.dtype).unsqueeze(-1)) * scale.unsqueeze(-1)
-
-
 def _qmax7(groups: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor, None]:
     absmax = groups.abs().amax(-1).float()
     scale = absmax * torch.tensor(1 / 7, dtype=torch.float32, device=absmax.device)
@@ -151,16 +143,13 @@ def _qmax7(groups: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor, None]:
     return (groups.float() / scale.unsqueeze(-1)).round_().to(torch.int8), scale.to(stored), None
 
 
-def _shrunken(
-    groups: Tensor, low: Tensor, high: Tensor, rounded: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor]:
+def _shrunken(groups: Tensor, low: Tensor, high: Tensor, symmetric: bool, stored: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns the range (low, high) of each group that has the smallest rounding error; clipping may lower it.
 
-    `groups`: [rows, groups, size]; `low`, `high` and the result: [rows, groups]. `rounded(low, high)` rounds the groups
-    to the grid of a range. The range is multiplied by 1, 0.99, ... 0.81; the first with the smallest sum of
-    |rounded - weight| ** 2.4 wins. Source: llm-compressor's `memoryless_mse` observer with its defaults. That one sums
-    in the weight's dtype and stops after five steps that help no group. Here sums are float64, so that their order does
-    not matter, and every step is tried.
+    `groups`: [rows, groups, size]; `low`, `high` and the result: [rows, groups]. The range is multiplied by 1, 0.99,
+    ... 0.81; the first with the smallest sum of |rounded - weight| ** 2.4 wins. Source: llm-compressor's
+    `memoryless_mse` observer with its defaults. That one sums in the weight's dtype and stops after five steps that
+    help no group. Here sums are float64, so that their order does not matter, and every step is tried.
     """
     best_low, best_high = low, high
     least = torch.full(low.shape, torch.inf, dtype=torch.float64, device=low.device)
@@ -168,7 +157,10 @@ def _shrunken(
     for step in range(_STEPS):
         share = 1 - step / _GRID
         narrow_low, narrow_high = low * share, high * share
-        error = (rounded(narrow_low, narrow_high).double() - exact).abs_().pow_(_NORM).sum(-1)
+        scale, zero = _qparams(narrow_low, narrow_high, symmetric, stored)
+        codes = _codes(groups, scale, zero).to(scale.dtype)
+        rounded = (codes if zero is None else codes - zero.to(scale.dtype).unsqueeze(-1)) * scale.unsqueeze(-1)
+        error = (rounded.double() - exact).abs_().pow_(_NORM).sum(-1)
         better = error < least
         least = torch.where(better, error, least)
         best_low, best_high = torch.where(better, narrow_low, best_low), torch.where(better, narrow_high, best_high)

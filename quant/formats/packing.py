@@ -113,7 +113,7 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
     if scheme.symmetric or not has_experts or (readers and _READ_AS_STORED.issuperset(readers)):
         return False
     if tuple(readers) == ("sglang",):
-        if is_misread(scheme.group_size):
+        if scheme.group_size is not None and scheme.group_size < SMALL_TILE:
             raise CkptkitError(
                 f"zero points of experts in groups of {scheme.group_size}: SGLang's kernel reads those of one group in "
                 f"{SMALL_TILE} inputs or more, and its answers change from one request to the next",
@@ -125,11 +125,6 @@ def check_zero_point_layout(scheme: QuantScheme, has_experts: bool, readers: Seq
         "than compressed-tensors stores and every other reader takes",
         "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm",
     )
-
-
-def is_misread(group_size: int | None) -> bool:
-    """Whether SGLang's kernel for experts misses zero points of groups of this size; None: a group is a row."""
-    return group_size is not None and group_size < SMALL_TILE
 
 
 def for_sglang_experts(zero_point: Tensor, rows: int, name: str) -> Tensor:
@@ -191,7 +186,7 @@ class PackedInt4:
                 yield self._step(release, spec)
 
     def _step(self, release: Release, packed: TensorSpec) -> Step:
-        module = packed.name.removesuffix(PACKED)
+        module, of_sglang = packed.name.removesuffix(PACKED), self.sglang_experts and is_expert(packed.name)
         parts = [
             release.require(module + ending, packed.name)
             for ending in (SCALE, SHAPE, *([] if self.symmetric else [ZERO_POINT]))
@@ -210,17 +205,13 @@ class PackedInt4:
         release.check(stored_shape.name, (2,), _INTEGERS, self.words, packed)
         if not self.symmetric:
             words = -(-rows // CODES_PER_WORD)
-            zeros = (groups, words) if self._of_sglang(packed.name) else (words, groups)
+            zeros = (groups, words) if of_sglang else (words, groups)
             release.check(module + ZERO_POINT, zeros, ("int32",), self.words, packed)
 
         # A large model has 70,000 of these steps, so each is kept small.
-        of_sglang = self._of_sglang(packed.name)
         run = partial(_dequantized, release, packed, scale, stored_shape.name, shape, of_sglang)
         names = (packed.name, *[part.name for part in parts])
         return Step(names, (TensorSpec(f"{module}.weight", shape, scale.dtype),), run, "dequantize INT4")
-
-    def _of_sglang(self, name: str) -> bool:
-        return self.sglang_experts and is_expert(name)
 
 
 def _dequantized(

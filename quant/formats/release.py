@@ -167,8 +167,13 @@ def wrong_scale(stored: StoredWeight, specs: Mapping[str, TensorSpec]) -> str | 
 def step_of(release: Release, stored: StoredWeight) -> Step:
     """Returns what dequantizes a weight. Raises CkptkitError, naming tensor and file, for parts that do not fit."""
     layout, codes, shape = stored.layout, stored.codes, stored.shape
-    if shape is None or (layout.axes == "groups" and codes.dtype != "uint8"):
-        raise _not_a_matrix(release, stored)
+    if layout.axes == "groups" and (shape is None or codes.dtype != "uint8"):
+        reason = f"must be [experts, rows, groups, {PACKED_GROUP}] uint8"
+        hint = "only gpt-oss's layout of MXFP4 is supported under these names"
+        raise release.refused(codes.name, reason, hint)
+    if shape is None:
+        reason = f"is {layout.words.partition(' ')[0]} and not a matrix"
+        raise release.refused(codes.name, reason, "no release quantizes vectors: compare the shard with the release")
     scale = release.require(stored.scale, codes.name)
     shapes = layout.scale_shapes(shape)
     fitting = scale.shape if scale.shape in shapes else shapes[0]
@@ -185,21 +190,6 @@ def step_of(release: Release, stored: StoredWeight) -> Step:
     plain = (shape[0], shape[2], shape[1]) if layout.axes == "groups" else shape
     label = f"dequantize {layout.words.partition(' ')[0]}"
     return Step(stored.needed, (TensorSpec(stored.name, plain, "bfloat16"),), run, label)
-
-
-def _not_a_matrix(release: Release, stored: StoredWeight) -> CkptkitError:
-    if stored.layout.axes == "groups":
-        return release.refused(
-            stored.codes.name,
-            f"must be [experts, rows, groups, {PACKED_GROUP}] uint8",
-            "only gpt-oss's layout of MXFP4 is supported under these names",
-        )
-    short = stored.layout.words.partition(" ")[0]
-    return release.refused(
-        stored.codes.name,
-        f"is {short} and not a matrix",
-        "no release quantizes vectors: compare the shard with the release",
-    )
 
 
 def _dequantized(release: Release, stored: StoredWeight, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:

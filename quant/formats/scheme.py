@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError, words_of
@@ -42,6 +42,8 @@ class QuantScheme:
     `check_entries` refuses.
     """
 
+    name: ClassVar[str] = "w4a16"  # as `--quantize` takes it
+    title: ClassVar[str] = "INT4"  # in messages
     group_size: int | None  # neighbours along the input dimension that share a scale; None: one scale a row
     grid: Grid
     ignore: tuple[str, ...] = ()  # in the pattern language of compressed-tensors
@@ -56,8 +58,9 @@ class QuantScheme:
                 f"choose one of {', '.join(map(str, GROUP_SIZES))}, or one scale a row",
                 code="unsupported",
             )
-        _choice("grid", self.grid, GRIDS)
-        _choice("search", self.search, SEARCHES)
+        for what, value, known in (("grid", self.grid, GRIDS), ("search", self.search, SEARCHES)):
+            if value not in known:
+                raise CkptkitError(f"unknown {what} {value!r}", f"choose one of {', '.join(known)}")
         if self.scale_dtype is not None and dtype_name(self.scale_dtype) not in SCALE_DTYPES:
             raise CkptkitError(f"unknown scale dtype {self.scale_dtype}", f"choose one of {', '.join(SCALE_DTYPES)}")
         if self.grid == "qmax7" and not self.symmetric:
@@ -68,16 +71,6 @@ class QuantScheme:
                 "search with the minmax grid",
             )
         check_entries(self.ignore, "ignore")
-
-    @property
-    def name(self) -> str:
-        """The scheme as `--quantize` takes it."""
-        return "w4a16"
-
-    @property
-    def title(self) -> str:
-        """The scheme in messages."""
-        return "INT4"
 
     @property
     def is_slow(self) -> bool:
@@ -108,11 +101,6 @@ class QuantScheme:
     def groups(self, columns: int) -> int:
         """Returns how many scales a row of `columns` weights has."""
         return columns // self.group_size if self.group_size else 1
-
-
-def _choice(what: str, value: object, known: tuple[object, ...]) -> None:
-    if value not in known:
-        raise CkptkitError(f"unknown {what} {value!r}", f"choose one of {', '.join(map(str, known))}")
 
 
 def quantization_config(

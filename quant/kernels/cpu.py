@@ -349,8 +349,9 @@ def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Seq
     """
     jobs = [_Job(weight, scheme) for weight in weights]
     tasks = [(job, first, last) for job in jobs for first, last in job.tasks()]
-    results = pool().map(_run, tasks) if len(tasks) > 1 and cores() > 1 else map(_run, tasks)
-    bad = {job for job, wrong in results if wrong}
+    several = pool().map if len(tasks) > 1 and cores() > 1 else map
+    wrong = several(lambda task: task[0].run(*task[1:]), tasks)
+    bad = {job for (job, *_), is_bad in zip(tasks, wrong, strict=True) if is_bad}
     for job, name in zip(jobs, names, strict=True):
         if job in bad:
             raise not_finite(job.weight, job.scale.dtype, name)
@@ -388,8 +389,3 @@ class _Job:
     def packed(self) -> Packed:
         """The finished parts."""
         return Packed(self.words, self.scale, None if self.zero_point is None else pack_zero_point(self.zero_point))
-
-
-def _run(task: tuple[_Job, int, int]) -> tuple[_Job, bool]:
-    job, first, last = task
-    return job, job.run(first, last)

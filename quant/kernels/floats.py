@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.copy import cores
+from quant.formats.floats.decode import as_float, spread
 from quant.formats.floats.layout import E2M1_NUMBERS
-from quant.formats.grids import not_finite
+from quant.formats.grids import check_matrix, not_finite
 from quant.kernels.float_roundings import MAX_VALUE, MXFP4, NVFP4, ROUNDINGS, Fp8Weight, Rounding
 from quant.kernels.threads import bits_of, pool
 
@@ -20,12 +21,17 @@ _NARROW = 32  # the width of MXFP8's and MXFP4's groups
 _TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
 
 
-def quantize_fp8(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
+def quantize_fp8(
+    weight: Tensor, block: tuple[int, int | None], rounding: str, name: str, *, kernel: bool = True
+) -> Fp8Weight:
     """Quantizes [rows, columns] in bfloat16, float16 or float32, on its own device.
 
     `block`: rows and columns that share a scale, None for a whole row; the last blocks may be smaller. `rounding`: of
-    `ROUNDINGS`. Raises CkptkitError, naming the tensor, for NaN, infinity, and what is not a float matrix.
+    `ROUNDINGS`. Without `kernel` in plain torch on every device, which gives the same bits. Raises CkptkitError, naming
+    the tensor, for NaN, infinity, and what is not a float matrix.
     """
+    if not kernel:
+        return _quantized(weight, block, ROUNDINGS[rounding], name, kernel=False)
     return quantize_fp8_matrices([weight], block, rounding, [name])[0]
 
 
@@ -41,23 +47,7 @@ def quantize_fp8_matrices(
 
         if all(has_kernel(weight, block) and weight.device == weights[0].device for weight in weights):
             return quantize_fp8_cuda(weights, block, rounding, names)
-    return [
-        _quantized(weight, block, ROUNDINGS[rounding], name, kernel=weight.device.type == "cpu")
-        for weight, name in zip(weights, names, strict=True)
-    ]
-
-
-def check_matrix(weight: Tensor, name: str) -> None:
-    """Raises CkptkitError, naming the tensor, for what is not a float matrix."""
-    if weight.ndim != 2 or weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        what = f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
-        raise CkptkitError(f"{name} is {what}", "only matrices in bfloat16, float16 or float32 can be quantized")
-
-
-def quantize_fp8_in_torch(weight: Tensor, block: tuple[int, int | None], rounding: str, name: str) -> Fp8Weight:
-    """As `quantize_fp8`, in plain torch on every device: what the kernels' bits are held to."""
-    check_matrix(weight, name)
-    return _quantized(weight, block, ROUNDINGS[rounding], name, kernel=False)
+    return [_quantized(weight, block, ROUNDINGS[rounding], name) for weight, name in zip(weights, names, strict=True)]
 
 
 def quantize_mxfp4(weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weight:
@@ -66,8 +56,7 @@ def quantize_mxfp4(weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weig
     Scales are the exponents that float8_e8m0fnu stores, uint8. Without `kernel` in plain torch on every device. Raises
     CkptkitError as `quantize_fp8`, and where 32 does not divide the columns.
     """
-    check_matrix(weight, name)
-    return _quantized(weight, (1, 32), MXFP4, name, kernel=kernel and weight.device.type == "cpu")
+    return _quantized(weight, (1, 32), MXFP4, name, kernel)
 
 
 def quantize_nvfp4(
@@ -82,11 +71,8 @@ def quantize_nvfp4(
         check_matrix(weight, name)
     largest = [torch.stack(weight.aminmax()).abs().amax() for weight in weights if weight.numel()]
     second, rounding = NVFP4[writer](torch.stack(largest).amax() if largest else weights[0].new_zeros(()))
-    packed = [
-        _quantized(weight, (1, 16), rounding, name, kernel=kernel and weight.device.type == "cpu")
-        for weight, name in zip(weights, names, strict=True)
-    ]
-    return packed, second
+    pairs = zip(weights, names, strict=True)
+    return [_quantized(weight, (1, 16), rounding, name, kernel) for weight, name in pairs], second
 
 
 def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None], name: str) -> None:
@@ -95,15 +81,13 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
     The error has the tensor's name, how many weights differ, and the first of them.
     """
     rows, columns = weight.shape
-    height, width = block[0], block[1] or max(columns, 1)
-    scales = packed.scales.view(torch.float8_e8m0fnu) if packed.scales.dtype == torch.uint8 else packed.scales
+    height = block[0]
     step = max(1, _TASK // max(1, columns * height)) * height
     changed, first = 0, ""
     for begin in range(0, rows if columns else 0, step):
         part = slice(begin, min(begin + step, rows))
-        factors = scales[begin // height : -(-part.stop // height)].float().repeat_interleave(height, 0)
-        factors = factors[: part.stop - begin].repeat_interleave(width, 1)[:, :columns]
-        stored, wanted = numbers_of(packed.codes[part]) * factors, weight[part].float()
+        scales, wanted = as_float(packed.scales[begin // height : -(-part.stop // height)]), weight[part].float()
+        stored = numbers_of(packed.codes[part]) * spread(scales, block, wanted.shape)
         differ = stored != wanted
         if not first and bool(differ.any()):
             row, column = differ.nonzero()[0].tolist()
@@ -125,8 +109,10 @@ def numbers_of(codes: Tensor) -> Tensor:
 
 
 def _quantized(
-    weight: Tensor, block: tuple[int, int | None], rounding: Rounding, name: str, *, kernel: bool
+    weight: Tensor, block: tuple[int, int | None], rounding: Rounding, name: str, kernel: bool = True
 ) -> Fp8Weight:
+    check_matrix(weight, name)
+    kernel = kernel and weight.device.type == "cpu"
     rows, columns = weight.shape
     if rounding.four_bit and columns % (block[1] or columns):
         raise CkptkitError(

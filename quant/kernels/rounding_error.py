@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ckptkit.transfer.copy import cores
+from quant.formats.floats.decode import as_float, e4m3_values
+from quant.formats.floats.layout import E2M1_NUMBERS
 from quant.formats.packing import Packed, unpack_zero_point
 from quant.kernels.float_roundings import Fp8Weight
 from quant.schemes.interface import SquaredError
@@ -34,10 +36,10 @@ def int4_error(weight: Tensor, packed: Packed) -> SquaredError:
 
 def float_error(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]) -> SquaredError:
     """The error of a matrix in FP8 or E2M1, whose `scales` are what codes are multiplied by, or exponents as uint8."""
-    scales = packed.scales.view(torch.float8_e8m0fnu) if packed.scales.dtype == torch.uint8 else packed.scales
+    scales = as_float(packed.scales)
     codes: _Codes = "e2m1" if packed.codes.dtype == torch.uint8 else "e4m3"
     size = block[0], block[1] or max(weight.shape[1], 1)
-    return _measured(weight, packed.codes.view(torch.uint8), scales.float(), torch.zeros(scales.shape), size, codes)
+    return _measured(weight, packed.codes.view(torch.uint8), scales, torch.zeros(scales.shape), size, codes)
 
 
 def _measured(
@@ -49,23 +51,14 @@ def _measured(
     rows, columns = weight.shape
     step = max(1, _TASK // max(1, columns * block[0])) * block[0]
     starts = range(0, rows if columns else 0, step)
-    measure, table = _kernel(weight.dtype, codes), _numbers(codes)
+    measure = _kernel(weight.dtype, codes)
+    table = e4m3_values().numpy() if codes == "e4m3" else np.array(E2M1_NUMBERS, np.float32)  # of INT4 unused
     bits, bytes_, factors, offsets = (one.contiguous().numpy() for one in (bits_of(weight), stored, scales, zeros))
 
     def part(begin: int) -> SquaredError:
         return SquaredError(*measure(bits, bytes_, factors, offsets, table, (begin, min(begin + step, rows)), block))
 
     return SquaredError.total((pool().map if len(starts) > 1 and cores() > 1 else map)(part, starts))
-
-
-@cache
-def _numbers(codes: _Codes) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The number of each code of a float format; unused for INT4."""
-    from quant.kernels.floats import numbers_of
-
-    each = torch.arange(256 if codes == "e4m3" else 16, dtype=torch.uint8)
-    found = numbers_of(each.view(torch.float8_e4m3fn) if codes == "e4m3" else each[None])
-    return np.ascontiguousarray(found.flatten()[:: 1 if codes == "e4m3" else 2].numpy())
 
 
 @cache

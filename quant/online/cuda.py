@@ -142,16 +142,12 @@ class BucketPlan:
         def finish() -> list[Pair]:
             found = list(self._pairs(made, shapes, [tensors[place].detach() for place in self.unpacked]))
             wait()
-            self._check(tensors, bad)
+            if wrong := bad.nonzero().flatten().tolist():
+                at = min(self.members[place] for place in wrong)
+                raise self.form.not_finite(tensors[at], self.names[at])
             return found
 
         return QuantizedBucket(len(self.outputs), finish)
-
-    def _check(self, tensors: Sequence[Tensor], bad: Tensor) -> None:
-        """Raises CkptkitError naming the first tensor marked in `bad`."""
-        if wrong := bad.nonzero().flatten().tolist():
-            at = min(self.members[place] for place in wrong)
-            raise self.form.not_finite(tensors[at], self.names[at])
 
     def _pairs(self, made: Sequence[Made], shapes: Tensor, unpacked: Sequence[Tensor]) -> Iterator[Pair]:
         each = [kind.tensors(outputs) for kind, outputs in zip(self.kinds, made, strict=True)]

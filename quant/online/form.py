@@ -12,13 +12,13 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.dequantize import format_of
-from quant.formats.grids import check, not_finite
+from quant.formats.grids import check, check_matrix, not_finite
 from quant.formats.part_names import FP8_SCALE_INV, PACKED, SCALE, SHAPE
 from quant.formats.release import Floats
 from quant.formats.scheme import CODES_PER_WORD, QuantScheme
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.float_roundings import blocks_of, scale_dtype
-from quant.kernels.floats import check_matrix, quantize_fp8_matrices
+from quant.kernels.floats import quantize_fp8_matrices
 
 if TYPE_CHECKING:
     from quant.kernels.triton_kernels import Launcher

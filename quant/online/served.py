@@ -93,7 +93,9 @@ def served(config: Mapping[str, Any], scheme: QuantScheme, reference: str | Path
             "give the INT4 checkpoint that the engine serves, not the BF16 one",
         )
     _check_reloadable(packed, scheme)
-    _check_layers(weights, scheme.ignore, _layers(config))
+    holders = (config, config.get("text_config") or {})
+    layers = next((int(holder["num_hidden_layers"]) for holder in holders if holder.get("num_hidden_layers")), 0)
+    _check_layers(weights, scheme.ignore, layers)
     return served_of(weights, _shapes(specs, packed), whole=whole)
 
 
@@ -162,17 +164,14 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
     """Returns parameter -> whether it is packed, and whether these are all parameters."""
     if names is not None:
         modules = set(packed_in(names))
-        return {unpacked_name(name): name.endswith(PACKED) for name in names if not _is_part(name, modules)}, True
+        parts = {module + part for module in modules for part in INT4_ENDINGS if part != PACKED}
+        return {unpacked_name(name): name.endswith(PACKED) for name in names if name not in parts}, True
     # Imported here because they import transformers, which takes seconds.
     from quant.selection.decision import packed_modules
     from quant.selection.tree import class_tree
 
     tree, packed = class_tree(config), packed_modules((), config)
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False
-
-
-def _is_part(name: str, modules: Collection[str]) -> bool:
-    return any(name.endswith(part) and name.removesuffix(part) in modules for part in INT4_ENDINGS if part != PACKED)
 
 
 def _check_reloadable(packed: Iterable[str], scheme: QuantScheme) -> None:
@@ -221,11 +220,6 @@ def _check_ignore(names: Iterable[str], is_packed: bool, ignore: Collection[str]
                 f"but `ignore` in its config {reading}",
                 "config and weights belong to different checkpoints; `ckptkit lint` names the entries",
             )
-
-
-def _layers(config: Mapping[str, Any]) -> int:
-    holders = (config, config.get("text_config") or {})
-    return next((int(holder["num_hidden_layers"]) for holder in holders if holder.get("num_hidden_layers")), 0)
 
 
 def _bucket_of(name: str, is_packed: bool) -> str:

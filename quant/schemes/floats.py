@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
@@ -93,6 +93,7 @@ class FloatScheme:
     has. Raises CkptkitError for a name or a rounding that is not known, and patterns that `check_entries` refuses.
     """
 
+    is_slow: ClassVar[bool] = False  # whether one core does not keep up with a disk
     name: str = "fp8-block"
     rounding: str | None = None
     ignore: tuple[str, ...] = ()  # in the pattern language of compressed-tensors
@@ -126,11 +127,6 @@ class FloatScheme:
     def title(self) -> str:
         """The scheme in messages."""
         return self.kind.title
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether one core does not keep up with a disk: no."""
-        return False
 
     def command_line(self) -> list[str]:
         """The options of `ckptkit quantize` that give this scheme, less its name."""

@@ -60,14 +60,6 @@ class StoredScheme:
     scale_dtype: torch.dtype | None = None  # None: the weight's own
     kept_scales: bool = False  # scales of another grid may be among them
 
-    def fits(self, scheme: QuantScheme) -> bool:
-        """Whether scales cover the same groups of weights as in `scheme`."""
-        return (self.group_size, self.symmetric) == (scheme.group_size, scheme.symmetric)
-
-    def has_others(self, scheme: QuantScheme) -> bool:
-        """Whether scales kept from here may be of another grid than that of `scheme`."""
-        return self.kept_scales or self.grid != scheme.grid
-
 
 def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
     """Reads what a whole config.json says about INT4 scales; None when the weights are not INT4.
@@ -222,7 +214,9 @@ class PackedWeights:
         """The tensors that a weight becomes."""
         rows, columns = spec.shape
         groups = self.scheme.groups(columns)
-        packed, scale, shape, zero_point = _part_names(spec.name)
+        packed, scale, shape, zero_point = (
+            spec.name.removesuffix(".weight") + part for part in (PACKED, SCALE, SHAPE, ZERO_POINT)
+        )
         stored = self.reference.specs.get(scale) if self.reference is not None else None
         dtype = dtype_name(self.scheme.scale_dtype) if self.scheme.scale_dtype else (stored or spec).dtype
         parts = (
@@ -284,15 +278,20 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     if experts:
         refuse_for_transformers(config, request.where, request.readers)
     special = check_zero_point_layout(whole, experts, request.readers)
-    if special and family_of(config).engine("sglang").joins_shared_expert:
-        _check_joined([spec.name for spec in chosen if ".shared_experts." in spec.name])
+    joins = special and family_of(config).engine("sglang").joins_shared_expert
+    if joins and (joined := [spec.name for spec in chosen if ".shared_experts." in spec.name]):
+        raise CkptkitError(
+            f"{joined[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot take its zero points",
+            r"leave it out: --ignore 're:.*\.mlp\.shared_experts\..*'; or quantize symmetrically",
+        )
     notes = tiles.kernel_notes("INT4", chosen, config, whole.group_size, request.readers)
     notes += tiles.ungated_notes("INT4", chosen, config, request.readers)
     before = stored_scheme(reference.config) if reference is not None else None
-    if before is None or not before.fits(whole):
+    if before is None or (before.group_size, before.symmetric) != (whole.group_size, whole.symmetric):
         advice = _advice(whole, experts) if request.preset is None and before is None else None
         return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes, advice=advice)
-    return PackedWeights(whole, names, request.device, reference, special, before.has_others(whole), notes)
+    kept_scales = before.kept_scales or before.grid != whole.grid
+    return PackedWeights(whole, names, request.device, reference, special, kept_scales, notes)
 
 
 def _advice(scheme: QuantScheme, experts: bool) -> str | None:
@@ -347,16 +346,3 @@ def _packed_less(names: Collection[str], ignore: Sequence[str]) -> list[str]:
     spared = ignored((name.removesuffix(PACKED) for name in names if name.endswith(PACKED)), ignore)
     modules = [(name, name.removesuffix(PACKED)) for name in names]
     return [f"{module}.weight" if module != name and module in spared else name for name, module in modules]
-
-
-def _check_joined(packed: Sequence[str]) -> None:
-    """Raises CkptkitError for a packed shared expert that SGLang keeps among the routed ones."""
-    if packed:
-        raise CkptkitError(
-            f"{packed[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot take its zero points",
-            r"leave it out: --ignore 're:.*\.mlp\.shared_experts\..*'; or quantize symmetrically",
-        )
-
-
-def _part_names(name: str) -> tuple[str, ...]:
-    return tuple(name.removesuffix(".weight") + part for part in (PACKED, SCALE, SHAPE, ZERO_POINT))

@@ -17,7 +17,6 @@ from quant.kernels import triton_kernels
 from quant.kernels.float_roundings import NVFP4, ROUNDINGS, Fp8Weight
 from quant.kernels.floats import (
     quantize_fp8,
-    quantize_fp8_in_torch,
     quantize_fp8_matrices,
     quantize_mxfp4,
     quantize_nvfp4,
@@ -148,7 +147,7 @@ def test_plain_torch_on_a_gpu_gives_the_same() -> None:
     """It is what runs where there is no kernel."""
     weight = (torch.randn(300, 300) / 50).bfloat16()
     for rounding, block in product(ROUNDINGS, BLOCKS):
-        found = quantize_fp8_in_torch(weight.cuda(), block, rounding, "a")
+        found = quantize_fp8(weight.cuda(), block, rounding, "a", kernel=False)
         assert_same(found, quantize_fp8(weight, block, rounding, "a"), (rounding, block))
 
 

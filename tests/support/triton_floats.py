@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype
-from quant.kernels.floats import quantize_fp8_in_torch
+from quant.kernels.floats import quantize_fp8
 from quant.kernels.triton_kernels import fp8_launcher
 from support.quant_weights import hard_weights
 
@@ -63,7 +63,7 @@ def differing() -> tuple[int, list[str]]:
         weights = matrices(dtype, columns)
         codes, scales, bad = launched(weights, block, rounding)
         for index, weight in enumerate(weights):
-            wanted = quantize_fp8_in_torch(weight, block, rounding, "a")
+            wanted = quantize_fp8(weight, block, rounding, "a", kernel=False)
             made = Fp8Weight(codes[index], scales[index])
             equal = all(
                 torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(made, wanted, strict=True)

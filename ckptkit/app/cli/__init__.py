@@ -26,22 +26,12 @@ from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, progr
 from ckptkit.core.printable import printable
 from ckptkit.storage.url import refuse_credentials
 
-_MODULES = {
-    "convert": "conversion",
-    "diff": "inspection",
-    "quantize": "conversion",
-    "inspect": "inspection",
-    "lint": "inspection",
-    "manifest": "inspection",
-    "verify": "verification",
-    "preflight": "verification",
-    "gate": "verification",
-    "triage": "inspection",
-    "explain": "inspection",
-    "doctor": "inspection",
+_VERBS = {
+    "conversion": ("convert", "quantize"),
+    "inspection": ("diff", "inspect", "lint", "manifest", "triage", "explain", "doctor"),
+    "verification": ("verify", "preflight", "gate"),
 }
-
-
+_MODULES = {verb: module for module, verbs in _VERBS.items() for verb in verbs}
 _OWN = ("ckptkit", "converters", "quant", "verify")
 
 

@@ -12,7 +12,9 @@ from click.core import ParameterSource
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, end
-from ckptkit.app.cli.verb import Verb, option
+from ckptkit.app.cli.verb import Verb
+from ckptkit.app.option import option, together
+from ckptkit.app.run_options import PATH_OR_URL, RunOptions, row, run_options
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
@@ -21,28 +23,13 @@ from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
-    from ckptkit.app.run_options import RunOptions
     from quant.schemes.registry import Scheme
 
 
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
-@click.argument("src", type=common.PATH_OR_URL)
-@click.argument("dst", type=common.PATH_OR_URL)
-@option(
-    "--hf", type=common.PATH_OR_URL, help="HF directory that gives config, tokenizer and shard layout on the way back."
-)
-@option("--merge", type=common.PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF.")
-@option("--dtype", default="auto", show_default=True, type=click.Choice(["auto", "bfloat16", "float16", "float32"]))
-@option(
-    "--dialect",
-    type=click.Choice(["mcore", "slime", "hybrid"]),
-    help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
-)
-@option(
-    "--unwitnessed",
-    is_flag=True,
-    help="Convert a kind of model that no released Megatron has loaded, by names read in another stack's source.",
-)
+@click.argument("src", type=PATH_OR_URL)
+@click.argument("dst", type=PATH_OR_URL)
+@together(*map(row, ("hf", "merge", "dtype", "dialect", "unwitnessed")))
 @option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
 @common.quantizing
 @common.writing
@@ -60,15 +47,13 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
     """
     _require(src)
     with phase("loading ckptkit and torch"):
-        from ckptkit.app.run_options import run_options
-
         scheme = _scheme(quantization or DEFAULT, options, options["like"])
     _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
 
 
 @click.command(cls=Verb, short_help="Quantize HF to INT4, FP8, MXFP4 or NVFP4.")
-@click.argument("src", type=common.PATH_OR_URL)
-@click.argument("dst", type=common.PATH_OR_URL)
+@click.argument("src", type=PATH_OR_URL)
+@click.argument("dst", type=PATH_OR_URL)
 @option(
     "--scheme",
     default=DEFAULT,
@@ -90,8 +75,6 @@ def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **opt
     """
     _require(src)
     with phase("loading ckptkit and torch"):
-        from ckptkit.app.run_options import run_options
-
         chosen = _scheme(scheme, options, options["like"] or src)
     _run(run_options("quantize", src, dst, chosen, **options), as_json)
 

@@ -11,7 +11,9 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, end
-from ckptkit.app.cli.verb import Verb, option
+from ckptkit.app.cli.verb import Verb
+from ckptkit.app.option import option
+from ckptkit.app.run_options import PATH, PATH_OR_URL
 from ckptkit.core.progress import closing, size
 from quant.selection.readers import ALL_READERS, LIST_READERS
 
@@ -22,7 +24,7 @@ _LISTED = 8  # files that inspect lists by name
 
 
 @click.command(cls=Verb, short_help="Say what lies at a path.")
-@click.argument("path", type=common.PATH_OR_URL)
+@click.argument("path", type=PATH_OR_URL)
 @common.hf
 @option(
     "--megatron-args",
@@ -39,16 +41,12 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
     if as_json:
         echo_json(facts)
     elif as_args:
-        _print_arguments(facts)
+        from converters.megatron.flags import launch_flags
+
+        echo("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(facts)), ")")
     else:
         _print_facts(facts)
     end(f"{len(facts)} arguments" if as_args else f"{facts['tensors']} tensors", as_json)
-
-
-def _print_arguments(arguments: Mapping[str, Any]) -> None:
-    from converters.megatron.flags import launch_flags
-
-    echo("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(arguments)), ")")
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
@@ -65,7 +63,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             first, *_, last = value
             echo(f"files: {first} to {last}, {min(value.values())} to {max(value.values())} tensors each")
         elif isinstance(value, dict):
-            echo(f"{key}: " + ", ".join(f"{name}={_short(one)}" for name, one in value.items()))
+            texts = {name: str(one) for name, one in value.items()}
+            short = {name: one if len(one) <= 60 else f"{one[:57]}..." for name, one in texts.items()}
+            echo(f"{key}: " + ", ".join(f"{name}={one}" for name, one in short.items()))
         else:
             echo(f"{key}: {value}")
 
@@ -78,13 +78,8 @@ def _scaled(count: int, unit: str) -> str:
     return f"{count} {unit}"
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 @click.command(cls=Verb, short_help="Say how every reader takes an ignore list.")
-@click.argument("path", type=common.PATH)
+@click.argument("path", type=PATH)
 @option(
     "--reader",
     "readers",
@@ -131,8 +126,8 @@ def _end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None
 
 
 @click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")
-@click.argument("path", type=common.PATH)
-@option("--output", type=common.PATH, help="Where to write it. [default: ckptkit.json at the root of PATH]")
+@click.argument("path", type=PATH)
+@option("--output", type=PATH, help="Where to write it. [default: ckptkit.json at the root of PATH]")
 @common.local_hf
 @common.workers
 def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | None) -> None:
@@ -189,8 +184,8 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
 
 
 @click.command(cls=Verb, short_help="Compare two checkpoints of any formats.")
-@click.argument("a", type=common.PATH)
-@click.argument("b", type=common.PATH)
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
 @common.local_hf
 @option("--exact", is_flag=True, help="A tensor in another dtype is a difference, even where a cast is equal.")
 @common.as_json

@@ -1,42 +1,16 @@
-"""Options that several verbs have: how each is spelled, and what it has an effect beside."""
+"""Options that several verbs have, and those of schemes. The others of `convert` and `quantize` are in `RunOptions`."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
-from ckptkit.app.cli.verb import Needs, option
-from ckptkit.core.errors import CkptkitError
-from ckptkit.storage.url import place
+from ckptkit.app.option import Needs, option, together
+from ckptkit.app.run_options import PARALLEL, PATH, PATH_OR_URL, QUANTIZED, row
 from converters.config.bounds import MAX_RANKS
-from quant.selection.readers import ALL_READERS
-
-
-class PathOrUrl(click.Path):
-    """A Path, or a URL as str: a Path would make one slash of its two."""
-
-    def convert(
-        self, value: str | os.PathLike[str], parameter: click.Parameter | None, context: click.Context | None
-    ) -> Any:
-        found = place(os.fspath(value))
-        return found if isinstance(found, str) else super().convert(found, parameter, context)
-
-
-def _size(context: click.Context, parameter: click.Parameter, text: str | None) -> int | None:
-    """Bytes of `512MB` or `2GiB`. Raises click.BadParameter."""
-    if text is None:
-        return None
-    from ckptkit.app.run_options import parse_size
-
-    try:
-        return parse_size(text)
-    except CkptkitError as error:
-        raise click.BadParameter(f"{error.message}: {error.hint}") from error
 
 
 def _ranks(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -63,36 +37,10 @@ def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[P
     return paths
 
 
-def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes one decorator of several options, which --help lists in this order."""
-
-    def decorate(command: Any) -> Any:
-        for one in reversed(options):
-            command = one(command)
-        return command
-
-    return decorate
-
-
-PATH = click.Path(path_type=Path)
-PARALLEL = click.IntRange(1, MAX_RANKS)  # a parallel size
-PATH_OR_URL = PathOrUrl(path_type=Path)
 _HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
 hf = option("--hf", type=PATH_OR_URL, help=_HF_HELP)
 local_hf = option("--hf", type=PATH, help=_HF_HELP)
-workers = option(
-    "--workers",
-    type=click.IntRange(1),
-    help="Threads that read, compute and write. "
-    "[default: three more than there are cores, one for each 48 MiB of --memory at most]",
-)
-ray = option(
-    "--ray",
-    is_flag=False,
-    flag_value="auto",
-    metavar="[ADDRESS]",
-    help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
-)
+workers, ray = row("workers"), row("ray")
 as_json = option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
 strict = option("--strict", is_flag=True, help="Exit 1 also when there are warnings or a check was skipped.")
 every = option("--all", "every", is_flag=True, help="Print every check, and all details of all findings.")
@@ -104,35 +52,7 @@ reports = option(
     callback=_writable,
     help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
 )
-writing = together(
-    workers,
-    option(
-        "--memory",
-        callback=_size,
-        default="512MB",
-        show_default=True,
-        help="Most bytes of tensors in flight: 512MB, 2GB.",
-    ),
-    option(
-        "--max-shard-size",
-        callback=_size,
-        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release; of Megatron's files "
-        "an eighth of the weights, 500MB to 5GB]",
-    ),
-    ray,
-    option("--resume", is_flag=True, help="Go on with what a run that was cut off has finished."),
-    option(
-        "--overwrite",
-        is_flag=True,
-        help="Replace what is at DST, once the new one is whole; at a URL, once its first file is.",
-    ),
-    option(
-        "--dry-run",
-        is_flag=True,
-        help="Check everything; print the plan and what it will take. "
-        "Writes only a file to measure the disk with, which is removed at once.",
-    ),
-)
+writing = together(*map(row, ("workers", "memory", "max_shard_size", "ray", "resume", "overwrite", "dry_run")))
 # Programs that may be in environments of their own, and what asks each.
 PROGRAMS = {
     "megatron": Needs(("against_megatron",), "add --against-megatron, or leave it out"),
@@ -203,14 +123,7 @@ megatron = together(
         help="Megatron: load with Megatron-LM's own load_checkpoint, by the tracker in the root, as a trainer does.",
     ),
 )
-_quantizing = partial(
-    option,
-    needs=Needs(
-        ("quantization",),
-        "leave it out, or add --quantize w4a16 on the way from Megatron to HF; "
-        "`ckptkit quantize` quantizes an HF checkpoint",
-    ),
-)
+_quantizing = partial(option, needs=QUANTIZED)
 quantizing = together(
     _quantizing(
         "--group-size",
@@ -253,36 +166,7 @@ quantizing = together(
         help="Floats: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of "
         "two reach (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
     ),
-    _quantizing(
-        "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."
-    ),
-    _quantizing(
-        "--preset",
-        type=click.Choice(["rl"]),
-        help="rl: what updates of an engine bring. w4a16: routed experts alone, symmetric and on the qmax7 grid, as "
-        "slime's training rounds them; SGLang takes no other INT4 layers again, vLLM takes all. fp8-block, mxfp8: the "
-        "rounding of trainers' updates.",
-    ),
-    _quantizing(
-        "--tp",
-        type=PARALLEL,
-        needs=Needs(("quantization",), "leave it out: converting needs no parallel sizes, and the output loads at any"),
-        help="Tensor parallel size that SGLang's INT4 kernels must be able to load.",
-    ),
-    _quantizing(
-        "--reader",
-        "readers",
-        multiple=True,
-        type=click.Choice(ALL_READERS),
-        help="Who must agree on what is packed. Repeatable. [default: all]",
-    ),
-    _quantizing(
-        "--device",
-        default="cpu",
-        show_default=True,
-        type=click.Choice(["cpu", "cuda"]),
-        help="What computes; the bytes are the same.",
-    ),
+    *map(row, ("like", "preset", "tp", "readers", "device")),
     _quantizing(
         "--ignore",
         multiple=True,

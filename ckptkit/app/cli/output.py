@@ -146,17 +146,14 @@ class _Status(logging.Handler):
     def _watch(self) -> None:
         while not self._ended.wait(_TICK_S):
             with self.lock or threading.RLock():
-                self._tick(time.monotonic())
-
-    def _tick(self, now: float) -> None:
-        step = self._steps[-1]
-        if self._terminal:
-            if not (step.shown or step.has_bar) and now - step.began > _LONG_S:
-                step.shown = True
-                echo(f"{step.label} ...", err=True)
-        elif now - self._last > _EVERY_S:
-            self._last = now
-            echo(f"{step.label}{step.done}: {now - self._began:.0f} s", err=True)
+                step, now = self._steps[-1], time.monotonic()
+                if self._terminal:
+                    if not (step.shown or step.has_bar) and now - step.began > _LONG_S:
+                        step.shown = True
+                        echo(f"{step.label} ...", err=True)
+                elif now - self._last > _EVERY_S:
+                    self._last = now
+                    echo(f"{step.label}{step.done}: {now - self._began:.0f} s", err=True)
 
 
 @contextmanager

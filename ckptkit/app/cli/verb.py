@@ -5,12 +5,12 @@ It imports nothing that a file of the user's may hide: whether one does is asked
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import click
 from click.core import ParameterSource
+
+from ckptkit.app.option import EXCLUDES, Needs, Option
 
 _SIZES = frozenset({"--pp", "--ep", "--etp", "--vpp", "--cp"})
 _ANYWHERE = (
@@ -59,40 +59,6 @@ _SECTIONS = {
     "Output": {"--report", "--strict", "--all", "--json", "--quiet", "--verbose"},
 }
 LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
-
-
-@dataclass(frozen=True)
-class Needs:
-    """An option with this has an effect only where one of `beside` is given too, in verbs that have one of them.
-
-    Names are those of click's parameters.
-    """
-
-    beside: tuple[str, ...]
-    hint: str
-
-
-class Option(click.Option):
-    """An option of a verb, and what it has an effect beside."""
-
-    def __init__(self, *words: Any, needs: tuple[Needs, ...] = (), **row: Any) -> None:
-        super().__init__(*words, **row)
-        self.needs = needs
-
-
-def option(*words: str, needs: Needs | tuple[Needs, ...] = (), **row: Any) -> Callable[[Any], Any]:
-    """`click.option` of an Option."""
-    return click.option(*words, cls=Option, needs=needs if isinstance(needs, tuple) else (needs,), **row)
-
-
-# Of these at most one is given: beside it the others would be left unread, or contradict it.
-EXCLUDES = (
-    (("quiet", "verbose"), "one says less, the other more: give one of them"),
-    (("every", "as_json"), "--json has every check and all details as it is: leave --all out"),
-    (("resume", "overwrite"), "--resume goes on with what is there, --overwrite replaces it: give one of them"),
-    (("trained", "adapter"), "what an adapter adds is compared bit for bit: leave --trained out"),
-    (("like", "preset"), "both say what is packed: give one of them"),
-)
 
 
 def anywhere() -> list[click.Option]:

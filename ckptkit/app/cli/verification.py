@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,9 @@ import click
 
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, saying
-from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Needs, Verb, option
+from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
+from ckptkit.app.option import Needs, option, together
+from ckptkit.app.run_options import PARALLEL, PATH
 from ckptkit.core.progress import closing, phase
 from quant.selection.readers import ALL_READERS
 from verify.witnesses.registry import ENGINES, WITNESSES
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
 
 # What `verify` looks at, and how.
-_asking = common.together(
-    click.argument("checkpoint", type=common.PATH),
-    option("--source", type=common.PATH, help="What it was made from, HF or Megatron: every value is compared."),
+_asking = together(
+    click.argument("checkpoint", type=PATH),
+    option("--source", type=PATH, help="What it was made from, HF or Megatron: every value is compared."),
     option(
         "--trained",
         is_flag=True,
@@ -32,7 +33,7 @@ _asking = common.together(
     ),
     option(
         "--adapter",
-        type=common.PATH,
+        type=PATH,
         needs=Needs(("source",), "add --source BASE, which it was merged into"),
         help="A PEFT adapter (LoRA) that was merged into --source.",
     ),
@@ -72,7 +73,7 @@ _asking = common.together(
     ),
     option(
         "--rollout-data",
-        type=common.PATH,
+        type=PATH,
         help="A rollout that slime or miles recorded (--save-debug-rollout-data): log-probabilities and prompts are "
         "computed again with transformers.",
     ),
@@ -84,11 +85,11 @@ _asking = common.together(
     ),
     option(
         "--manifest",
-        type=common.PATH,
+        type=PATH,
         help="A ckptkit.json kept apart: every tensor and side file is compared with its digest.",
     ),
     common.parallel,
-    option("--etp", type=common.PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"),
+    option("--etp", type=PARALLEL, help="Tensor parallel size inside experts. [default: tp, or 1 with --ep]"),
     option(
         "--dp-attention",
         is_flag=True,
@@ -99,7 +100,7 @@ _asking = common.together(
         help="With --tp: SGLang keeps attention whole on every rank.",
     ),
     common.megatron_option(
-        "--vpp", default=1, show_default=True, type=common.PARALLEL, help="Virtual pipeline stages a rank."
+        "--vpp", default=1, show_default=True, type=PARALLEL, help="Virtual pipeline stages a rank."
     ),
     common.megatron,
     option(
@@ -146,9 +147,9 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @click.command(cls=LaunchVerb, short_help="Check a launch against its checkpoints, before the job.")
-@option("--hf-checkpoint", type=common.PATH, help="What the rollout engine loads.")
-@option("--load", type=common.PATH, help="What the trainer loads.")
-@option("--ref-load", type=common.PATH, help="What the reference model loads.")
+@option("--hf-checkpoint", type=PATH, help="What the rollout engine loads.")
+@option("--load", type=PATH, help="What the trainer loads.")
+@option("--ref-load", type=PATH, help="What the reference model loads.")
 @option(
     "--ckpt-step",
     type=click.IntRange(0),
@@ -236,6 +237,7 @@ def _not_a_script(given: str) -> str:
 def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:
     """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
     from verify.reports import write_report
+    from verify.reports.text import groups, totals
 
     try:
         for path in reports:
@@ -245,31 +247,15 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            _show(report, every=every)
-    _end(report, as_json, reports)
-    _exit(report, strict)
+            from verify.reports.render import render
 
-
-def _end(report: Report, as_json: bool, files: Sequence[Path]) -> None:
-    """Says on standard error where the report is, and under --json what its text would have ended with."""
-    from verify.reports.text import groups, totals
-
+            with saying():
+                render(report, every=every)
     lines = [totals(report)] if as_json else []
-    lines += [f"report in {', '.join(map(str, files))}"] if files else []
+    lines += [f"report in {', '.join(map(str, reports))}"] if reports else []
     # The text has the counts and this command.
     after = f"ckptkit explain {groups(report, 1)[0].code}" if as_json and report.findings else None
     closing("; ".join(lines) or "done", after)
-
-
-def _show(report: Report, *, every: bool) -> None:
-    from verify.reports.render import render
-
-    with saying():
-        render(report, every=every)
-
-
-def _exit(report: Report, strict: bool) -> None:
-    """Raises SystemExit where the status is not `passed`."""
     skipped = [check.code for check in report.checks if check.status == "skipped"]
     if strict and skipped:
         echo(f"--strict: skipped {', '.join(skipped)}", err=True)

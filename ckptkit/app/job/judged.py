@@ -98,9 +98,14 @@ def judge(
     unseen, not_sent = set[str](), set[str]()
     by_change = 0
     for rank in ranks:
-        for param in _not_sent(sent, rank) if whole else ():
+        covered = set(_params(sent.sources, rank.checksums))
+        for param in rank.checksums if whole else ():
+            if param in covered or param.endswith(f".{UNUSED}"):
+                continue
             not_sent.add(param)
-            if _stale_head(sent, rank, param):
+            # An output layer that nothing was sent for holds the embeddings that were sent.
+            tied = _expected(sent, _EMBEDDINGS, rank) if param == _OUTPUT and _EMBEDDINGS in sent.sources else {}
+            if tied and rank.checksums[param] not in tied.values():
                 wrong.note(rank.label, _HEAD, param)
         before = known.held.get((rank.url, rank.seat), {})
         for param in _params(sent.sources, rank.checksums):
@@ -217,18 +222,6 @@ _HEAD = (
     "nothing was sent for it, and it does not hold the embeddings that were sent: send a tied output layer under both "
     "names"
 )
-
-
-def _not_sent(sent: Sent, rank: _Rank) -> list[str]:
-    """The parameters of a rank that nothing was sent for."""
-    covered = set(_params(sent.sources, rank.checksums))
-    return [name for name in rank.checksums if name not in covered and not name.endswith(f".{UNUSED}")]
-
-
-def _stale_head(sent: Sent, rank: _Rank, param: str) -> bool:
-    """Whether a parameter that nothing was sent for is an output layer unlike the embeddings that were sent."""
-    embeddings = _expected(sent, _EMBEDDINGS, rank) if param == _OUTPUT and _EMBEDDINGS in sent.sources else {}
-    return bool(embeddings) and rank.checksums[param] not in embeddings.values()
 
 
 def _reason(sent: Sent, rank: _Rank, param: str, before: Checksums) -> str:

@@ -58,7 +58,8 @@ class SglangEngine:
                 f"{self.name}/weights_checker: {message}", "it needs an SGLang that knows the action `checksum`"
             )
         found = {_seat(rank): dict(rank["checksums"]) for rank in ranks}
-        if lost := sorted(_promised(found) - set(found)):
+        # Every tensor parallel rank beside those that answered.
+        if lost := sorted({(rank, *seat[1:]) for seat in found for rank in range(seat[1])} - set(found)):
             names = ", ".join(f"tensor parallel rank {seat[0]}" for seat in lost)
             raise CkptkitError(f"{self.name}/weights_checker did not answer for {names}", "is the engine whole?")
         return State(str(version), found)
@@ -68,11 +69,6 @@ def _seat(rank: Mapping[str, Any]) -> Seat:
     info = rank["parallelism_info"]
     first = info[0] if isinstance(info, list) else info  # a list of one, or with the draft model's, in later releases
     return tuple(int(first[name]) for name in _SEAT)
-
-
-def _promised(found: Mapping[Seat, Any]) -> set[Seat]:
-    """Every tensor parallel rank beside those that answered."""
-    return {(rank, *seat[1:]) for seat in found for rank in range(seat[1])}
 
 
 def sglang_digest() -> Digest:

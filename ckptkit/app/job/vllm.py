@@ -109,7 +109,9 @@ class VllmEngine:
         layout = [(name, str(size)) for name, size in zip(names, sizes, strict=True)]
         layout += [(name, str(config.get(part, {}).get(name))) for part, names in _LAYOUT.items() for name in names]
         quantizes = config.get("model_config", {}).get("quantization") is not None
-        return Setup("", sizes, quantizes, tuple(layout), digest=None if self._has_checker() else device_digest)
+        # `/weight_checker` came with 0.32, as did this request, which costs nothing.
+        has_checker = self.server is not None and self.server.ask("weight_info", may_lack=True) is not None
+        return Setup("", sizes, quantizes, tuple(layout), digest=None if has_checker else device_digest)
 
     def state(self, setup: Setup) -> State:
         """Its weight version (`/weight_info`), where it has one, and its ranks' checksums."""
@@ -138,10 +140,6 @@ class VllmEngine:
             raise CkptkitError(f"{self.name} does not say how it was started", "it needs vLLM 0.25 or later")
         return config
 
-    def _has_checker(self) -> bool:
-        """Both requests came with 0.32; this one costs nothing."""
-        return self.server is not None and self.server.ask("weight_info", may_lack=True) is not None
-
     def _checksums(self, setup: Setup) -> Mapping[str, str]:
         if setup.digest is None and self.server is not None:
             checksums: Mapping[str, str] = self.server.require("weight_checker", {"action": "checksum"})["checksums"]
@@ -153,17 +151,14 @@ class VllmEngine:
         hint = f"before vLLM 0.32, start it with --worker-extension-cls {READER}, and ckptkit on its PYTHONPATH"
         try:
             with waiting(f"{method} of {self.name}"):
-                found = self._rpc(method)
+                if self.server is not None:
+                    found: Sequence[Any] = self.server.require("collective_rpc", {"method": method})["results"]
+                else:
+                    found = self.rpc(method) if self.rpc else []
         except CkptkitError as error:
             raise CkptkitError(error.message, f"{error.hint}; {hint}") from error
         except (AttributeError, NotImplementedError) as error:
             raise CkptkitError(f"{self.name}: {words_of(error)}", hint) from error
         if not found or not all(isinstance(one, Mapping) for one in found):
             raise CkptkitError(f"{self.name} answered {method} with no mapping of each worker", hint)
-        return found
-
-    def _rpc(self, method: str) -> Sequence[Any]:
-        if self.server is None:
-            return self.rpc(method) if self.rpc else []
-        found: Sequence[Any] = self.server.require("collective_rpc", {"method": method})["results"]
         return found

@@ -71,7 +71,8 @@ def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> 
     Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
     """
     metadata = read_metadata(path) if metadata is None else metadata
-    _refuse_names(path, metadata)
+    if (found := _foreign_in_metadata(path, metadata)) is not None:
+        raise found[1]
     for key, blob in _pickles(path, metadata).items():
         found = blob.object(_is_object)
         if _EXTRA_STATE in key and not _is_empty(found):
@@ -82,10 +83,8 @@ def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> 
 
 def foreign_name(path: Path, metadata: StoredMetadata) -> tuple[str, UnsupportedError] | None:
     """The first name that `refuse_foreign_names` refuses, and what it raises. Damaged pickles are not judged."""
-    try:
-        _refuse_names(path, metadata)
-    except UnsupportedError as error:
-        return min(_foreign(metadata)), error
+    if (found := _foreign_in_metadata(path, metadata)) is not None:
+        return found
     for blob in _pickles(path, metadata).values():
         names: list[str] = []
 
@@ -102,13 +101,13 @@ def foreign_name(path: Path, metadata: StoredMetadata) -> tuple[str, Unsupported
     return None
 
 
-def _foreign(metadata: StoredMetadata) -> list[str]:
-    return [name for name in metadata.names - _METADATA if not _is_member(name, _METADATA_ENUMS)]
-
-
-def _refuse_names(path: Path, metadata: StoredMetadata) -> None:
-    if foreign := sorted(_foreign(metadata)):
-        raise UnsupportedError(f"{path / '.metadata'} names {foreign[0]}, which torch does not write", FOREIGN_HINT)
+def _foreign_in_metadata(path: Path, metadata: StoredMetadata) -> tuple[str, UnsupportedError] | None:
+    """The first name in `.metadata` that torch does not write, and the error."""
+    foreign = sorted(name for name in metadata.names - _METADATA if not _is_member(name, _METADATA_ENUMS))
+    if not foreign:
+        return None
+    message = f"{path / '.metadata'} names {foreign[0]}, which torch does not write"
+    return foreign[0], UnsupportedError(message, FOREIGN_HINT)
 
 
 def _pickles(path: Path, metadata: StoredMetadata) -> Mapping[str, Blob]:
@@ -136,12 +135,9 @@ def _is_empty(state: Any) -> bool:
         return len(state) <= 1 and not any(isinstance(one, list) or not _is_empty(one) for one in state)
     if isinstance(state, Record) and state.kind == "_io.BytesIO":
         content = state.state[0] if isinstance(state.state, tuple) and state.state else b""
-        return not state.args and (not content or (isinstance(content, Record) and _is_no_bytes(content)))
+        # Pickles of protocol 2 have a call of `bytes` without arguments for no bytes.
+        no_bytes = isinstance(content, Record) and content.kind == "builtins.bytes" and not content.args
+        return not state.args and (not content or no_bytes)
     if isinstance(state, Record) and state.kind == "torch._utils._rebuild_tensor_v2":
         return len(state.args) > 2 and isinstance(state.args[2], tuple) and 0 in state.args[2]
     return not state
-
-
-def _is_no_bytes(content: Record) -> bool:
-    """Whether this is what pickles of protocol 2 have for no bytes: a call of `bytes` without arguments."""
-    return content.kind == "builtins.bytes" and not content.args

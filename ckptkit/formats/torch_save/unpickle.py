@@ -176,24 +176,15 @@ class Machine:
 
     # Plain values.
 
-    def signed_4(self) -> None:
-        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
-
     def long_1(self) -> None:
         begin = self._at + 2
         self._at = begin + self._content[self._at + 1]
         self._integer(self._content[begin : self._at])
 
-    def long_4(self) -> None:
-        self._integer(self._sized(4))
-
     def _integer(self, content: bytes) -> None:
         if len(content) > MAX_INTEGER:
             raise pickle.UnpicklingError(f"an integer of {len(content)} bytes")
         self._stack.append(int.from_bytes(content, "little", signed=True))
-
-    def float_8(self) -> None:
-        self._stack.extend(struct.unpack(">d", self._take(8)))
 
     # Containers.
 
@@ -211,10 +202,6 @@ class Machine:
         item = self._stack.pop()
         self._at += 1
         self._extend([item])
-
-    def appends(self) -> None:
-        items = self._to_mark()
-        self._extend(items)
 
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -236,10 +223,6 @@ class Machine:
         self._at += 1
         self._put([key, value])
 
-    def set_items(self) -> None:
-        items = self._to_mark()
-        self._put(items)
-
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is dict or type(target) is Items:
@@ -255,9 +238,6 @@ class Machine:
             self._at += 1
         else:
             self._to_mark()
-
-    def duplicate(self) -> None:
-        self._push(self._stack[-1])
 
     def _keep(self, index: bytes) -> None:
         at, memo = int.from_bytes(index, "little"), self._memo
@@ -284,10 +264,6 @@ class Machine:
                 raise pickle.UnpicklingError(f"more than {MAX_NAMES} names of classes and functions")
             self._names[key] = self._named(module, name)
         return self._names[key]
-
-    def persistent(self) -> None:
-        """A storage inside a torch.save file stays its description, never its bytes."""
-        self._at += 1
 
     def reduce(self) -> None:
         arguments = self._stack.pop()
@@ -420,10 +396,10 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.NONE: _pushes(lambda: None),
     pickle.NEWTRUE: _pushes(lambda: True),
     pickle.NEWFALSE: _pushes(lambda: False),
-    pickle.BININT: Machine.signed_4,
+    pickle.BININT: lambda machine: machine._stack.append(int.from_bytes(machine._take(4), "little", signed=True)),
     pickle.LONG1: Machine.long_1,
-    pickle.LONG4: Machine.long_4,
-    pickle.BINFLOAT: Machine.float_8,
+    pickle.LONG4: lambda machine: machine._integer(machine._sized(4)),
+    pickle.BINFLOAT: lambda machine: machine._stack.extend(struct.unpack(">d", machine._take(8))),
     pickle.BINUNICODE: _takes(4, bytes.decode),
     pickle.BINUNICODE8: _takes(8, bytes.decode),
     pickle.SHORT_BINBYTES: _takes(1, bytes),
@@ -443,18 +419,18 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.EMPTY_SET: _pushes(set),
     pickle.FROZENSET: _gathers(lambda items: frozenset(map(_key, items))),
     pickle.APPEND: Machine.append,
-    pickle.APPENDS: Machine.appends,
+    pickle.APPENDS: lambda machine: machine._extend(machine._to_mark()),
     pickle.ADDITEMS: Machine.add_items,
     pickle.SETITEM: Machine.set_item,
-    pickle.SETITEMS: Machine.set_items,
+    pickle.SETITEMS: lambda machine: machine._put(machine._to_mark()),
     pickle.POP: Machine.pop,
     pickle.POP_MARK: Machine._to_mark,
-    pickle.DUP: Machine.duplicate,
+    pickle.DUP: lambda machine: machine._push(machine._stack[-1]),
     pickle.BINPUT: _keeps(1),
     pickle.LONG_BINPUT: _keeps(4),
     pickle.GLOBAL: Machine.named,
     pickle.STACK_GLOBAL: Machine.named_on_stack,
-    pickle.BINPERSID: Machine.persistent,
+    pickle.BINPERSID: _skips(0),  # a storage inside a torch.save file stays its description, never its bytes
     pickle.REDUCE: Machine.reduce,
     pickle.NEWOBJ: Machine.reduce,
     pickle.NEWOBJ_EX: Machine.new_object_with_keywords,

@@ -79,7 +79,7 @@ def values(layout: Layout, codes: Tensor) -> Tensor:
     if layout.number == E4M3:
         return torch.from_numpy(np.take(e4m3_values().numpy(), codes.contiguous().view(torch.uint8).numpy()))
     flat = codes.contiguous().view(torch.uint8)
-    pairs = torch.from_numpy(np.take(_ones(), flat.numpy())).view(torch.bfloat16)
+    pairs = torch.from_numpy(np.take(_pairs()[127 * 256 : 128 * 256], flat.numpy())).view(torch.bfloat16)  # scale 1
     return (pairs.flatten(-2) if layout.axes == "groups" else pairs).float()
 
 
@@ -178,12 +178,6 @@ def e4m3_values() -> Tensor:
     import torch
 
     return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-
-
-@cache
-def _ones() -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
-    """Returns the two numbers of each byte, as bfloat16 in one int32."""
-    return _pairs()[127 * 256 : 128 * 256]
 
 
 @cache

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from ckptkit.core.specs import TensorSpec
 from quant.formats.part_names import (
@@ -51,6 +51,7 @@ E2M1_NUMBERS = (*_E2M1, *(-number for number in _E2M1))
 LARGEST: Mapping[str, float] = {E4M3: 448.0, E2M1: 6.0}
 EXPONENTS = "float8_e8m0fnu"  # powers of two
 FLOAT_SCALES = (*SCALE_DTYPES, EXPONENTS)
+_WITH_POWERS = {False: FLOAT_SCALES, True: (*FLOAT_SCALES, "uint8")}
 PACKED_GROUP = 16  # bytes of a group in gpt-oss's layout: 32 codes
 
 
@@ -155,46 +156,32 @@ def _fp8_words(block: Block) -> str:
     return f"FP8 (float8_e4m3fn, one scale for each {each})"
 
 
+def _fp8(block: Block, *inputs: str, static: bool, scales: tuple[str, ...] = (FP8_SCALE,), **more: Any) -> Layout:
+    """`inputs`: endings of scales of activations, which engines need where they are `static`."""
+    return Layout(_fp8_words(block), E4M3, block, scales, inputs=inputs, needs_input=static, **more)
+
+
 def fp8(block: Block, *, exponents: bool = False, static: bool = False, only: str = "") -> Layout:
     """`quant_method` fp8. `exponents`: uint8 scales are powers of two; `static`: activations have stored scales."""
-    dtypes = (*FLOAT_SCALES, "uint8") if exponents else FLOAT_SCALES
-    return Layout(
-        _fp8_words(block),
-        E4M3,
-        block,
-        (FP8_SCALE_INV, FP8_SCALE, ".scale", MISTRAL_SCALE),
-        dtypes,
-        inputs=(*INPUT_SCALES, MISTRAL_INPUT) if static else (),
-        needs_input=static,
-        only=only,
-    )
+    inputs = (*INPUT_SCALES, MISTRAL_INPUT) if static else ()
+    scales = (FP8_SCALE_INV, FP8_SCALE, ".scale", MISTRAL_SCALE)
+    return _fp8(block, *inputs, static=static, scales=scales, scale_dtypes=_WITH_POWERS[exponents], only=only)
 
 
 def compressed_fp8(block: Block, *, static: bool = False) -> Layout:
     """compressed-tensors' `float-quantized`."""
-    inputs = (".input_scale", ".input_zero_point") if static else ()
-    return Layout(_fp8_words(block), E4M3, block, (FP8_SCALE,), inputs=inputs, needs_input=static)
+    return _fp8(block, *((".input_scale", ".input_zero_point") if static else ()), static=static)
 
 
 def modelopt_fp8(block: Block, *, static: bool = False) -> Layout:
     """ModelOpt's FP8, FP8_PER_CHANNEL_PER_TOKEN and FP8_PB_WO. Source: `qtensor/fp8_tensor.py` of nvidia-modelopt."""
-    axes: Axes = "row" if block[1] is None else "four"
-    return Layout(_fp8_words(block), E4M3, block, (FP8_SCALE,), inputs=(".input_scale",), needs_input=static, axes=axes)
+    return _fp8(block, ".input_scale", static=static, axes="row" if block[1] is None else "four")
 
 
 def quark_fp8(block: Block, *, static: bool = False) -> Layout:
     """Quark's fp8_e4m3."""
-    axes: Axes = "row" if block[1] is None else "grid"
-    return Layout(
-        _fp8_words(block),
-        E4M3,
-        block,
-        (FP8_SCALE,),
-        (*FLOAT_SCALES, "uint8"),
-        inputs=(".input_scale",),
-        needs_input=static,
-        axes=axes,
-    )
+    axes = "row" if block[1] is None else "grid"
+    return _fp8(block, ".input_scale", static=static, scale_dtypes=_WITH_POWERS[True], axes=axes)
 
 
 def mxfp8(*scales: str) -> Layout:
@@ -222,46 +209,25 @@ def mxfp4(packed: bool) -> Layout:
     return Layout(_MXFP4, E2M1, (1, _MX), (FP8_SCALE,), _POWERS, _PACKED if packed else "", ("uint8",))
 
 
-def _nvfp4_words(group: int) -> str:
-    return f"NVFP4 (4-bit floats, one scale for each {group} weights and one for the tensor)"
+def _nvfp4(group: int, codes: str, second: str, inputs: str, **more: Any) -> Layout:
+    words = f"NVFP4 (4-bit floats, one scale for each {group} weights and one for the tensor)"
+    scales = (FP8_SCALE,), (E4M3,)
+    return Layout(words, E2M1, (1, group), *scales, codes, ("uint8",), second, inputs=(inputs,), **more)
 
 
 def modelopt_nvfp4(group: int = 16, *, static: bool = True) -> Layout:
     """NVFP4 as ModelOpt and miles store it. `static`: activations are NVFP4 too, with a stored scale."""
-    return Layout(
-        _nvfp4_words(group),
-        E2M1,
-        (1, group),
-        (FP8_SCALE,),
-        (E4M3,),
-        "",
-        ("uint8",),
-        SCALE_2,
-        inputs=(".input_scale",),
-        needs_input=static,
-    )
+    return _nvfp4(group, "", SCALE_2, ".input_scale", needs_input=static)
 
 
 def quark_nvfp4() -> Layout:
     """Quark's fp4 in groups of 16 below fp8_e4m3 of the tensor. Source: `schemes/quark_nvfp4.py` of vLLM 0.26."""
-    return replace(modelopt_nvfp4(), inputs=(".input_scale_2",))
+    return _nvfp4(16, "", SCALE_2, ".input_scale_2", needs_input=True)
 
 
 def compressed_nvfp4(*, static: bool = True) -> Layout:
     """compressed-tensors' `nvfp4-pack-quantized`."""
-    return Layout(
-        _nvfp4_words(16),
-        E2M1,
-        (1, 16),
-        (FP8_SCALE,),
-        (E4M3,),
-        _PACKED,
-        ("uint8",),
-        GLOBAL_SCALE,
-        divides=True,
-        inputs=(".input_global_scale",),
-        needs_input=static,
-    )
+    return _nvfp4(16, _PACKED, GLOBAL_SCALE, ".input_global_scale", needs_input=static, divides=True)
 
 
 # One row of each spelling, whatever its block.

@@ -16,7 +16,8 @@ from support.fixture_types import PathOf
 from ckptkit.app import api
 from ckptkit.app.api import convert
 from ckptkit.app.cli import cli
-from ckptkit.app.cli.verb import EXCLUDES, needs_of
+from ckptkit.app.cli.verb import needs_of
+from ckptkit.app.option import EXCLUDES
 from ckptkit.core.errors import CkptkitError
 from verify.run import verify
 

@@ -22,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
 from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
-from quant.kernels.floats import check_exact, quantize_fp8, quantize_fp8_in_torch, quantize_mxfp4, quantize_nvfp4
+from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 # One block each: weights, and by the writer the scale's bits and the codes, from runs of the writers' own code.
@@ -295,7 +295,7 @@ def in_nvfp4(writer: str, weight: Tensor, name: str, *, kernel: bool = True) -> 
 def in_fp8(
     block: tuple[int, int | None], rounding: str, weight: Tensor, name: str, *, kernel: bool = True
 ) -> Fp8Weight:
-    return (quantize_fp8 if kernel else quantize_fp8_in_torch)(weight, block, rounding, name)
+    return quantize_fp8(weight, block, rounding, name, kernel=kernel)
 
 
 FORMATS: dict[str, Callable[..., Fp8Weight]] = {
