@@ -11,7 +11,6 @@ Source: ROLL `configs/base_config.py`, `configs/worker_config.py`, `pipeline/bas
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack
+from verify.launch.options.lists import numbers
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Config
@@ -33,9 +33,6 @@ from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes, engin
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
-_LIST = re.compile(r"list\((\[[\d,]*\])\)")
-_RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
-_MAX_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
     r"^(?!teacher\.).*\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|"
     r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
@@ -242,23 +239,12 @@ def _devices(settings: Settings, worker: str) -> Gpus:
         if not count:
             settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
         return Gpus(count or None, key)
-    parts = [_count(part) for part in re.sub(r"\s", "", word.text).split("+")]
-    if None in parts:
+    try:
+        devices = numbers(word.text)
+        return Gpus(len(devices), f"{settings.place(key)} {word.text}")
+    except (TypeError, ValueError):
         settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
         return Gpus()
-    return Gpus(sum(part or 0 for part in parts), f"{settings.place(key)} {word.text}")
-
-
-def _count(text: str) -> int | None:
-    if match := _RANGE.fullmatch(text):
-        numbers = [int(one) for one in match.groups() if one is not None]
-        return len(range(*numbers)) if max(numbers) < _MAX_DEVICES and numbers[2:] != [0] else None
-    text = found[1] if (found := _LIST.fullmatch(text)) else text
-    try:
-        value = ast.literal_eval(text) if len(text) < _MAX_DEVICES else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
-    return len(value) if isinstance(value, list) else None
 
 
 def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:
