@@ -18,9 +18,10 @@ def numbers(text: str) -> Any:
 
 
 def _evaluated(node: ast.expr) -> Any:
+    value: Any
     match node:
-        case ast.Constant(value=int(value)):
-            pass
+        case ast.Constant(value=int(number)):
+            value = number
         case ast.List(elts=elements):
             value = [int(_evaluated(element)) for element in elements]
         case ast.BinOp(left=left, op=ast.Add(), right=right):

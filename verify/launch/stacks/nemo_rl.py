@@ -25,14 +25,8 @@ from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Tree
-from verify.launch.sides import ENGINE, Side, path_issue
-from verify.launch.stacks.directories import (
-    LOAD,
-    STEP,
-    hf_side,
-    iterations_in,
-    teacher_sides,
-)
+from verify.launch.sides import ENGINE, Side, iterations_in, path_issue
+from verify.launch.stacks.directories import LOAD, STEP, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
 

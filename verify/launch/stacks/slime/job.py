@@ -9,22 +9,21 @@ Source: slime 624b824 `utils/arguments.py` (slime_validate_args), `train_async.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.values import class_of, language_part
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
+from verify.launch.checks.engine import engine_config
 from verify.launch.job import Job, Launch, Stack
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
 from verify.launch.sides import Side, is_trained
-from verify.launch.stacks.directories import config_in
 from verify.launch.stacks.sizes import NAMES
 from verify.launch.stacks.slime.gpus import placement_of
 from verify.launch.stacks.slime.sides import Paths, notes_of, role_files, sharing_of, sides_of, unread_of
@@ -104,7 +103,7 @@ def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, 
     given = given_arguments(text.words)
     if _TRAINERS.isdisjoint(given.places):
         return None
-    sequence = _sequence(given, config_in(paths.hf), _is_miles(text))
+    sequence = _sequence(given, paths.hf, _is_miles(text))
     return (*_batches(given), *_micro_batches(given), *_rollouts(given, resumed), *_adapter(given), *sequence)
 
 
@@ -195,11 +194,12 @@ def _adapter(given: GivenArguments) -> Iterator[Issue]:
             yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
 
 
-def _sequence(given: GivenArguments, config: Mapping[str, Any], is_miles: bool) -> Iterator[Issue]:
+def _sequence(given: GivenArguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
     """Contiguous parts of the tokens are for DeepSeek's sparse attention; other attention takes them in zigzag order.
 
     Before slime stopped at it, tokens were scrambled silently. miles trains other models with contiguous parts too.
     """
+    config = engine_config(hf) if hf else {}
     ranks, is_sparse = given.known("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
     model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
     if model and ranks > 1 and given.has("allgather_cp"):
