@@ -71,7 +71,7 @@ def hf_directory(role: str, option: str, path: Path, why: str, about: str | None
     actual = actual if path.exists() else "no such directory"
     hint = next_move(path / "config.json", "give the HF directory of the model")
     issue = path_issue(option, path, "an HF directory with config.json", actual, hint, about=about)
-    return Side(role, None, None, f"{option} {path} is not an HF directory: {actual}", (issue,))
+    return Side(role, None, None, f"{option.partition(' (')[0]} {path} is not an HF directory: {actual}", (issue,))
 
 
 def iterations_in(path: Path) -> Sequence[str]:

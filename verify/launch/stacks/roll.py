@@ -28,7 +28,7 @@ from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
+from verify.launch.stacks.sizes import Cut, Engine, Gpus, Group, Placement, Sizes, places
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
@@ -76,30 +76,30 @@ def read(launch: Launch) -> Job:
         first = replace(first, issues=(*first.issues, *_lost(settings)))
         sides["actor"] = _resumed(settings, first)
         goes_on = sides["actor"] is not first
-    rollout, engine, asked, served = _engine(settings)
+    engine = _engine(settings)
     groups = [
         _sizes(settings, role).group(role, _devices(settings, _ROLES[role]))
         for role in roles
         if _megatron(settings, role)
     ]
     shared = tuple(_sequences(settings, roles))
-    groups += [
-        Group(cut.role, _devices(settings, _ROLES[cut.role]), (("ulysses_size", (cut.ranks,)),)) for cut in shared
-    ]
+    groups += [cut.group(_devices(settings, _ROLES[cut.role]), "ulysses_size") for cut in shared]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
     same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
-    every = [*(side for side in sides.values() if side), *([rollout] if rollout else []), *teachers.values()]
+    every = [*(side for side in sides.values() if side), *([engine.side] if engine.side else []), *teachers.values()]
     return Job(
         STACK,
         sides=tuple(every),
         hf=hf,
         models=({"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {})
         | {role: side.path for role, side in teachers.items()},
-        sizes={role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
+        sizes={role: _arguments(settings, role, engine.sizes) for role in roles} | {ENGINE: engine.sizes},
         sharing=(("actor", "reference"),) if same else (),
-        combinations=tuple(_adapters(settings.quietly(), engine.server)),
-        placement=Placement((*groups, *([asked] if asked else [])), cuts=(*shared, *served)),
-        speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
+        combinations=tuple(_adapters(settings.quietly(), engine.sizes.server)),
+        placement=Placement((*groups, *engine.groups), cuts=(*shared, *engine.cuts)),
+        speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1])
+        if engine.sizes.server == "vllm"
+        else None,
     )
 
 
@@ -121,9 +121,8 @@ def _adapters(settings: Settings, server: str | None) -> Iterator[Issue]:
 def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
     """The ranks that share a sequence in FSDP."""
     for role in roles:
-        strategy, key = f"{_ROLES[role]}.strategy_args.strategy_name", f"{_ROLES[role]}.model_args.ulysses_size"
-        if settings.text(strategy).startswith("fsdp2") and (ranks := settings.size(key)) and ranks > 1:
-            yield Cut(role, "ulysses", ranks, settings.place(key))
+        if settings.text(f"{_ROLES[role]}.strategy_args.strategy_name").startswith("fsdp2"):
+            yield from Cut.ulysses(settings, role, f"{_ROLES[role]}.model_args.ulysses_size")
 
 
 def _reference(settings: Settings) -> bool:
@@ -221,12 +220,7 @@ def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> Launch
     """All that cuts the model of a role."""
     if not _megatron(settings, role):
         return engine
-    return replace(
-        _sizes(settings, role).arguments(engine),
-        embedding=settings.switch(_config(role, "account_for_embedding_in_pipeline_split")),
-        loss=settings.switch(_config(role, "account_for_loss_in_pipeline_split")),
-        layout=settings.text(_config(role, "pipeline_model_parallel_layout")) or None,
-    )
+    return _sizes(settings, role).arguments(engine, settings, _config(role, "")[:-1])
 
 
 def _devices(settings: Settings, worker: str) -> Gpus:
@@ -247,25 +241,26 @@ def _devices(settings: Settings, worker: str) -> Gpus:
         return Gpus()
 
 
-def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:
-    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
+def _engine(settings: Settings) -> Engine:
+    """The engine; none where nothing is generated."""
     prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
     if not name:
-        return None, LaunchArguments(), None, ()
+        return Engine()
     key = _key(settings, ENGINE)
     dummy = settings.text(_config(ENGINE, "load_format")) == "dummy"
     weights = "its weights come from the actor" if dummy else "its first weights too"
-    side = hf_side(ENGINE, settings, key, f"{name} takes config and tokenizer from {key}, {weights}")
+    why = f"{name} takes config and tokenizer from {key}, {weights}"
+    engine = Engine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
     keys = [_config(ENGINE, "tensor_parallel_size"), _config(ENGINE, "pipeline_parallel_size")]
     if name != "vllm":
         keys = [f"{prefix}.num_gpus_per_worker"]
     tp, *rest = (settings.size(one) for one in keys)
     pp = rest[0] if rest else 1
     if tp is None or pp is None:
-        return side, engine_of(name, None, None), None, ()
-    group = Group(ENGINE, _devices(settings, _ROLES[ENGINE]), (("tp x pp", (tp, pp)),), places(settings, keys))
-    return side, engine_of(name, tp, pp), group, engine_cut(name, tp, None, settings.place(keys[0]))
+        return engine
+    group = Group(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
+    return replace(engine, groups=(group,)).cut(tp, pp, None, settings.place(keys[0]), plain=False)
 
 
 STACK = Stack(
@@ -310,7 +305,10 @@ def read_supervised(launch: Launch) -> Job:
         sides=tuple(sides.values()),
         hf=settings.model(keys["actor"]),
         models={"teacher": sides["teacher"].path} if "teacher" in sides else {},
-        sizes={role: size.arguments(LaunchArguments()) for role, size in sizes.items()},
+        sizes={
+            role: size.arguments(LaunchArguments(), settings, f"{workers[role]}.strategy_args.strategy_config")
+            for role, size in sizes.items()
+        },
         placement=Placement(tuple(size.group(role, _devices(settings, workers[role])) for role, size in sizes.items())),
     )
 
