@@ -65,6 +65,22 @@ def test_the_ranks_of_vllms_data_parallel_engines_are_not_guessed(releases: Path
     assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
 
 
+def test_a_trainer_does_not_load_weights_of_four_bits(int4: Path, releases: PathOf, copy_of: CopyOf) -> None:
+    """The engine may. Megatron-Bridge unpacks those of Kimi K2, and an adapter is trained over a base as it is."""
+    bf16 = releases("qwen2-untied")
+    (finding,) = found(preflight(hf_checkpoint=int4, ref_load=int4), "CK711")
+    assert (finding.severity, finding.expected) == ("error", "BF16 weights, as the actor builds its model")
+    assert "packed weights of 4 bits" in finding.actual
+    nvfp4 = copy_of(bf16)
+    edit_config(nvfp4, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    assert [one.code for one in preflight(ref_load=nvfp4).findings if one.expected == finding.expected] == ["CK711"]
+    edit_config(nvfp4, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    trainers = ({"hf_checkpoint": int4, "ref_load": bf16}, {"hf_checkpoint": int4}, {"ref_load": nvfp4})
+    assert [found(preflight(**one), code) for one in trainers for code in ("CK711", "CK712")] == [[]] * 6
+    words = ["--lora-rank", "8", "--target-modules", "q_proj"]
+    assert found(preflight(hf_checkpoint=int4, ref_load=int4, arguments=words), "CK711") == []
+
+
 SPECULATIVE = "--sglang-speculative"
 
 

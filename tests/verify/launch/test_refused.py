@@ -53,6 +53,24 @@ def test_batches_that_do_not_divide_are_found(right: str, more: str, expected: s
     assert [one for one in refused(f"{TRAINER} {right}") if one.expected == found.expected] == []
 
 
+@pytest.mark.parametrize(
+    ("words", "adapter"),
+    [
+        (
+            "--lora-rank 16 --target-modules q_proj,v_proj",
+            "adapter of rank 16 on q_proj,v_proj, by the command line: sent",
+        ),
+        ("--lora-rank 16 --target-modules q_proj --lora-train-only", "the engine generates without it"),
+        ("--lora-rank 0", ""),
+    ],
+)
+def test_an_adapter_of_miles_is_in_what_would_be_loaded(words: str, adapter: str) -> None:
+    text = LaunchText(tuple(map(Word, ["--hf-checkpoint", "/models/hf", *TRAINER.split(), *words.split()])))
+    found = read_job(Launch(text)).adapter
+    assert (found is None) == (not adapter)
+    assert adapter in str(found)
+
+
 @pytest.mark.parametrize("engine", ["--sglang-enable-lora", "--sglang-lora-paths a=/adapter", "--vllm-enable-lora"])
 def test_an_adapter_in_the_engine_alone_is_found(engine: str) -> None:
     (found,) = refused(f"{TRAINER} --lora-rank 0 {engine}")
@@ -117,6 +135,28 @@ def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path: Path)
         assert asked("Qwen3ForCausalLM", words) == []
     assert asked("Qwen3ForCausalLM", "--allgather-cp --context-parallel-size $N") == []
     assert asked("GlmMoeDsaForCausalLM", f"{cut} --allgather-cp", index_topk=2048) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "model_type", "program", "found"),
+    [
+        ("", "qwen3_vl", "miles/train.py", ["no --megatron-to-hf-mode"]),
+        ("--megatron-to-hf-mode raw", "qwen3_vl", "train.py", ["--megatron-to-hf-mode raw"]),
+        ("--megatron-to-hf-mode bridge", "qwen3_vl", "train.py", []),
+        ("--megatron-to-hf-mode $MODE", "qwen3_vl", "miles/train.py", []),
+        ("--megatron-to-hf-mode raw", "kimi_vl", "train.py", []),
+        ("", "qwen3_vl", "slime/train.py", []),
+        ("--megatron-to-hf-mode raw --train-backend fsdp", "qwen3_vl", "train.py", []),
+    ],
+)
+def test_mode_raw_of_miles_needs_a_converter(
+    words: str, model_type: str, program: str, found: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
+    script = tmp_path / "run.sh"
+    script.write_text(f"python3 /root/{program} --hf-checkpoint {tmp_path} {TRAINER} {words}\n")
+    issues = [one for one in preflight(script=script).findings if one.code == "CK746"]
+    assert [one.actual.partition(" (")[0] for one in issues] == found
 
 
 def test_values_that_are_not_known_break_no_rule(tmp_path: Path, configs: PathOf) -> None:

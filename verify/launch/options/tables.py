@@ -108,7 +108,14 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     ),
     **_named(
         str,
-        *("advantage-estimator", "train-backend", "lora-adapter-path", "data-source-path", "sglang-lora-paths"),
+        *(
+            "advantage-estimator",
+            "train-backend",
+            "lora-adapter-path",
+            "data-source-path",
+            "sglang-lora-paths",
+            "target-modules",
+        ),
         *("rollout-function-path", "custom-generate-function-path", "rollout-data-postprocess-path"),
         *("custom-convert-samples-to-train-data-path", "sglang-config", "vllm-config", "rollout-external-engine-addrs"),
         *("load-debug-rollout-data", "custom-config-path"),

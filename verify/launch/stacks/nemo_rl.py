@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Tree
@@ -75,6 +75,7 @@ def read(launch: Launch) -> Job:
         sides=(*sides, *([engine.side] if engine.side else []), *teachers.values()),
         hf=hf,
         models={role: side.path for role, side in teachers.items()},
+        adapter=None if megatron else _trained(settings.quietly()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
         placement=Placement(
@@ -85,6 +86,17 @@ def read(launch: Launch) -> Job:
         if engine.sizes.server == "vllm"
         else None,
     )
+
+
+def _trained(settings: Settings) -> Adapter | None:
+    """The adapter of a policy without Megatron. Source: NeMo-RL 7ea279a `dtensor_policy_worker_v2.py`."""
+    prefix = f"{_DTENSOR}.lora_cfg"
+    if not settings.is_on(f"{prefix}.enabled"):
+        return None
+    targets = settings.listed(f"{prefix}.target_modules", "all linear layers")
+    is_served = settings.word(f"{_GENERATION}.backend") is not None
+    engine = "NeMo-RL merges it into the weights that it sends" if is_served else "no engine is started"
+    return Adapter(settings.text(f"{prefix}.dim"), targets, engine, settings.place(f"{prefix}.enabled"))
 
 
 def _fits(tree: Mapping[str, Tree]) -> bool:

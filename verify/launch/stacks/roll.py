@@ -20,7 +20,7 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.lists import numbers
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
@@ -29,6 +29,7 @@ from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import Cut, Engine, Gpus, Group, Placement, Sizes, places
+from verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
@@ -96,7 +97,8 @@ def read(launch: Launch) -> Job:
         sizes={role: _arguments(settings, role, engine.sizes) for role in roles} | {ENGINE: engine.sizes},
         sharing=(("actor", "reference"),) if same else (),
         combinations=tuple(_adapters(settings.quietly(), engine.sizes.server)),
-        placement=Placement((*groups, *engine.groups), cuts=(*shared, *engine.cuts)),
+        placement=Placement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
+        adapter=_trained(settings.quietly(), engine.sizes.server),
         speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1])
         if engine.sizes.server == "vllm"
         else None,
@@ -239,6 +241,35 @@ def _devices(settings: Settings, worker: str) -> Gpus:
     except (TypeError, ValueError):
         settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
         return Gpus()
+
+
+def _renumbered(launch: Launch) -> Iterator[Issue]:
+    """Devices that a script leaves to the job, where `device_mapping` counts those of a node from 0 all the same.
+
+    Source: ROLL 8eb27cc `distributed/scheduler/resource_manager.py` (allocate_placement_group).
+    """
+    word = launch.text.environment.get("CUDA_VISIBLE_DEVICES", UnresolvedWord(""))
+    devices = word.text.replace(" ", "").split(",")
+    if isinstance(word, UnresolvedWord) or devices == list(map(str, range(len(devices)))) or not devices[0].isdecimal():
+        return
+    expected = f"CUDA_VISIBLE_DEVICES that counts from 0, as device_mapping does: 0 to {len(devices) - 1}"
+    hint = (
+        "leave it out, and choose GPUs by device_mapping: ROLL sets it for each worker, to the first GPUs of the node"
+    )
+    yield Issue(expected, f"{word.text} ({word.place})", hint, file=word.file)
+
+
+def _trained(settings: Settings, server: str | None) -> Adapter | None:
+    """The adapter. Source: ROLL 8eb27cc `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`."""
+    trains, serves = (f"{role}.model_args" for role in ("actor_train", "actor_infer"))
+    if not given(settings.listed(f"{trains}.lora_target")):
+        return None
+    most = settings.text(f"{serves}.lora_rank", "8")
+    engine = f"sent as it is to vllm, started with enable_lora and max_lora_rank {most}"
+    if server != "vllm" or not given(settings.listed(f"{serves}.lora_target")):
+        engine = f"{server or 'the engine'} is started without it"
+    rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
+    return Adapter(rank, settings.listed(target), engine, settings.place(target))
 
 
 def _engine(settings: Settings) -> Engine:

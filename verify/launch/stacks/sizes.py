@@ -59,6 +59,7 @@ class Group:
 
     source: where the sizes are written, in `file` where that is known.
     is_engine: each product is an engine, which must have whole nodes or a part of one.
+    is_inside: such an engine cannot have more than one node.
     """
 
     role: str
@@ -67,6 +68,7 @@ class Group:
     source: str = ""
     file: Path | None = None
     is_engine: bool = False
+    is_inside: bool = False
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
@@ -82,6 +84,11 @@ class Group:
                 expected = f"GPUs of the {self.role} that divide by {names} = {product}{source}"
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
                 yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
+            elif node and self.is_inside and ranks > node:
+                expected = f"engines inside of a node of {node} GPUs, as data parallel ranks must be{source}"
+                yield Issue(
+                    expected, f"{names} = {ranks} GPUs", "choose sizes that a node has room for", file=self.file
+                )
             elif node and (found := across_nodes(ranks, node, count, self.gpus.first)):
                 expected = f"engines that fit on nodes of {node} GPUs{source}"
                 hint = "choose sizes that divide a node, or whole nodes"

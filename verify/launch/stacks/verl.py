@@ -20,7 +20,7 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
@@ -90,6 +90,7 @@ def read(launch: Launch) -> Job:
         sharing=tuple(sharing),
         placement=Placement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
         speculation=_speculation(settings.quietly()),
+        adapter=_trained(settings.quietly()),
         combinations=_combinations(launch, settings.quietly(), megatron),
     )
 
@@ -97,7 +98,7 @@ def read(launch: Launch) -> Job:
 def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[Issue, ...] | None:
     """Settings of main_ppo that do not go together; None for another program, which may read them otherwise.
 
-    Source: verl 1dda039 `workers/rollout/`, where only vLLM has an adapter of its own; `trainer/ppo/ray_trainer.py`
+    Source: verl 1dda039 `workers/rollout/`, where TensorRT-LLM has no adapter; `trainer/ppo/ray_trainer.py`
     (_save_checkpoint) and `utils/checkpoint/megatron_checkpoint_manager.py`, which alone writes the tracker of an
     asynchronous save.
     """
@@ -110,15 +111,29 @@ def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[I
 def _adapter(settings: Settings) -> Iterator[Issue]:
     key, merge = f"{_AR}.rollout.name", f"{_AR}.model.lora.merge"
     rank = next((one for one in _RANKS if settings.text(one) not in ("", "0")), None)
-    if rank and settings.text(key) in ("sglang", "trtllm") and settings.is_off(merge):
-        expected = f"{key} = vllm, or {merge} = True, with {rank}"
+    if rank and settings.text(key) == "trtllm" and settings.is_off(merge):
+        expected = f"{key} = vllm or sglang, or {merge} = True, with {rank}"
         hint = f"verl gives no adapter to {settings.text(key)}, which generates with the base model"
-        yield settings.issue((rank, key), expected, hint)
+        yield settings.issue((rank, key), expected, hint, "error")
     switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
     trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
     if settings.is_on(switch) and all(settings.resolved(one) for one in trains) and not _lora(settings):
         hint = "verl sends whole weights to an engine whose layers wait for an adapter: leave it out"
         yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint, "error")
+
+
+def _trained(settings: Settings) -> Adapter | None:
+    """The adapter. Source: verl 1dda039 `vllm_async_server.py`, `async_sglang_server.py` (lora_served_as_adapter)."""
+    path, merge = f"{_AR}.model.lora_adapter_path", f"{_AR}.model.lora.merge"
+    if not _lora(settings):
+        return None
+    rank = next((key for key in _RANKS if settings.above_zero(key)), None)
+    engine = settings.text(f"{_AR}.rollout.name") or "the engine"
+    engine = f"sent as it is to {engine}, started with enable_lora and a max_lora_rank of at least its rank"
+    engine = "verl merges it into the weights that it sends" if settings.is_on(merge) else engine
+    targets = settings.first(f"{_AR}.model.lora.target_modules.0", f"{_AR}.model.target_modules").removesuffix(".0")
+    text = settings.text(rank) if rank else ""
+    return Adapter(text, settings.listed(targets, "all-linear"), engine, settings.place(rank or path))
 
 
 def _tracker(settings: Settings) -> Iterator[Issue]:
@@ -312,7 +327,7 @@ def _rollout(settings: Settings, gpus: Gpus) -> Engine:
     spread = f"{prefix}.expert_parallel_size"
     ep, fp8 = settings.size(spread, None), settings.text(f"{prefix}.quantization") == "fp8"
     group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
-    engine = replace(engine, groups=(group,))
+    engine = replace(engine, groups=(replace(group, is_inside=name == "vllm" and dp > 1),))
     return engine.cut(tp, pp, ep, settings.place(keys[0]), plain=dp == 1 and settings.resolved(spread), fp8=fp8)
 
 
@@ -415,8 +430,8 @@ def read_sft(launch: Launch) -> Job:
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     cuts = () if sizes else tuple(Cut.ulysses(settings, "actor", *_SEQUENCE))
-    ranks = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [Group("actor", gpus, (("1", (1,)),))]
-    groups = [sizes.group("actor", gpus)] if sizes else ranks
+    shared = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [Group("actor", gpus, (("1", (1,)),))]
+    groups = [sizes.group("actor", gpus)] if sizes else shared
     return Job(
         SFT,
         sides=(side,) if side else (),

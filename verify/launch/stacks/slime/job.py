@@ -18,7 +18,7 @@ from converters.config.values import class_of, language_part
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
 from verify.launch.checks.engine import engine_config
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.names import names, trainer_options
@@ -29,6 +29,8 @@ from verify.launch.stacks.slime.gpus import placement_of
 from verify.launch.stacks.slime.sides import Paths, notes_of, role_files, sharing_of, sides_of, unread_of
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
+# Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
+_RAW_WRAPPERS = frozenset({"kimi_vl", "kimi_k25", "qwen3_5", "qwen3_5_moe", "qwen3_6", "qwen3_6_moe", "inkling"})
 _CUTS = ("tp", "pp", "ep", "etp")
 # A launch that gives one of these is of slime, miles or vime.
 _TRAINERS = frozenset(
@@ -63,6 +65,7 @@ def read(launch: Launch) -> Job:
         sharing=sharing_of(paths, sides),
         placement=placement_of(given, text.words, text.ranks, _is_miles(text)),
         speculation=of_options(given, text.words),
+        adapter=_trained(given),
         updates=updates,
         arguments=given,
         written=_written(text),
@@ -104,7 +107,8 @@ def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, 
     if _TRAINERS.isdisjoint(given.places):
         return None
     sequence = _sequence(given, paths.hf, _is_miles(text))
-    return (*_batches(given), *_micro_batches(given), *_rollouts(given, resumed), *_adapter(given), *sequence)
+    raw = _raw(given, paths.hf) if _is_miles(text) else ()
+    return (*_batches(given), *_micro_batches(given), *_rollouts(given, resumed), *_adapter(given), *sequence, *raw)
 
 
 def _is_miles(text: LaunchText) -> bool:
@@ -192,6 +196,30 @@ def _adapter(given: GivenArguments) -> Iterator[Issue]:
         if plain and given.has(name):
             hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
             yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
+
+
+def _trained(given: GivenArguments) -> Adapter | None:
+    """The adapter of miles. Source: miles 31f1ca9 `utils/lora.py`, `backends/sglang_utils/sglang_engine.py`."""
+    rank, names = given.known("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
+    if not rank and not any(map(given.has, names[1:])):
+        return None
+    engine = f"sent as it is to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
+    engine = "the engine generates without it, by --lora-train-only" if given.has("lora_train_only") else engine
+    place = next(given.place(name) for name in names if given.has(name))
+    return Adapter(str(rank or ""), given.known("target_modules") or "", engine, place)
+
+
+def _raw(given: GivenArguments, hf: Path | None) -> Iterator[Issue]:
+    """A model with a wrapper that miles sends in mode raw, which is its default, and has no raw converter for."""
+    config = engine_config(hf) if hf else {}
+    is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
+    if is_wrapped and given.known("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
+        expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
+        hint = (
+            "miles has no raw converter for this model and stops at the first update: give --megatron-to-hf-mode bridge"
+        )
+        if given.known("train_backend", "megatron") == "megatron":
+            yield given.issue(("megatron_to_hf_mode",), expected, hint)
 
 
 def _sequence(given: GivenArguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
