@@ -103,7 +103,7 @@ def launch_arguments(
     """
     found: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
     for name in given.places:
-        if name in NUMBERS and (number := _number(name, given)) is not None:
+        if name in NUMBERS and (number := _known(name, given)) is not None:
             found[NUMBERS[name]] = number
         elif name in FLAGS and given.get(name, False):
             found[FLAGS[name]] = True
@@ -122,32 +122,20 @@ def server_of(words: Sequence[Word]) -> Server | None:
 
 
 def _known(name: str, given: GivenArguments) -> int | str | None:
-    """The value of an argument; None where it could not be told. Raises CkptkitError where argparse refuses it."""
-    word, option = given.places[name], option_of(name)
-    if name not in given.unknown or isinstance(word, UnresolvedWord):
-        return given.get(name, None)  # type: ignore[no-any-return]
-    if word.text.startswith("--"):
-        raise CkptkitError(
-            f"{option} among the launch arguments has no value", "copy the arguments as the launch script has them"
-        )
-    raise _not_a_number(option, word.text)
-
-
-def _number(name: str, given: GivenArguments) -> int | None:
-    number, option = _known(name, given), option_of(name)
-    if not isinstance(number, int):
-        return None
-    if not 0 <= number < 10**9:
-        raise _not_a_number(option, given.places[name].text)
-    if NUMBERS[name] in _RANKS and not number:
-        message = f"{option} {number} among the launch arguments is not a number of ranks"
+    """The value of an argument; None where it could not be told. Raises CkptkitError for one that is no such size."""
+    word, value, option = given.places[name], given.get(name, None), option_of(name)
+    least = 1 if NUMBERS.get(name) in _RANKS else 0
+    if name in given.unknown and not isinstance(word, UnresolvedWord) and word.text.startswith("--"):
+        hint = "copy the arguments as the launch script has them"
+        raise CkptkitError(f"{option} among the launch arguments has no value", hint)
+    is_number = isinstance(value, int) and 0 <= value < 10**9
+    if name in NUMBERS and not (is_number or isinstance(word, UnresolvedWord)):
+        message = f"{option} {word.text} among the launch arguments is not a number"
+        raise CkptkitError(message, "copy the arguments with their variables filled in")
+    if is_number and value < least:
+        message = f"{option} {value} among the launch arguments is not a number of ranks"
         raise CkptkitError(message, "give 1 or more, or leave it out")
-    return number
-
-
-def _not_a_number(option: str, value: str) -> CkptkitError:
-    message = f"{option} {value} among the launch arguments is not a number"
-    return CkptkitError(message, "copy the arguments with their variables filled in")
+    return value  # type: ignore[no-any-return]
 
 
 def _qat(words: Sequence[Word], environment: Mapping[str, str]) -> Iterator[tuple[str, int | bool]]:

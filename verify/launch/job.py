@@ -85,6 +85,26 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter that a trainer trains.
+
+    rank, targets: as the launch gives them, or "" if it does not.
+    engine: who merges it, or what the engine is started with.
+    place: where the launch asks for it.
+    """
+
+    rank: str
+    targets: str
+    engine: str
+    place: str
+
+    def __str__(self) -> str:
+        rank = f" of rank {self.rank}" if self.rank else ""
+        targets = f" on {self.targets}" if self.targets else ""
+        return f"adapter{rank}{targets}, by {self.place}: {self.engine}"
+
+
+@dataclass(frozen=True)
 class Job:
     """A training job, as its launch says it.
 
@@ -95,6 +115,7 @@ class Job:
     sharing: pairs of roles that start from the same weights.
     placement: what must divide the GPUs; None where the launch counts none.
     speculation: how the engine drafts.
+    adapter: the adapter that is trained in place of the weights; None if there is none, or it is not known.
     updates: whether a trainer sends weights to the engine, which are quantized by its `ignore` list.
     arguments: those that the launch gives as options of Megatron, slime and the engine.
     written: every option or setting that the launch writes, by its name.
@@ -114,6 +135,7 @@ class Job:
     sharing: tuple[tuple[str, str], ...] = ()
     placement: Placement | None = None
     speculation: Speculation | None = None
+    adapter: Adapter | None = None
     updates: bool = False
     arguments: GivenArguments = field(default_factory=GivenArguments)
     written: Mapping[str, Word] = field(default_factory=dict)

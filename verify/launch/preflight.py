@@ -22,6 +22,7 @@ from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.evidence.expected import model_of
 from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
+from verify.launch.checks.architecture import differing_model
 from verify.launch.checks.paths import NOT_READ
 from verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
 from verify.launch.job import Given, Job, Launch, Stack
@@ -105,7 +106,6 @@ FOLDED = "of another model"
 _TENSORS, _ARGUMENTS = ("CK104", "CK105"), ("CK701", "CK702")
 # So many arguments are another model's, and so few findings are told one by one.
 _SEVERAL, _FEW = 2, 4
-_NAMED = 3
 _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
@@ -126,7 +126,7 @@ def judged(job: Job) -> Report:
         source=None,
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
-        facts={"what would be loaded": [str(side) for side in job.sides]}
+        facts={"what would be loaded": [str(side) for side in (*job.sides, job.adapter) if side]}
         | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
         | {NOT_APPLICABLE: _not_applicable(outcome, left_out)},
         reasons=outcome.reasons,
@@ -252,11 +252,8 @@ def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
 
 def _finding(arguments: list[Finding], errors: list[Finding], config: Path, path: Path) -> Finding:
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
-    named = [one.actual for one in arguments[:_NAMED]]
-    left = len(arguments) - _NAMED
-    more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
-    held = [f"{tensors} tensors with other names or shapes"] if tensors else []
-    expected, actual = f"the model of {config}/config.json", f"another one: {', '.join([*named, *more, *held])}"
+    difference = differing_model([one.actual for one in arguments], tensors)
+    expected, actual = f"the model of {config}/config.json", f"another one: {difference}"
     hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
     return Finding(arguments[0].code, expected, actual, hint, file=str(path))
 

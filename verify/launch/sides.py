@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
-from ckptkit.formats.detect import ITERATION, Kind, OfKind, require_own_files
+from ckptkit.formats.detect import ITERATION, TRACKER, Kind, OfKind, is_legacy, require_own_files
 from ckptkit.formats.hf.reader import read_config
+from ckptkit.storage.links import absent, next_move
 from converters.registry import named_family_of
 from verify.issue import Issue
 from verify.report import Severity
@@ -58,6 +60,24 @@ def is_trained(side: Side) -> bool:
     """Whether a side loads an iteration of a run. NeMo-RL calls what it converts iteration 0."""
     name = side.path.name if side.path else ""
     return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
+
+
+def hf_directory(role: str, option: str, path: Path, why: str, about: str | None = None) -> Side:
+    """The side that loads an HF directory, which `option` gives, or a setting that does what `about` does."""
+    if (path / "config.json").exists():
+        return Side(role, "hf", path, why)
+    is_megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
+    actual = "a Megatron checkpoint" if is_megatron else absent(path / "config.json")
+    actual = actual if path.exists() else "no such directory"
+    hint = next_move(path / "config.json", "give the HF directory of the model")
+    issue = path_issue(option, path, "an HF directory with config.json", actual, hint, about=about)
+    return Side(role, None, None, f"{option.partition(' (')[0]} {path} is not an HF directory: {actual}", (issue,))
+
+
+def iterations_in(path: Path) -> Sequence[str]:
+    """The names of the directories `iter_N` and `release` in a directory, in order."""
+    names = (entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else ()
+    return sorted(name for name in names if name == "release" or ITERATION.fullmatch(name))
 
 
 def is_hf(path: Path) -> bool:

@@ -57,15 +57,28 @@ def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases: PathOf, o
     )
     given = [ENGINE, "6", "--vllm-pipeline-parallel-size", "3"]
     assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
-    given = [ENGINE, "8", "--vllm-pipeline-parallel-size", "3"]
-    finding = only(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given))
-    assert finding.expected == "rollout_num_gpus_per_engine that divides by vllm_pipeline_parallel_size = 3"
 
 
 def test_the_ranks_of_vllms_data_parallel_engines_are_not_guessed(releases: PathOf) -> None:
     """vLLM leaves it to its launcher how many of an engine's GPUs share the tensors."""
     given = [ENGINE, "3", "--vllm-data-parallel-size", "3"]
     assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
+
+
+def test_a_trainer_does_not_load_weights_of_four_bits(int4: Path, releases: PathOf, copy_of: CopyOf) -> None:
+    """The engine may. Megatron-Bridge unpacks those of Kimi K2, and an adapter is trained over a base as it is."""
+    bf16 = releases("qwen2-untied")
+    (finding,) = found(preflight(hf_checkpoint=int4, ref_load=int4), "CK711")
+    assert (finding.severity, finding.expected) == ("error", "BF16 weights, as the actor builds its model")
+    assert "packed weights of 4 bits" in finding.actual
+    nvfp4 = copy_of(bf16)
+    edit_config(nvfp4, quantization_config={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": []})
+    assert [one.code for one in preflight(ref_load=nvfp4).findings if one.expected == finding.expected] == ["CK711"]
+    edit_config(nvfp4, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    trainers = ({"hf_checkpoint": int4, "ref_load": bf16}, {"hf_checkpoint": int4}, {"ref_load": nvfp4})
+    assert [found(preflight(**one), code) for one in trainers for code in ("CK711", "CK712")] == [[]] * 6
+    words = ["--lora-rank", "8", "--target-modules", "q_proj"]
+    assert found(preflight(hf_checkpoint=int4, ref_load=int4, arguments=words), "CK711") == []
 
 
 SPECULATIVE = "--sglang-speculative"

@@ -41,11 +41,17 @@ class _Difference:
     arguments: Sequence[tuple[str, str, str]] = ()
 
     def __str__(self) -> str:
-        named = [f"{name} = {found} and not {want}" for name, want, found in self.arguments[:_NAMED]]
-        left = len(self.arguments) - _NAMED
-        more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
-        tensors = [f"{len(self.tensors)} tensors with other names or shapes"] if self.tensors else []
-        return ", ".join([*named, *more, *tensors])
+        return differing_model(
+            [f"{name} = {found} and not {want}" for name, want, found in self.arguments], len(self.tensors)
+        )
+
+
+def differing_model(arguments: Sequence[str], tensors: int) -> str:
+    """What a model has otherwise: some arguments by name, the number of the others, and of tensors."""
+    left = len(arguments) - _NAMED
+    more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
+    held = [f"{tensors} tensors with other names or shapes"] if tensors else []
+    return ", ".join([*arguments[:_NAMED], *more, *held])
 
 
 def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:

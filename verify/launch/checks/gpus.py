@@ -30,11 +30,7 @@ _VOCABULARY = 64
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
     hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
-    if dims.heads % attention:
-        yield Issue(f"num_attention_heads that divides over {attention} ranks", f"{dims.heads}", hint)
-    elif not dims.mla and dims.groups % attention and attention % dims.groups:
-        expected = f"num_key_value_heads that divides {attention} ranks, or is divided by them"
-        yield Issue(expected, f"{dims.groups}", hint)
+    yield from _heads(dims.heads, attention if dims.mla else dims.groups, attention, "", hint)
     yield from _blocks(dims, config, cut)
     if cut.by == "vllm":
         return
@@ -175,22 +171,25 @@ def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterat
         yield replace(rows, module="self_attn.o_proj", columns=True)
 
 
-def sequence_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:
-    """Heads over the ranks that share a sequence by Ulysses, each of which computes some heads of all of it."""
-    hint = "choose a size that divides the heads"
-    if dims.heads % ranks:
-        yield Issue(f"num_attention_heads that divides over {ranks} ranks ({where})", f"{dims.heads}", hint)
-    elif dims.groups % ranks and ranks % dims.groups:
-        expected = f"num_key_value_heads that divides {ranks} ranks, or is divided by them ({where})"
-        yield Issue(expected, f"{dims.groups}", hint)
+def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterator[Issue]:
+    """Heads over ranks, each of which computes some; keys and values may be on several of them."""
+    if heads % ranks:
+        yield Issue(f"num_attention_heads that divides over {ranks} ranks{where}", f"{heads}", hint)
+    elif groups % ranks and ranks % groups:
+        expected = f"num_key_value_heads that divides {ranks} ranks, or is divided by them{where}"
+        yield Issue(expected, f"{groups}", hint)
 
 
-def dtensor_fit(dims: ModelDims, ranks: int, where: str) -> Iterator[Issue]:
-    """Heads over the tensor parallel ranks of DTensor, which replicates none of them."""
+def _trainer_fit(dims: ModelDims, cut: Cut) -> Iterator[Issue]:
+    """Heads over the ranks that share a sequence by Ulysses, or over those of DTensor, which replicates no head."""
+    where = f" ({cut.where})"
+    if cut.by == "ulysses":
+        yield from _heads(dims.heads, dims.groups, cut.ranks, where, "choose a size that divides the heads")
+        return
     hint = "choose a tensor_parallel_size that divides both numbers of heads"
     for name, heads in (("num_attention_heads", dims.heads), ("num_key_value_heads", dims.groups)):
-        if heads % ranks:
-            yield Issue(f"{name} that divides over {ranks} ranks ({where})", f"{heads}", hint)
+        if heads % cut.ranks:
+            yield Issue(f"{name} that divides over {cut.ranks} ranks{where}", f"{heads}", hint)
 
 
 def _placement(subject: Subject) -> Placement:
@@ -234,9 +233,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:
     dims = engine_dims(config)
-    if cut.by == "ulysses":
-        yield from sequence_fit(dims, cut.ranks, cut.where)
-    elif cut.by == "dtensor":
-        yield from dtensor_fit(dims, cut.ranks, cut.where)
+    if cut.by in ("ulysses", "dtensor"):
+        yield from _trainer_fit(dims, cut)
     elif cut.ranks % cut.ep == 0:
         yield from engine_fit(dims, config, cut)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
+from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from verify.check import Skip, Tally, Unable, check
+from verify.evidence.expected import weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.job import Job
-from verify.launch.sides import Side
+from verify.launch.sides import PathIssue, Side
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
@@ -33,9 +36,29 @@ def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, 
         """What is wrong with a path, once for all sides that load it."""
         sides = _sides(subject)
         tally.compared(0, len(sides))
-        yield from dict.fromkeys(issue for side in sides for about, issue in side.issues if about in options)
+        found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
+        yield from dict.fromkeys(issue for about, issue in found if about in options)
 
     check(code, title, stage="launch", rationale=rationale, fix=fix, unless=unless_skipped(_sides))(paths_found)
+
+
+def _packed(job: Job) -> Iterator[PathIssue]:
+    """HF weights of four bits that a trainer would load, which builds its model for BF16; an adapter's base may be.
+
+    Megatron-Bridge unpacks those of Kimi K2 and of gpt-oss (`kimi_bridge.py`, `gpt_oss_bridge.py`).
+    """
+    trains = [side for side in job.sides if side.role in ("reference", "critic", "actor") and side.is_hf and side.path]
+    for side in {side.path: side for side in reversed(trains)}.values() if job.adapter is None else ():
+        path = side.path or Path()
+        config = engine_config(path)
+        content, kind = quantization_of(config), str(config.get("model_type"))
+        if not isinstance(content, Mapping) or kind.startswith(("kimi", "gpt_oss")):
+            continue
+        if content.get("quant_algo") == "NVFP4" or weights_of(config).get("num_bits") == 4:
+            hint = "give it the BF16 release, or convert it with `ckptkit quantize CKPT OUT --scheme none` first"
+            expected = f"BF16 weights, as the {side.role} builds its model"
+            actual = f"packed weights of 4 bits ({path}/config.json: {describe_quantization(config)})"
+            yield "--load" if side.role == "actor" else "--ref-load", Issue(expected, actual, hint, file=path)
 
 
 _check_paths(

@@ -6,15 +6,14 @@ options of; slime 624b824 and miles 31f1ca9 `utils/arguments.py`, and their patc
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from converters.megatron.argument_table import ARGUMENTS
+from verify.launch.options.lists import numbers
 from verify.launch.options.names import trainer_switches
 
-_MAX_LAYERS = 10_000
 _CHARACTERS = re.compile(r"[\[\]\d+*(), ]*")
 
 
@@ -67,48 +66,9 @@ def _frequency(text: str) -> int | list[int]:
     """
     if "[" not in text:
         return int(text)
-    if len(text) > 10 * _MAX_LAYERS or not _CHARACTERS.fullmatch(text):
-        raise ValueError(f"{text!r} is not a list of numbers")
-    try:
-        value = _evaluated(ast.parse(text, mode="eval").body)
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError(f"{text!r} is not a list of numbers") from error
-    if isinstance(value, int):
+    if not _CHARACTERS.fullmatch(text) or not isinstance(value := numbers(text), list):
         raise ValueError(f"{text!r} is not a list of numbers")
     return value
-
-
-def _evaluated(node: ast.expr) -> int | list[int]:
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.List(elts=elements):
-            values = [_evaluated(element) for element in elements]
-            return [value for value in values if isinstance(value, int)] if len(values) <= _MAX_LAYERS else _refuse()
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _added(_evaluated(left), _evaluated(right))
-        case ast.BinOp(left=left, op=ast.Mult(), right=right):
-            return _repeated(_evaluated(left), _evaluated(right))
-    return _refuse()
-
-
-def _added(one: int | list[int], other: int | list[int]) -> int | list[int]:
-    if isinstance(one, list) and isinstance(other, list) and len(one) + len(other) <= _MAX_LAYERS:
-        return one + other
-    return one + other if isinstance(one, int) and isinstance(other, int) else _refuse()
-
-
-def _repeated(one: int | list[int], other: int | list[int]) -> int | list[int]:
-    if isinstance(one, int) and isinstance(other, int):
-        return one * other if abs(one * other) <= _MAX_LAYERS else _refuse()
-    values, times = (one, other) if isinstance(one, list) else (other, one)
-    if isinstance(values, list) and isinstance(times, int) and len(values) * times <= _MAX_LAYERS:
-        return values * times
-    return _refuse()
-
-
-def _refuse() -> list[int]:
-    raise ValueError("no list of numbers that a model has layers for")
 
 
 def sizes(text: str) -> tuple[int, ...]:
@@ -143,24 +103,28 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
         *("rollout-batch-size", "n-samples-per-prompt", "global-batch-size", "micro-batch-size", "num-rollout"),
-        *("num-steps-per-rollout", "over-sampling-batch-size", "num-epoch", "start-rollout-id", "lora-rank"),
-        *("multi-lora-n-adapters", "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
-        "prefill-num-servers",
+        *("num-steps-per-rollout", "start-rollout-id", "lora-rank", "multi-lora-n-adapters", "prefill-num-servers"),
+        *("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"),
     ),
-    **_named(float, "eps-clip"),
     **_named(
         str,
-        *("advantage-estimator", "loss-type", "train-backend", "lora-adapter-path", "data-source-path"),
-        *("sglang-lora-paths", "load-debug-rollout-data", "custom-config-path"),
+        *(
+            "advantage-estimator",
+            "train-backend",
+            "lora-adapter-path",
+            "data-source-path",
+            "sglang-lora-paths",
+            "target-modules",
+        ),
         *("rollout-function-path", "custom-generate-function-path", "rollout-data-postprocess-path"),
-        *("custom-advantage-function-path", "custom-reward-post-process-path"),
         *("custom-convert-samples-to-train-data-path", "sglang-config", "vllm-config", "rollout-external-engine-addrs"),
+        *("load-debug-rollout-data", "custom-config-path"),
         *("sglang-speculative-algorithm", "sglang-speculative-draft-model-path", "vllm-speculative-config"),
     ),
     **_named(
         True,
-        *("use-opd", "use-dynamic-batch-size", "use-dynamic-global-batch-size", "disable-rewards-normalization"),
-        *("finetune", "lora-train-only", "sglang-enable-lora", "vllm-enable-lora"),
+        *("use-dynamic-batch-size", "use-dynamic-global-batch-size", "finetune"),
+        *("lora-train-only", "sglang-enable-lora", "vllm-enable-lora"),
     ),
     "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
     "--vllm-sc": ("vllm_speculative_config", str),

@@ -7,8 +7,9 @@ replaces an earlier one.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from verify.launch.settings.config import NULL, Tree, merged
 from verify.launch.words import UnresolvedWord, Word
@@ -88,6 +89,7 @@ _FUNCTIONS = frozenset(
     }
 )
 _MAX_DEPTH = 20
+_Entry = TypeVar("_Entry")
 
 
 class _RefusedError(Exception):
@@ -134,49 +136,34 @@ class _Reader:
             raise _RefusedError("it is nested too deeply")
         self.blanks()
         if self.peek() == "{":
-            return self.mapping(depth)
+            return dict(self.entries("}", lambda: self.pair(depth + 1)))
         if self.peek() == "[":
-            return self.items(depth)
+            return list(self.entries("]", lambda: self.element(depth + 1)))
         return self.quoted() if self.peek() and self.peek() in "'\"" else self.primitive()
 
-    def mapping(self, depth: int) -> Tree:
-        found: dict[str, Tree] = {}
+    def entries(self, end: str, entry: Callable[[], _Entry]) -> Iterator[_Entry]:
+        """What stands between commas up to a bracket, each read by `entry`."""
         self.position += 1
         self.blanks()
-        while self.peek() != "}":
-            key = _KEY.match(self.text, self.position)
-            if key is None:
-                raise _RefusedError("a mapping whose key is none")
-            self.position = key.end()
+        while self.peek() != end:
+            yield entry()
             self.blanks()
-            self.expect(":")
-            found[key[0]] = self.element(depth + 1)
-            if not self.goes_on("}"):
+            if self.peek() != ",":
                 break
-        self.expect("}")
-        return found
-
-    def items(self, depth: int) -> Tree:
-        found: list[Tree] = []
-        self.position += 1
-        self.blanks()
-        while self.peek() != "]":
-            found.append(self.element(depth + 1))
-            if not self.goes_on("]"):
-                break
-        self.expect("]")
-        return found
-
-    def goes_on(self, end: str) -> bool:
-        """Whether a comma follows; goes past it."""
-        self.blanks()
-        if self.peek() == ",":
             self.position += 1
             self.blanks()
             if self.peek() == end:
                 raise _RefusedError(f"a comma before {end!r}")
-            return True
-        return False
+        self.expect(end)
+
+    def pair(self, depth: int) -> tuple[str, Tree]:
+        key = _KEY.match(self.text, self.position)
+        if key is None:
+            raise _RefusedError("a mapping whose key is none")
+        self.position = key.end()
+        self.blanks()
+        self.expect(":")
+        return key[0], self.element(depth)
 
     def expect(self, character: str) -> None:
         if self.peek() != character:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.reader import read_json
-from ckptkit.storage.links import absent, next_move
 from verify.launch.settings.config import NULL
-from verify.launch.sides import Side, hf_config_of, path_issue
+from verify.launch.sides import Side, hf_config_of, hf_directory, iterations_in, path_issue
 from verify.launch.stacks.settings import Settings
 
 # The options of slime and miles that do what a setting does: checks of paths are told apart by them.
@@ -23,12 +18,7 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
     path = settings.model(key)
     if path is None:
         return None
-    if (path / "config.json").exists():
-        return Side(role, "hf", path, why)
-    actual = "no such directory" if not path.exists() else absent(path / "config.json")
-    hint = next_move(path / "config.json", "give the HF directory of the model")
-    issue = path_issue(settings.place(key), path, "an HF directory with config.json", actual, hint, about=HF)
-    return Side(role, None, None, f"{key} {path} is not an HF directory: {actual}", (issue,))
+    return hf_directory(role, settings.place(key), path, why, HF)
 
 
 def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> dict[str, Side]:
@@ -71,22 +61,6 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, about: str) -> 
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 
-def iterations_in(path: Path) -> Sequence[str]:
-    """The names of `release` and `iter_N` directories in order."""
-    if not path.is_dir():
-        return []
-    names = (entry.name for entry in path.iterdir() if entry.is_dir())
-    return sorted(name for name in names if name == "release" or name.startswith("iter_"))
-
-
 def given(text: str) -> bool:
     """Whether a value says something."""
     return text.lower() not in ("", NULL, "none")
-
-
-def config_in(model: Path | None) -> Mapping[str, Any]:
-    """The config.json of a directory; empty where it cannot be read."""
-    try:
-        return read_json(model / "config.json") if model else {}
-    except CkptkitError:
-        return {}

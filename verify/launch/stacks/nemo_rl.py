@@ -17,24 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Tree
-from verify.launch.sides import ENGINE, Side, path_issue
-from verify.launch.stacks.directories import (
-    LOAD,
-    STEP,
-    hf_side,
-    iterations_in,
-    teacher_sides,
-)
+from verify.launch.sides import ENGINE, Side, iterations_in, path_issue
+from verify.launch.stacks.directories import LOAD, STEP, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
+from verify.launch.stacks.sizes import NAMES, Cut, Engine, Gpus, Group, Placement, Sizes, places
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
@@ -72,26 +65,38 @@ def read(launch: Launch) -> Job:
         actor = _resumed(settings, start, megatron)
         resumed = actor is not start
         sides += [actor, *(replace(start, role=role) for role in roles[1:])]
-    rollout, engine, served = _engine(settings)
+    engine = _engine(settings)
     sizes = _sizes(settings) if megatron else Sizes()
     cuts = () if megatron else tuple(_dtensor(settings, roles))
-    layers = {end: f"{_MEGATRON}.num_layers_in_{end}_pipeline_stage" for end in ("first", "last")}
-    ends: dict[str, Any] = {end: settings.number(key) for end, key in layers.items()} if megatron else {}
-    arguments = replace(sizes.arguments(engine), **ends) if megatron else engine
+    arguments = sizes.arguments(engine.sizes, settings, _MEGATRON) if megatron else engine.sizes
     hf = settings.model(_MODEL)
     return Job(
         STACK,
-        sides=(*sides, *([rollout] if rollout else []), *teachers.values()),
+        sides=(*sides, *([engine.side] if engine.side else []), *teachers.values()),
         hf=hf,
         models={role: side.path for role, side in teachers.items()},
-        sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine},
+        adapter=None if megatron else _trained(settings.quietly()),
+        sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
         placement=Placement(
             tuple(_groups(settings, roles, sizes if megatron else None)),
-            cuts=(*(cut for cut in cuts if cut.ranks > 1), *served),
+            cuts=(*(cut for cut in cuts if cut.ranks > 1), *engine.cuts),
         ),
-        speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs") if engine.server == "vllm" else None,
+        speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs")
+        if engine.sizes.server == "vllm"
+        else None,
     )
+
+
+def _trained(settings: Settings) -> Adapter | None:
+    """The adapter of a policy without Megatron. Source: NeMo-RL 7ea279a `dtensor_policy_worker_v2.py`."""
+    prefix = f"{_DTENSOR}.lora_cfg"
+    if not settings.is_on(f"{prefix}.enabled"):
+        return None
+    targets = settings.listed(f"{prefix}.target_modules", "all linear layers")
+    is_served = settings.word(f"{_GENERATION}.backend") is not None
+    engine = "NeMo-RL merges it into the weights that it sends" if is_served else "no engine is started"
+    return Adapter(settings.text(f"{prefix}.dim"), targets, engine, settings.place(f"{prefix}.enabled"))
 
 
 def _fits(tree: Mapping[str, Tree]) -> bool:
@@ -331,22 +336,22 @@ def _sizes(settings: Settings) -> Sizes:
     return Sizes.read(settings, _MEGATRON)
 
 
-def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, tuple[Cut, ...]]:
-    """The engine: what it loads, its sizes, and how it cuts the model."""
+def _engine(settings: Settings) -> Engine:
+    """The engine, whose GPUs `_engines` has."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
-        return None, engine_of(backend, None, None), ()
+        return Engine(sizes=LaunchArguments(server=backend or None))
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.word(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
-    side = hf_side(ENGINE, settings, key, why)
+    engine = Engine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=backend))
     keys = _engine_keys(backend)
     tp, pp, ep = (settings.size(one) for one in keys)
     if tp is None or pp is None:
-        return side, engine_of(backend, None, None), ()
+        return engine
     fp8 = backend == "vllm" and _packs_all(settings)
-    return side, engine_of(backend, tp, pp, ep), engine_cut(backend, tp, ep, settings.place(keys[0]), fp8=fp8)
+    return engine.cut(tp, pp, ep, settings.place(keys[0]), plain=ep is not None, fp8=fp8)
 
 
 def _packs_all(settings: Settings) -> bool:

@@ -11,7 +11,6 @@ Source: ROLL `configs/base_config.py`, `configs/worker_config.py`, `pipeline/bas
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,21 +20,20 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
+from verify.launch.options.lists import numbers
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Cut, Gpus, Group, Placement, Sizes, engine_cut, engine_of, places
+from verify.launch.stacks.sizes import Cut, Engine, Gpus, Group, Placement, Sizes, places
+from verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
-_LIST = re.compile(r"list\((\[[\d,]*\])\)")
-_RANGE = re.compile(r"list\(range\((\d{1,9})(?:,(\d{1,9}))?(?:,(\d{1,9}))?\)\)")
-_MAX_DEVICES = 1 << 17
 _ELSEWHERE = re.compile(
     r"^(?!teacher\.).*\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|"
     r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
@@ -79,30 +77,31 @@ def read(launch: Launch) -> Job:
         first = replace(first, issues=(*first.issues, *_lost(settings)))
         sides["actor"] = _resumed(settings, first)
         goes_on = sides["actor"] is not first
-    rollout, engine, asked, served = _engine(settings)
+    engine = _engine(settings)
     groups = [
         _sizes(settings, role).group(role, _devices(settings, _ROLES[role]))
         for role in roles
         if _megatron(settings, role)
     ]
     shared = tuple(_sequences(settings, roles))
-    groups += [
-        Group(cut.role, _devices(settings, _ROLES[cut.role]), (("ulysses_size", (cut.ranks,)),)) for cut in shared
-    ]
+    groups += [cut.group(_devices(settings, _ROLES[cut.role]), "ulysses_size") for cut in shared]
     hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
     same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
-    every = [*(side for side in sides.values() if side), *([rollout] if rollout else []), *teachers.values()]
+    every = [*(side for side in sides.values() if side), *([engine.side] if engine.side else []), *teachers.values()]
     return Job(
         STACK,
         sides=tuple(every),
         hf=hf,
         models=({"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {})
         | {role: side.path for role, side in teachers.items()},
-        sizes={role: _arguments(settings, role, engine) for role in roles} | {ENGINE: engine},
+        sizes={role: _arguments(settings, role, engine.sizes) for role in roles} | {ENGINE: engine.sizes},
         sharing=(("actor", "reference"),) if same else (),
-        combinations=tuple(_adapters(settings.quietly(), engine.server)),
-        placement=Placement((*groups, *([asked] if asked else [])), cuts=(*shared, *served)),
-        speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1]) if engine.server == "vllm" else None,
+        combinations=tuple(_adapters(settings.quietly(), engine.sizes.server)),
+        placement=Placement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
+        adapter=_trained(settings.quietly(), engine.sizes.server),
+        speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1])
+        if engine.sizes.server == "vllm"
+        else None,
     )
 
 
@@ -124,9 +123,8 @@ def _adapters(settings: Settings, server: str | None) -> Iterator[Issue]:
 def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
     """The ranks that share a sequence in FSDP."""
     for role in roles:
-        strategy, key = f"{_ROLES[role]}.strategy_args.strategy_name", f"{_ROLES[role]}.model_args.ulysses_size"
-        if settings.text(strategy).startswith("fsdp2") and (ranks := settings.size(key)) and ranks > 1:
-            yield Cut(role, "ulysses", ranks, settings.place(key))
+        if settings.text(f"{_ROLES[role]}.strategy_args.strategy_name").startswith("fsdp2"):
+            yield from Cut.ulysses(settings, role, f"{_ROLES[role]}.model_args.ulysses_size")
 
 
 def _reference(settings: Settings) -> bool:
@@ -224,12 +222,7 @@ def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> Launch
     """All that cuts the model of a role."""
     if not _megatron(settings, role):
         return engine
-    return replace(
-        _sizes(settings, role).arguments(engine),
-        embedding=settings.switch(_config(role, "account_for_embedding_in_pipeline_split")),
-        loss=settings.switch(_config(role, "account_for_loss_in_pipeline_split")),
-        layout=settings.text(_config(role, "pipeline_model_parallel_layout")) or None,
-    )
+    return _sizes(settings, role).arguments(engine, settings, _config(role, "")[:-1])
 
 
 def _devices(settings: Settings, worker: str) -> Gpus:
@@ -242,44 +235,63 @@ def _devices(settings: Settings, worker: str) -> Gpus:
         if not count:
             settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
         return Gpus(count or None, key)
-    parts = [_count(part) for part in re.sub(r"\s", "", word.text).split("+")]
-    if None in parts:
+    try:
+        devices = numbers(word.text)
+        return Gpus(len(devices), f"{settings.place(key)} {word.text}")
+    except (TypeError, ValueError):
         settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
         return Gpus()
-    return Gpus(sum(part or 0 for part in parts), f"{settings.place(key)} {word.text}")
 
 
-def _count(text: str) -> int | None:
-    if match := _RANGE.fullmatch(text):
-        numbers = [int(one) for one in match.groups() if one is not None]
-        return len(range(*numbers)) if max(numbers) < _MAX_DEVICES and numbers[2:] != [0] else None
-    text = found[1] if (found := _LIST.fullmatch(text)) else text
-    try:
-        value = ast.literal_eval(text) if len(text) < _MAX_DEVICES else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+def _renumbered(launch: Launch) -> Iterator[Issue]:
+    """Devices that a script leaves to the job, where `device_mapping` counts those of a node from 0 all the same.
+
+    Source: ROLL 8eb27cc `distributed/scheduler/resource_manager.py` (allocate_placement_group).
+    """
+    word = launch.text.environment.get("CUDA_VISIBLE_DEVICES", UnresolvedWord(""))
+    devices = word.text.replace(" ", "").split(",")
+    if isinstance(word, UnresolvedWord) or devices == list(map(str, range(len(devices)))) or not devices[0].isdecimal():
+        return
+    expected = f"CUDA_VISIBLE_DEVICES that counts from 0, as device_mapping does: 0 to {len(devices) - 1}"
+    hint = (
+        "leave it out, and choose GPUs by device_mapping: ROLL sets it for each worker, to the first GPUs of the node"
+    )
+    yield Issue(expected, f"{word.text} ({word.place})", hint, file=word.file)
+
+
+def _trained(settings: Settings, server: str | None) -> Adapter | None:
+    """The adapter. Source: ROLL 8eb27cc `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`."""
+    trains, serves = (f"{role}.model_args" for role in ("actor_train", "actor_infer"))
+    if not given(settings.listed(f"{trains}.lora_target")):
         return None
-    return len(value) if isinstance(value, list) else None
+    most = settings.text(f"{serves}.lora_rank", "8")
+    engine = f"sent as it is to vllm, started with enable_lora and max_lora_rank {most}"
+    if server != "vllm" or not given(settings.listed(f"{serves}.lora_target")):
+        engine = f"{server or 'the engine'} is started without it"
+    rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
+    return Adapter(rank, settings.listed(target), engine, settings.place(target))
 
 
-def _engine(settings: Settings) -> tuple[Side | None, LaunchArguments, Group | None, tuple[Cut, ...]]:
-    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
+def _engine(settings: Settings) -> Engine:
+    """The engine; none where nothing is generated."""
     prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
     if not name:
-        return None, LaunchArguments(), None, ()
+        return Engine()
     key = _key(settings, ENGINE)
     dummy = settings.text(_config(ENGINE, "load_format")) == "dummy"
     weights = "its weights come from the actor" if dummy else "its first weights too"
-    side = hf_side(ENGINE, settings, key, f"{name} takes config and tokenizer from {key}, {weights}")
+    why = f"{name} takes config and tokenizer from {key}, {weights}"
+    engine = Engine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
     keys = [_config(ENGINE, "tensor_parallel_size"), _config(ENGINE, "pipeline_parallel_size")]
     if name != "vllm":
         keys = [f"{prefix}.num_gpus_per_worker"]
     tp, *rest = (settings.size(one) for one in keys)
     pp = rest[0] if rest else 1
     if tp is None or pp is None:
-        return side, engine_of(name, None, None), None, ()
-    group = Group(ENGINE, _devices(settings, _ROLES[ENGINE]), (("tp x pp", (tp, pp)),), places(settings, keys))
-    return side, engine_of(name, tp, pp), group, engine_cut(name, tp, None, settings.place(keys[0]))
+        return engine
+    group = Group(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
+    return replace(engine, groups=(group,)).cut(tp, pp, None, settings.place(keys[0]), plain=False)
 
 
 STACK = Stack(
@@ -324,7 +336,10 @@ def read_supervised(launch: Launch) -> Job:
         sides=tuple(sides.values()),
         hf=settings.model(keys["actor"]),
         models={"teacher": sides["teacher"].path} if "teacher" in sides else {},
-        sizes={role: size.arguments(LaunchArguments()) for role, size in sizes.items()},
+        sizes={
+            role: size.arguments(LaunchArguments(), settings, f"{workers[role]}.strategy_args.strategy_config")
+            for role, size in sizes.items()
+        },
         placement=Placement(tuple(size.group(role, _devices(settings, workers[role])) for role, size in sizes.items())),
     )
 

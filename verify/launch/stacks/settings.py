@@ -75,6 +75,10 @@ class Settings:
         word = self.word(key)
         return default if word is None else word.text
 
+    def listed(self, key: str, default: str = "") -> str:
+        """The values of a list with commas between them, or a value by itself; `default` where there is none."""
+        return ", ".join(self.text(name) for name in self.config.names(key) if self.word(name)) or default
+
     def number(self, key: str, default: int | None = None) -> int | None:
         """A whole number; `default` where there is none; None where it cannot be resolved.
 

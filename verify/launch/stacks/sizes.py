@@ -10,7 +10,7 @@ from typing import Literal
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, Server
-from verify.launch.sides import ENGINE
+from verify.launch.sides import ENGINE, Side
 from verify.launch.stacks.settings import Settings
 from verify.launch.words import Word
 
@@ -59,6 +59,7 @@ class Group:
 
     source: where the sizes are written, in `file` where that is known.
     is_engine: each product is an engine, which must have whole nodes or a part of one.
+    is_inside: such an engine cannot have more than one node.
     """
 
     role: str
@@ -67,6 +68,7 @@ class Group:
     source: str = ""
     file: Path | None = None
     is_engine: bool = False
+    is_inside: bool = False
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
@@ -82,6 +84,11 @@ class Group:
                 expected = f"GPUs of the {self.role} that divide by {names} = {product}{source}"
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
                 yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
+            elif node and self.is_inside and ranks > node:
+                expected = f"engines inside of a node of {node} GPUs, as data parallel ranks must be{source}"
+                yield Issue(
+                    expected, f"{names} = {ranks} GPUs", "choose sizes that a node has room for", file=self.file
+                )
             elif node and (found := across_nodes(ranks, node, count, self.gpus.first)):
                 expected = f"engines that fit on nodes of {node} GPUs{source}"
                 hint = "choose sizes that divide a node, or whole nodes"
@@ -134,6 +141,17 @@ class Cut:
     words: Mapping[str, Word] = field(default_factory=dict)
     file: Path | None = None
 
+    @staticmethod
+    def ulysses(settings: Settings, role: str, *keys: str) -> Iterator[Cut]:
+        """The ranks that share a sequence by the first of these keys that has a value; nothing for a single one."""
+        key = settings.first(*keys)
+        if (ranks := settings.size(key)) and ranks > 1:
+            yield Cut(role, "ulysses", ranks, settings.place(key))
+
+    def group(self, gpus: Gpus, name: str) -> Group:
+        """The GPUs that these ranks, which the stack calls so, must divide."""
+        return Group(self.role, gpus, ((name, (self.ranks,)),), self.where)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -183,33 +201,43 @@ class Sizes:
             products.append(("ep x etp x pp", (self.ep, etp, self.pp)))
         return Group(role, gpus, tuple(products), self.source, self.file)
 
-    def arguments(self, engine: LaunchArguments) -> LaunchArguments:
-        """Those of a trainer beside this rollout engine."""
-        etp = self.etp or self.tp or 1
-        return replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=etp, vpp=self.vpp)
+    def arguments(self, engine: LaunchArguments, settings: Settings, prefix: str) -> LaunchArguments:
+        """Those of a trainer beside this rollout engine, and how `settings` under this prefix cut its pipeline."""
+        sizes = replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp or self.tp or 1, vpp=self.vpp)
+        return replace(
+            sizes,
+            first=settings.number(f"{prefix}.num_layers_in_first_pipeline_stage"),
+            last=settings.number(f"{prefix}.num_layers_in_last_pipeline_stage"),
+            embedding=settings.switch(f"{prefix}.account_for_embedding_in_pipeline_split"),
+            loss=settings.switch(f"{prefix}.account_for_loss_in_pipeline_split"),
+            layout=settings.text(f"{prefix}.pipeline_model_parallel_layout") or None,
+        )
 
 
-def engine_of(server: str, tp: int | None, pp: int | None, ep: int | None = None) -> LaunchArguments:
-    """The sizes of a rollout engine; no size where one that its weights are cut by is not known."""
-    if tp is None or pp is None:
-        return LaunchArguments(server=server or None)
-    return LaunchArguments(engine=tp * pp, engine_pp=pp, engine_ep=ep, server=server or None)
+@dataclass(frozen=True)
+class Engine:
+    """The rollout engine of a job: what it loads, its sizes, the GPUs that they must divide, how it cuts a model."""
+
+    side: Side | None = None
+    sizes: LaunchArguments = field(default_factory=LaunchArguments)
+    groups: tuple[Group, ...] = ()
+    cuts: tuple[Cut, ...] = ()
+
+    def cut(self, tp: int, pp: int, ep: int | None, where: str, *, plain: bool = True, fp8: bool = False) -> Engine:
+        """With sizes that are known, `tp` by `where`.
+
+        plain: no more than these sizes cut experts. fp8: it packs what it is sent in FP8.
+        """
+        sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
+        if (server := server_named(self.sizes.server)) is None or tp < 2:
+            return replace(self, sizes=sizes)
+        cut = Cut(ENGINE, server, tp, where, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
+        return replace(self, sizes=sizes, cuts=(cut,))
 
 
-def server_named(name: str) -> Server | None:
+def server_named(name: str | None) -> Server | None:
     """The engine that a stack calls so; None for another one."""
     return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
-
-
-def engine_cut(server: str, tp: int | None, ep: int | None, where: str, *, fp8: bool = False) -> tuple[Cut, ...]:
-    """How a rollout engine cuts the model; nothing of an engine or a size that is not known.
-
-    ep: None where more than these sizes may cut experts. fp8: it packs what it is sent in FP8.
-    """
-    known = server_named(server)
-    if known is None or tp is None or tp < 2:
-        return ()
-    return (Cut(ENGINE, known, tp, where, ep or 1, dense=tp, plain_experts=ep is not None, online_fp8=fp8),)
 
 
 def places(settings: Settings, keys: Sequence[str]) -> str:

@@ -20,24 +20,13 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import (
-    NAMES,
-    Cut,
-    Gpus,
-    Group,
-    Placement,
-    Sizes,
-    engine_cut,
-    engine_of,
-    places,
-    server_named,
-)
+from verify.launch.stacks.sizes import NAMES, Cut, Engine, Gpus, Group, Placement, Sizes, places, server_named
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -79,12 +68,13 @@ def read(launch: Launch) -> Job:
     gpus = Gpus.read(settings, "trainer.nnodes", "trainer.n_gpus_per_node")
     groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
     shared = () if megatron else tuple(_sequences(settings, roles))
-    groups += [Group(cut.role, gpus, (("ulysses_sequence_parallel_size", (cut.ranks,)),), cut.where) for cut in shared]
+    groups += [cut.group(gpus, "ulysses_sequence_parallel_size") for cut in shared]
     first = {role: _initial(settings, role) if megatron else _from_hf(settings, role, False) for role in roles}
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
-    rollout, engine, asked, served = _rollout(settings, _rollout_gpus(settings) or gpus)
-    sizes = {role: _arguments(settings, role, engine) if megatron else engine for role in roles}
+    engine = _rollout(settings, _rollout_gpus(settings) or gpus)
+    sizes = {role: _arguments(settings, role, engine.sizes) if megatron else engine.sizes for role in roles}
+    unlike = tuple(_unlike(settings, roles)) if megatron else ()
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
@@ -92,14 +82,15 @@ def read(launch: Launch) -> Job:
     hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
     return Job(
         STACK,
-        sides=(*sides, *([rollout] if rollout else []), *teachers.values()),
+        sides=(*sides, *([engine.side] if engine.side else []), *teachers.values()),
         hf=hf,
         models=({"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {})
         | {role: side.path for role, side in teachers.items()},
-        sizes=sizes | {ENGINE: engine},
+        sizes=sizes | {ENGINE: engine.sizes},
         sharing=tuple(sharing),
-        placement=Placement((*groups, asked), tuple(_unlike(settings, roles)) if megatron else (), (*shared, *served)),
+        placement=Placement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
         speculation=_speculation(settings.quietly()),
+        adapter=_trained(settings.quietly()),
         combinations=_combinations(launch, settings.quietly(), megatron),
     )
 
@@ -107,7 +98,7 @@ def read(launch: Launch) -> Job:
 def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[Issue, ...] | None:
     """Settings of main_ppo that do not go together; None for another program, which may read them otherwise.
 
-    Source: verl 1dda039 `workers/rollout/`, where only vLLM has an adapter of its own; `trainer/ppo/ray_trainer.py`
+    Source: verl 1dda039 `workers/rollout/`, where TensorRT-LLM has no adapter; `trainer/ppo/ray_trainer.py`
     (_save_checkpoint) and `utils/checkpoint/megatron_checkpoint_manager.py`, which alone writes the tracker of an
     asynchronous save.
     """
@@ -120,15 +111,29 @@ def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[I
 def _adapter(settings: Settings) -> Iterator[Issue]:
     key, merge = f"{_AR}.rollout.name", f"{_AR}.model.lora.merge"
     rank = next((one for one in _RANKS if settings.text(one) not in ("", "0")), None)
-    if rank and settings.text(key) in ("sglang", "trtllm") and settings.is_off(merge):
-        expected = f"{key} = vllm, or {merge} = True, with {rank}"
+    if rank and settings.text(key) == "trtllm" and settings.is_off(merge):
+        expected = f"{key} = vllm or sglang, or {merge} = True, with {rank}"
         hint = f"verl gives no adapter to {settings.text(key)}, which generates with the base model"
-        yield settings.issue((rank, key), expected, hint)
+        yield settings.issue((rank, key), expected, hint, "error")
     switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
     trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
     if settings.is_on(switch) and all(settings.resolved(one) for one in trains) and not _lora(settings):
         hint = "verl sends whole weights to an engine whose layers wait for an adapter: leave it out"
         yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint, "error")
+
+
+def _trained(settings: Settings) -> Adapter | None:
+    """The adapter. Source: verl 1dda039 `vllm_async_server.py`, `async_sglang_server.py` (lora_served_as_adapter)."""
+    path, merge = f"{_AR}.model.lora_adapter_path", f"{_AR}.model.lora.merge"
+    if not _lora(settings):
+        return None
+    rank = next((key for key in _RANKS if settings.above_zero(key)), None)
+    engine = settings.text(f"{_AR}.rollout.name") or "the engine"
+    engine = f"sent as it is to {engine}, started with enable_lora and a max_lora_rank of at least its rank"
+    engine = "verl merges it into the weights that it sends" if settings.is_on(merge) else engine
+    targets = settings.first(f"{_AR}.model.lora.target_modules.0", f"{_AR}.model.target_modules").removesuffix(".0")
+    text = settings.text(rank) if rank else ""
+    return Adapter(text, settings.listed(targets, "all-linear"), engine, settings.place(rank or path))
 
 
 def _tracker(settings: Settings) -> Iterator[Issue]:
@@ -161,10 +166,7 @@ def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
         "critic": ("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),
     }
     for role in roles:
-        key = next((one for one in own[role] if settings.word(one) is not None), None)
-        ranks = settings.size(key) if key else None
-        if key and ranks and ranks > 1:
-            yield Cut(role, "ulysses", ranks, settings.place(key))
+        yield from Cut.ulysses(settings, role, *own[role])
 
 
 def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
@@ -289,14 +291,7 @@ def _sizes(settings: Settings, role: str) -> Sizes:
 def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
     """All that cuts the model of a role."""
     over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
-    return replace(
-        _sizes(settings, role).arguments(engine),
-        first=settings.number(f"{over}.num_layers_in_first_pipeline_stage"),
-        last=settings.number(f"{over}.num_layers_in_last_pipeline_stage"),
-        embedding=settings.switch(f"{over}.account_for_embedding_in_pipeline_split"),
-        loss=settings.switch(f"{over}.account_for_loss_in_pipeline_split"),
-        layout=settings.text(f"{over}.pipeline_model_parallel_layout") or None,
-    )
+    return _sizes(settings, role).arguments(engine, settings, over)
 
 
 def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
@@ -317,27 +312,23 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
                 yield Issue(expected, actual, hint, severity="warning")
 
 
-def _rollout(settings: Settings, gpus: Gpus) -> tuple[Side | None, LaunchArguments, Group, tuple[Cut, ...]]:
-    """The engine: what it loads, its sizes, its GPUs, and how it cuts the model."""
+def _rollout(settings: Settings, gpus: Gpus) -> Engine:
+    """The engine. Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node."""
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name")
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
     weights = "its weights come from the actor" if dummy else "its first weights too"
-    side = hf_side(
-        ENGINE, settings, _MODEL, f"{name or 'the engine'} takes config and tokenizer from {_MODEL}, {weights}"
-    )
+    why = f"{name or 'the engine'} takes config and tokenizer from {_MODEL}, {weights}"
+    engine = Engine(hf_side(ENGINE, settings, _MODEL, why), LaunchArguments(server=name or None))
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     if tp is None or dp is None or pp is None:
-        return side, engine_of(name, None, None), Group(ENGINE), ()
+        return engine
     spread = f"{prefix}.expert_parallel_size"
-    ep = settings.size(spread, None)
-    # Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
+    ep, fp8 = settings.size(spread, None), settings.text(f"{prefix}.quantization") == "fp8"
     group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
-    alone = dp == 1 and settings.resolved(spread)
-    fp8 = settings.text(f"{prefix}.quantization") == "fp8"
-    cuts = engine_cut(name, tp, ep or 1 if alone else None, settings.place(keys[0]), fp8=fp8)
-    return side, engine_of(name, tp, pp, ep), group, cuts
+    engine = replace(engine, groups=(replace(group, is_inside=name == "vllm" and dp > 1),))
+    return engine.cut(tp, pp, ep, settings.place(keys[0]), plain=dp == 1 and settings.resolved(spread), fp8=fp8)
 
 
 STACK = Stack("verl", read, fits=lambda tree: _AR in tree, models=frozenset({_MODEL}), own=OWN, groups=GROUPS)
@@ -438,20 +429,15 @@ def read_sft(launch: Launch) -> Job:
     settings.not_looked_at(_TUNED_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
-    if sizes:
-        placement = Placement((sizes.group("actor", gpus),))
-    else:
-        key = next((one for one in _SEQUENCE if settings.word(one) is not None), _SEQUENCE[0])
-        shared, at = settings.size(key), settings.place(key)
-        products = ((key.partition(".")[2], (shared,)),) if shared else ()
-        cuts = (Cut("actor", "ulysses", shared, at),) if shared and shared > 1 else ()
-        placement = Placement((Group("actor", gpus, products, at if cuts else ""),), cuts=cuts)
+    cuts = () if sizes else tuple(Cut.ulysses(settings, "actor", *_SEQUENCE))
+    shared = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [Group("actor", gpus, (("1", (1,)),))]
+    groups = [sizes.group("actor", gpus)] if sizes else shared
     return Job(
         SFT,
         sides=(side,) if side else (),
         hf=settings.model(_TUNED),
-        sizes={"actor": sizes.arguments(LaunchArguments())} if sizes else {},
-        placement=placement,
+        sizes={"actor": sizes.arguments(LaunchArguments(), settings, "engine")} if sizes else {},
+        placement=Placement(tuple(groups), cuts=cuts),
     )
 
 

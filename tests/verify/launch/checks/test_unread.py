@@ -65,7 +65,7 @@ def test_launch_arguments_all_read_leave_nothing_unread() -> None:
         (["--tp", "4"], "--tp 4: no parallel size that is read"),
         (["--vllm-tp-size", "4"], "--vllm-tp-size 4: no parallel size that is read"),
         (["a.tensor_model_parallel_size=4"], "a.tensor_model_parallel_size=4: an override of a configuration file"),
-        (["data.seed=4", "data.n=1"], "2 overrides of a configuration file, such as data.seed=4"),
+        (["+data.seed=4"], "+data.seed=4: an override of a configuration file"),
     ],
 )
 def test_launch_arguments_that_matter_and_are_unread_are_listed(words: list[str], line: str) -> None:

@@ -245,3 +245,16 @@ def test_a_teacher_that_roll_replaces_by_the_student_is_found(job: Path, hf: Pat
     job.write_text(text.replace("model_name_or_path: '${pretrain}', ", "").replace("MODEL", str(hf)))
     finding = next(one for one in preflight(script=job).findings if one.code == "CK711")
     assert finding.actual.startswith(f"/models/teacher, which ROLL replaces by pretrain = {hf}")
+
+
+@pytest.mark.parametrize(("devices", "found"), [("4,5", ["4,5"]), ("0,1", []), ("$UNSET_HERE", []), ("", [])])
+def test_devices_that_do_not_count_from_0_are_found(
+    devices: str, found: list[str], job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ROLL counts the GPUs of device_mapping from the first of a node, and sets the variable for each worker."""
+    monkeypatch.delenv("UNSET_HERE", raising=False)
+    script = tmp_path / "run.sh"
+    start = f"python3 start_rlvr_pipeline.py --config_path {job.parent} --config_name {job.stem}\n"
+    script.write_text((f"export CUDA_VISIBLE_DEVICES={devices}\n" if devices else "") + start)
+    issues = [one for one in preflight(script=script).findings if one.code == "CK722"]
+    assert [one.actual.partition(" ")[0] for one in issues] == found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
-from verify.report import Finding
+from verify.report import Finding, Report
 
 AR = "actor_rollout_ref"
 ACTOR, ROLLOUT = f"{AR}.actor", f"{AR}.rollout"
@@ -100,12 +101,14 @@ APART_ON_ONE = f"cluster.gpus_per_node=4 {GENERATES}.enabled=false {GENERATES}.r
 OWN = "++policy.generation.mcore_generation_config"
 BY, TP, EP = "policy.generation.backend=megatron", "tensor_model_parallel_size", f"++{VLLM}.expert_parallel_size"
 ALL = " ".join(NEMO_RL_MEGATRON)
+TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
 # Of each stack: what the right job has besides, what breaks it, the check that finds it, and what is expected.
 BROKEN = {
     "verl": [
         ("trainer.resume_mode=auto", f"{ACTOR}.checkpoint.async_save=True", "CK746", "async_save=False without"),
-        (f"{ROLLOUT}.name=sglang", f"{LORA}=8", "CK746", f"{ROLLOUT}.name = vllm, or"),
-        (f"{AR}.model.lora.rank=8", f"{ROLLOUT}.name=sglang", "CK746", f"{ROLLOUT}.name = vllm, or"),
+        (f"{ROLLOUT}.name=trtllm", f"{LORA}=8", "CK746", f"{ROLLOUT}.name = vllm or sglang, or"),
+        (f"{AR}.model.lora.rank=8", f"{ROLLOUT}.name=trtllm", "CK746", f"{ROLLOUT}.name = vllm or sglang, or"),
+        (" ".join(TWO_NODES), f"{ROLLOUT}.data_parallel_size=2", "CK722", "inside of a node of 2 GPUs"),
         (f"{LORA}=0", f"+{ENGINE}.vllm.enable_lora=True", "CK746", f"{LORA} with {ENGINE}.vllm.enable_lora"),
         (f"{ROLLOUT}.name=sglang {LORA}=0", f"+{ENGINE}.sglang.enable_lora=True", "CK746", f"{LORA} with {ENGINE}.sgl"),
         ("trainer.nnodes=3", f"{ROLLOUT}.tensor_model_parallel_size=12", "CK722", FITS),
@@ -298,7 +301,10 @@ def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, c
         ("ROLL", [*TRAINS.split(), SERVES, "++actor_infer.model_args.lora_rank=64"]),
         ("ROLL", [*TRAINS.split(), "++actor_infer.model_args.lora_target=${unknown}"]),
         ("verl", [f"{AR}.model.lora_rank=8"]),
-        ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True", f"{ROLLOUT}.name=sglang"]),
+        ("verl", [f"{AR}.model.lora_rank=8", f"{ROLLOUT}.name=sglang"]),
+        ("verl", [*TWO_NODES, f"{ROLLOUT}.data_parallel_size=2", "trainer.n_gpus_per_node=4"]),
+        ("verl", [*TWO_NODES, f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.name=sglang"]),
+        ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True", f"{ROLLOUT}.name=trtllm"]),
         ("verl", [f"{AR}.model.lora_rank=8", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
         ("verl", [f"{ROLLOUT}.name=sglang", f"+{ROLLOUT}.engine_kwargs.vllm.enable_lora=True"]),
         ("verl", ["trainer.nnodes=2", f"{ROLLOUT}.tensor_model_parallel_size=16"]),
@@ -308,3 +314,38 @@ def test_names_of_engines_and_of_the_user_are_no_misspelling(releases: PathOf, c
 def test_adapters_and_nodes_that_go_with_the_engine_are_right(stack: str, words: list[str], releases: PathOf) -> None:
     found = STACKS[stack](releases(DENSE), *words)
     assert [one for one in found if one.code == "CK746" or "nodes" in one.expected] == []
+
+
+ADAPTERS = [
+    ("verl", [f"{LORA}=8"], "of rank 8 on all-linear", "sent as it is to vllm, started with enable_lora"),
+    ("verl", [f"{LORA}=8", f"{AR}.model.target_modules=[q_proj,v_proj]"], "on q_proj, v_proj", "sent as it is to vllm"),
+    ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True"], "of rank 8", "verl merges it"),
+    ("ROLL", [*TRAINS.split(), SERVES], "of rank 8 on all-linear", "sent as it is to vllm, started with enable_lora"),
+    ("ROLL", TRAINS.split(), "of rank 8", "vllm is started without it"),
+    (
+        "NeMo-RL",
+        [f"++policy.dtensor_cfg.lora_cfg.{one}" for one in ("enabled=true", "dim=4")],
+        "of rank 4",
+        "merges it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("stack", "words", "adapter", "engine"), ADAPTERS)
+def test_an_adapter_is_in_what_would_be_loaded(
+    stack: str, words: list[str], adapter: str, engine: str, releases: PathOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports: list[Report] = []
+    ask = preflight
+
+    def recorded(*given: Any, **more: Any) -> Report:
+        reports.append(ask(*given, **more))
+        return reports[-1]
+
+    monkeypatch.setitem(globals(), "preflight", recorded)
+    STACKS[stack](releases(DENSE), *words)
+    STACKS[stack](releases(DENSE))
+    lines, without = ([line for line in one.facts["what would be loaded"] if "adapter" in line] for one in reports)
+    assert (len(lines), without) == (1, [])
+    assert adapter in lines[0]
+    assert engine in lines[0]

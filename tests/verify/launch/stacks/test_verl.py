@@ -214,7 +214,7 @@ def test_a_run_that_would_not_resume_is_found(
 
 def test_a_bare_torch_dist_directory_as_the_model_is_found(torch_dist: Path, only: OnlyFinding) -> None:
     finding = only(preflight(arguments=words(torch_dist, "trainer.resume_mode=disable")))
-    assert (finding.code, finding.actual) == ("CK714", "no config.json in it")
+    assert (finding.code, finding.actual) == ("CK714", "a Megatron checkpoint")
 
 
 def test_a_critic_is_loaded_for_gae(hf: Path, releases: PathOf) -> None:

@@ -9,27 +9,28 @@ Source: slime 624b824 `utils/arguments.py` (slime_validate_args), `train_async.p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.values import class_of, language_part
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
-from verify.launch.job import Job, Launch, Stack
+from verify.launch.checks.engine import engine_config
+from verify.launch.job import Adapter, Job, Launch, Stack
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
 from verify.launch.sides import Side, is_trained
-from verify.launch.stacks.directories import config_in
 from verify.launch.stacks.sizes import NAMES
 from verify.launch.stacks.slime.gpus import placement_of
 from verify.launch.stacks.slime.sides import Paths, notes_of, role_files, sharing_of, sides_of, unread_of
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
+# Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
+_RAW_WRAPPERS = frozenset({"kimi_vl", "kimi_k25", "qwen3_5", "qwen3_5_moe", "qwen3_6", "qwen3_6_moe", "inkling"})
 _CUTS = ("tp", "pp", "ep", "etp")
 # A launch that gives one of these is of slime, miles or vime.
 _TRAINERS = frozenset(
@@ -64,6 +65,7 @@ def read(launch: Launch) -> Job:
         sharing=sharing_of(paths, sides),
         placement=placement_of(given, text.words, text.ranks, _is_miles(text)),
         speculation=of_options(given, text.words),
+        adapter=_trained(given),
         updates=updates,
         arguments=given,
         written=_written(text),
@@ -104,7 +106,9 @@ def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, 
     given = given_arguments(text.words)
     if _TRAINERS.isdisjoint(given.places):
         return None
-    return tuple(combination_issues(Run(given, text.program_name, _is_miles(text), config_in(paths.hf), resumed)))
+    sequence = _sequence(given, paths.hf, _is_miles(text))
+    raw = _raw(given, paths.hf) if _is_miles(text) else ()
+    return (*_batches(given), *_micro_batches(given), *_rollouts(given, resumed), *_adapter(given), *sequence, *raw)
 
 
 def _is_miles(text: LaunchText) -> bool:
@@ -132,70 +136,24 @@ _OTHER_SAMPLES = (
     *("rollout_function_path", "custom_generate_function_path", "custom_convert_samples_to_train_data_path"),
     *("use_dynamic_global_batch_size", "rollout_data_postprocess_path", "lora_rank", "data_source_path"),
 )
-# Options with which an advantage is more than a reward less the mean of its group.
-_OTHER_ADVANTAGES = (
-    *("use_opd", "disable_rewards_normalization", "custom_advantage_function_path", "rollout_function_path"),
-    *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
-)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A launch of slime or miles.
-
-    program: the file that starts the trainer, empty where it is not known.
-    is_miles: an option is given that only miles has.
-    config: the model's config.json, empty where it is not known.
-    resumed: the iteration that the actor goes on from, 0 for a new run.
-    """
-
-    given: GivenArguments
-    program: str = ""
-    is_miles: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-    resumed: int = 0
-
-
-def combination_issues(run: Run) -> Iterator[Issue]:
-    """Every combination of options that does not go together; values that are not known are passed over."""
-    given = run.given
-    yield from (*_batches(given), *_micro_batches(given), *_advantages(given), *_rollouts(run), *_adapter(given))
-    if given.has("colocate") and run.program == "train_async.py":
-        expected = "no --colocate with train_async.py, which generates and trains at once"
-        yield given.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
-    if given.has("debug_rollout_only"):
-        return
-    yield from _sequence(run)
-    mixture = given.known("num_experts") and given.known("train_backend", "megatron") == "megatron"
-    if mixture and given.known("moe_token_dispatcher_type") == "allgather":
-        hint = "slime only logs that it takes alltoall instead, for sequences of many lengths"
-        expected = "--moe-token-dispatcher-type alltoall or flex"
-        yield given.issue(("moe_token_dispatcher_type",), expected, hint, "warning")
 
 
 def _batches(given: GivenArguments) -> Iterator[Issue]:
+    """Samples of a rollout that make no step, or are left over."""
     prompts, samples = given.known("rollout_batch_size"), given.known("n_samples_per_prompt", 1)
     steps, batch = given.known("num_steps_per_rollout"), given.known("global_batch_size")
-    names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
-    rollout = prompts * samples if prompts and samples else None
-    if rollout and steps and batch and batch != rollout // steps:
-        product = f"{prompts} x {samples} / {steps} = {rollout // steps}"
-        expected = f"global_batch_size = rollout_batch_size x n_samples_per_prompt / num_steps_per_rollout = {product}"
-        yield given.issue(names, expected, "the trainer stops: leave one of the two out")
-    elif rollout and batch and not steps and all(map(given.lacks, _OTHER_SAMPLES)):
-        product = f"{prompts} x {samples} = {rollout}"
-        if rollout < batch:
-            expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
-            yield given.issue(names[:3], expected, "the trainer stops: a rollout has fewer samples than one step")
-        elif rollout % batch:
-            expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
-            hint = f"the last {rollout % batch} samples of every rollout are not trained on"
-            yield given.issue(names[:3], expected, hint, "warning")
-    over = given.known("over_sampling_batch_size")
-    if over and prompts and over < prompts:
-        expected = "over_sampling_batch_size of at least rollout_batch_size"
-        pair = ("over_sampling_batch_size", "rollout_batch_size")
-        yield given.issue(pair, expected, "the trainer stops: change one of them")
+    names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt")
+    if not (prompts and samples and batch) or steps or not all(map(given.lacks, _OTHER_SAMPLES)):
+        return
+    rollout = prompts * samples
+    product = f"{prompts} x {samples} = {rollout}"
+    if rollout < batch:
+        expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
+        yield given.issue(names, expected, "the trainer stops: a rollout has fewer samples than one step")
+    elif rollout % batch:
+        expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
+        hint = f"the last {rollout % batch} samples of every rollout are not trained on"
+        yield given.issue(names, expected, hint, "warning")
 
 
 def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
@@ -215,30 +173,12 @@ def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
         yield given.issue(("global_batch_size", "micro_batch_size"), expected, hint)
 
 
-def _advantages(given: GivenArguments) -> Iterator[Issue]:
-    estimator, clip = given.known("advantage_estimator", "grpo"), given.known("eps_clip", 0.2)
-    if estimator == "cispo" and clip is not None and clip < 1:
-        hint = "slime only warns: the lower bound stays active"
-        expected = "--eps-clip 1.0 with cispo, which has no lower bound"
-        yield given.issue(("advantage_estimator", "eps_clip"), expected, hint, "warning")
-    is_grouped = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
-    is_grouped = is_grouped and given.known("loss_type", "policy_loss") == "policy_loss"
-    if is_grouped and given.known("n_samples_per_prompt") == 1:
-        expected = "--n-samples-per-prompt above 1 with advantages within a group"
-        hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"
-        yield given.issue(("n_samples_per_prompt",), expected, hint, "warning")
-
-
-def _rollouts(run: Run) -> Iterator[Issue]:
-    """How many rollouts a run has. One that resumes goes on behind its iteration; a critic may have loaded another."""
-    given, next_rollout = run.given, run.resumed + 1
-    if given.has("num_rollout") and given.has("num_epoch"):
-        hint = "--num-epoch is ignored, which the trainer only logs"
-        yield given.issue(("num_rollout", "num_epoch"), "one of --num-rollout and --num-epoch", hint, "warning")
+def _rollouts(given: GivenArguments, resumed: int) -> Iterator[Issue]:
+    """A run that goes on from the iteration `resumed` and has no more rollouts. A critic may have loaded another."""
     rollouts, others = given.known("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
     has_critic = given.known("advantage_estimator", "grpo") in ("ppo", None)
-    if run.resumed and rollouts and rollouts <= next_rollout and all(map(given.lacks, others)) and not has_critic:
-        expected = f"--num-rollout above {next_rollout}, as --load goes on from iteration {run.resumed}"
+    if resumed and rollouts and rollouts <= resumed + 1 and all(map(given.lacks, others)) and not has_critic:
+        expected = f"--num-rollout above {resumed + 1}, as --load goes on from iteration {resumed}"
         hint = "the run ends without a step of training, as if it were done: --num-rollout counts from the first start"
         yield given.issue(("num_rollout", "start_rollout_id"), expected, hint, "warning")
 
@@ -258,14 +198,39 @@ def _adapter(given: GivenArguments) -> Iterator[Issue]:
             yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
 
 
-def _sequence(run: Run) -> Iterator[Issue]:
+def _trained(given: GivenArguments) -> Adapter | None:
+    """The adapter of miles. Source: miles 31f1ca9 `utils/lora.py`, `backends/sglang_utils/sglang_engine.py`."""
+    rank, names = given.known("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
+    if not rank and not any(map(given.has, names[1:])):
+        return None
+    engine = f"sent as it is to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
+    engine = "the engine generates without it, by --lora-train-only" if given.has("lora_train_only") else engine
+    place = next(given.place(name) for name in names if given.has(name))
+    return Adapter(str(rank or ""), given.known("target_modules") or "", engine, place)
+
+
+def _raw(given: GivenArguments, hf: Path | None) -> Iterator[Issue]:
+    """A model with a wrapper that miles sends in mode raw, which is its default, and has no raw converter for."""
+    config = engine_config(hf) if hf else {}
+    is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
+    if is_wrapped and given.known("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
+        expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
+        hint = (
+            "miles has no raw converter for this model and stops at the first update: give --megatron-to-hf-mode bridge"
+        )
+        if given.known("train_backend", "megatron") == "megatron":
+            yield given.issue(("megatron_to_hf_mode",), expected, hint)
+
+
+def _sequence(given: GivenArguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
     """Contiguous parts of the tokens are for DeepSeek's sparse attention; other attention takes them in zigzag order.
 
     Before slime stopped at it, tokens were scrambled silently. miles trains other models with contiguous parts too.
     """
-    given, model = run.given, class_of(run.config)
-    ranks, is_sparse = given.known("context_parallel_size", 1) or 1, "index_topk" in language_part(run.config)
-    if model and ranks > 1 and given.has("allgather_cp") and not (is_sparse or run.is_miles):
+    config = engine_config(hf) if hf else {}
+    ranks, is_sparse = given.known("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
+    model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
+    if model and ranks > 1 and given.has("allgather_cp"):
         expected = f"no --allgather-cp with context_parallel_size above 1 for {model}"
         hint = "tokens would be in another order than this attention takes them: leave --allgather-cp out"
         yield given.issue(("allgather_cp", "context_parallel_size"), expected, hint)

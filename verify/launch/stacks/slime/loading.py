@@ -21,9 +21,8 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
-from ckptkit.storage.links import absent, next_move
 from ckptkit.storage.tree import ForeignFileError
-from verify.launch.sides import ENGINE, PathIssue, Side, hf_config_of, is_hf, path_issue
+from verify.launch.sides import PathIssue, Side, hf_config_of, hf_directory, is_hf, iterations_in, path_issue
 
 _VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
 
@@ -117,11 +116,10 @@ def of_fsdp(load: Path, step: int | None) -> Path | None:
 
 def fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
     """The actor of miles' FSDP trainer: `--hf-checkpoint`, over which an iteration of its own in `--load` is loaded."""
-    engine = rollout(hf)
     why = "FSDP builds the model from --hf-checkpoint"
+    side = replace(hf_directory("actor", "--hf-checkpoint", hf, why), why=why, issues=())
     if load is None or (resumed := of_fsdp(load, step)):
-        why += f", and goes on from {resumed}" if load else ""
-        return replace(engine, role="actor", why=why, issues=())
+        return replace(side, why=f"{why}, and goes on from {resumed}" if load else why)
     if not load.is_dir() or not any(load.iterdir()):
         issue = _empty_load(load, hf, step)
     else:
@@ -129,28 +127,7 @@ def fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
         expected = f"{TRACKER} and the iteration of FSDP that it names"
         issue = path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint)
     issues = () if load.resolve() == hf.resolve() else (issue,)
-    return replace(engine, role="actor", why=f"{why}; --load {load} holds no iteration of FSDP", issues=issues)
-
-
-def fsdp_reference(root: Path) -> Side:
-    """The reference of miles' FSDP trainer, which loads HF directories alone."""
-    if is_hf(root):
-        return Side("reference", "hf", root, "--ref-load")
-    actual = absent(root / "config.json") if root.exists() else "no such directory"
-    issue = path_issue("--ref-load", root, "an HF directory, from which FSDP builds the reference", actual, "give one")
-    return Side("reference", None, None, f"--ref-load {root} is not an HF directory", (issue,))
-
-
-def rollout(path: Path) -> Side:
-    """The rollout engine, which loads `--hf-checkpoint`."""
-    if (path / "config.json").exists():
-        return Side(ENGINE, "hf", path, "--hf-checkpoint")
-    megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
-    found = "a Megatron checkpoint" if megatron else absent(path / "config.json")
-    actual = found if path.exists() else "no such directory"
-    hint = next_move(path / "config.json", "give the HF directory of the same model")
-    issue = path_issue("--hf-checkpoint", path, "an HF directory with config.json", actual, hint)
-    return Side(ENGINE, None, None, f"--hf-checkpoint {path} is not an HF directory: {actual}", (issue,))
+    return replace(side, why=f"{why}; --load {load} holds no iteration of FSDP", issues=issues)
 
 
 def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> PathIssue:
@@ -163,7 +140,7 @@ def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> PathIssu
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
         return _iteration_given("--load", load, expected, chosen)
-    if iterations := _iterations(inside):
+    if iterations := iterations_in(load):
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
         actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
         return path_issue("--load", load, expected, actual, hint)
@@ -184,10 +161,6 @@ def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> 
     verl = _VERL if (path / ".metadata").exists() else ""
     hint = f"give its parent: {option} {path.parent}{step}{verl}"
     return path_issue(option, path, expected, "an iteration directory, which has no tracker", hint)
-
-
-def _iterations(names: list[str]) -> list[str]:
-    return [name for name in names if ITERATION.fullmatch(name) or name == "release"]
 
 
 def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
@@ -218,7 +191,7 @@ def _step(role: str, root: Path, step: int, option: str) -> Side:
     path = root / f"iter_{step:07d}"
     if path.is_dir():
         return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
-    there = ", ".join(_iterations(sorted(entry.name for entry in root.iterdir()))) or "nothing"
+    there = ", ".join(iterations_in(root)) or "nothing"
     hint = "choose an iteration that is there, or leave --ckpt-step out"
     issue = path_issue("--ckpt-step", root, f"{path.name}/", f"only {there}", hint)
     return Side(role, None, None, f"Megatron stops: {path} is not there", (issue,))

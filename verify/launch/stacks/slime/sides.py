@@ -7,10 +7,12 @@ it. Source: slime `utils/arguments.py` (slime_validate_args, parse_megatron_role
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import TRACKER
@@ -19,13 +21,18 @@ from verify.launch.job import Launch
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.options.tables import GPUS, READ, option_of
 from verify.launch.settings.config import NULL, Tree, read_yaml
-from verify.launch.sides import ENGINE, Side, is_trained
+from verify.launch.settings.overrides import is_override
+from verify.launch.sides import ENGINE, Side, hf_directory, is_trained
 from verify.launch.stacks.slime import loading
 from verify.launch.words import Word, known_words
 
+# What a launch loads, as fields of `Paths`; those that preflight has an option for, and others.
+_OWN = {"hf": "--hf-checkpoint", "load": "--load", "ref_load": "--ref-load"}
+_PATHS = _OWN | {"critic": "--critic-load", "teacher": "--opd-teacher-load"}
+_STEPS = {"ckpt_step": "--ckpt-step", "ref_step": "--ref-ckpt-step", "teacher_step": "--opd-teacher-ckpt-step"}
 CUSTOM, MEGATRON = "--custom-config-path", "--megatron-config-path"
 _FILE_PATHS = frozenset({"load", "ref_load", "hf_checkpoint", "critic_load", "opd_teacher_load"})
-_STEPS = frozenset({"ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"})
+_FILE_STEPS = frozenset({"ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"})
 # Other settings that change what is loaded, or how it is cut.
 _FILE_MATTERS = re.compile(r"parallel_size|checkpoint|ckpt|load$|layout|num_layers|mtp_num|lora|virtual_pipeline")
 _FILE_HARMLESS = re.compile(r"recompute|no_load|finetune|save|exit_on_missing|activation")
@@ -50,7 +57,7 @@ class RoleFiles:
 
     def step(self, role: str, name: str) -> int | None:
         """The iteration that a setting gives. Raises CkptkitError where it is not a number."""
-        word = self._given(role, name) if name in _STEPS else None
+        word = self._given(role, name) if name in _FILE_STEPS else None
         return _iteration(name, word) if word else None
 
     def _given(self, role: str, name: str) -> Word | None:
@@ -78,7 +85,7 @@ def role_files(words: Sequence[Word]) -> RoleFiles:
 
 
 def _matters(name: str) -> bool:
-    known = name in _FILE_PATHS | _STEPS or _FILE_HARMLESS.search(name) is not None
+    known = name in _FILE_PATHS | _FILE_STEPS or _FILE_HARMLESS.search(name) is not None
     return not known and _FILE_MATTERS.search(name) is not None
 
 
@@ -146,60 +153,27 @@ class Paths:
     @property
     def named(self) -> frozenset[str]:
         """The options whose path or iteration is known."""
-        given = {
-            "--hf-checkpoint": self.hf or self.hub,
-            "--load": self.load,
-            "--ref-load": self.ref_load,
-            "--ckpt-step": self.ckpt_step,
-            "--ref-ckpt-step": self.ref_step,
-            "--critic-load": self.critic,
-            "--opd-teacher-load": self.teacher,
-            "--opd-teacher-ckpt-step": self.teacher_step,
-        }
-        return frozenset(option for option, value in given.items() if value is not None)
+        known = {option for name, option in (_PATHS | _STEPS).items() if getattr(self, name) is not None}
+        return frozenset({*known, *(["--hf-checkpoint"] if self.hub else [])})
 
     @staticmethod
     def read(launch: Launch, files: RoleFiles, mode: str | None, fsdp: bool = False) -> Paths:
         """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
-        options, given, notes = options_of(launch.text.words), launch.given, list[str]()
-
-        def note(option: str, chosen: object, word: Word) -> None:
-            notes.append(f"{option} {chosen} was looked at, although {word.place} says {word.text}")
-
-        def path(option: str, chosen: Path | None = None) -> Path | None:
-            """A path; one that preflight was given counts before that of the words."""
+        options, given, notes, paths = options_of(launch.text.words), launch.given, list[str](), dict[str, Any]()
+        # Those that preflight is given count before those of the words.
+        hf, chosen = given.hf_checkpoint, {"load": given.load, "ref_load": given.ref_load, "ckpt_step": given.ckpt_step}
+        for name, option in (_PATHS | _STEPS).items():
             word = _last_value(options, option)
-            if chosen and word and Path(word.text).absolute() != chosen.absolute():
-                note(option, chosen, word)
-            return chosen or (Path(word.text) if word else None)
-
-        def step(option: str, chosen: int | None = None) -> int | None:
-            """An iteration, likewise."""
-            word = _last_value(options, option)
-            number = _iteration(option, word) if word else None
-            if word and chosen is not None and number != chosen:
-                note(option, chosen, word)
-            return number if chosen is None else chosen
-
-        hf, own = given.hf_checkpoint, _last_value(options, "--hf-checkpoint")
-        directory = path("--hf-checkpoint", Path(hf) if hf else None)
+            found: Any = word and (Path(word.text) if name in _PATHS else _iteration(option, word))
+            value: Any = (Path(hf) if hf else None) if name == "hf" else chosen.get(name)
+            if word and value is not None and os.path.abspath(str(found)) != os.path.abspath(str(value)):
+                notes.append(f"{option} {value} was looked at, although {word.place} says {word.text}")
+            paths[name] = found if value is None else value
         # `./org/model` is a path, and Path forgets that.
-        hub = hub_model(str(hf) if hf else own.text if own else "", launch.environment)
-        return Paths(
-            hf=hub.path if hub else directory,
-            hub=hub,
-            load=path("--load", given.load),
-            ref_load=path("--ref-load", given.ref_load),
-            ckpt_step=step("--ckpt-step", given.ckpt_step),
-            ref_step=step("--ref-ckpt-step"),
-            critic=path("--critic-load"),
-            teacher=path("--opd-teacher-load"),
-            teacher_step=step("--opd-teacher-ckpt-step"),
-            files=files,
-            mode=mode,
-            fsdp=fsdp,
-            replaced=tuple(notes),
-        )
+        written = _last_value(options, "--hf-checkpoint")
+        hub = hub_model(str(hf or (written.text if written else "")), launch.environment)
+        paths["hf"] = hub.path if hub else paths["hf"]
+        return Paths(**paths, hub=hub, files=files, mode=mode, fsdp=fsdp, replaced=tuple(notes))
 
 
 def _last_value(options: Sequence[Option], name: str) -> Word | None:
@@ -253,7 +227,7 @@ def sharing_of(paths: Paths, sides: Sequence[Side]) -> tuple[tuple[str, str], ..
 def _rollout(paths: Paths) -> list[Side]:
     if paths.hf is None:
         return [_download(paths.hub, ENGINE)] if paths.hub else []
-    side = loading.rollout(paths.hf)
+    side = hf_directory(ENGINE, "--hf-checkpoint", paths.hf, "--hf-checkpoint")
     return [replace(side, why=f"--hf-checkpoint {paths.hub.why}") if paths.hub else side]
 
 
@@ -299,7 +273,7 @@ def _of_fsdp(paths: Paths) -> Iterator[Side]:
     elif paths.hub:
         yield _download(paths.hub, "actor")
     if paths.ref_load:
-        yield loading.fsdp_reference(paths.ref_load)
+        yield hf_directory("reference", "--ref-load", paths.ref_load, "--ref-load")
 
 
 def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
@@ -315,13 +289,6 @@ def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) 
     return replace(side, why=f"{side.why} ({name} at {word.place})")
 
 
-# Hydra's overrides of a configuration of no stack that is known: `actor.rollout.tp_size=4`, `+a.b=c`, `~a.b`.
-_OVERRIDE = re.compile(r"(?:[+~]{1,2}\w[\w@/:-]*(?:\.[\w@/:-]+)*(?:=|$)|[A-Za-z_][\w@/:-]*(?:\.[\w@/:-]+)+=)")
-# What an override or an option sets that the checks of a launch look at.
-_MATTERS = re.compile(
-    r"parallel_size|(?:^|[._+])(?:tp|pp|ep|etp|vpp)(?:_size)?$|load|checkpoint|ckpt|model\.path|model_path|layout|"
-    r"virtual_pipeline|num_layers"
-)
 _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)")
 # Sizes that cut no weight, and those that slime and miles overwrite by --rollout-num-gpus-per-engine.
 _HARMLESS = frozenset(
@@ -330,9 +297,6 @@ _HARMLESS = frozenset(
         *("--sglang-tp-size", "--sglang-tensor-parallel-size"),
     }
 )
-_PATHS = frozenset({"--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"})
-# Looked at where a launch gives them; preflight has no options for these.
-_FROM_WORDS = frozenset({"--ref-ckpt-step", "--critic-load", "--opd-teacher-load", "--opd-teacher-ckpt-step"})
 _OTHER_PATHS = frozenset({"--pretrained-checkpoint", "--lora-adapter-path"})
 _FILES = frozenset(
     {
@@ -343,8 +307,8 @@ _FILES = frozenset(
 
 
 def overrides(words: Sequence[str]) -> list[str]:
-    """The words that have the form of a Hydra override."""
-    return [word for word in words if _OVERRIDE.match(word)]
+    """The words that have the form of a Hydra override of a configuration of no stack that is known."""
+    return [word for word in words if is_override(word) and ("." in word.partition("=")[0] or word[0] in "+~")]
 
 
 def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
@@ -357,18 +321,13 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
         name = option.name
         shown = f"{name} {option.value.text}" if option.value else name
         usual = name.replace("_", "-")
-        if usual in _PATHS and usual not in given:
+        if usual in {*_OWN.values(), "--ckpt-step"} - given:
             lines[f"{shown}: give it to preflight itself, before --"] = None
-        elif usual in _OTHER_PATHS or (usual in _FROM_WORDS and usual not in given):
+        elif usual in _OTHER_PATHS or usual in {*_PATHS.values(), *_STEPS.values()} - given:
             lines[f"{shown}: what it names is not looked at; verify it by itself"] = None
         elif usual in _FILES:
             lines[f"{shown}: the settings of this file are not read"] = None
         elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
             lines[f"{shown}: no parallel size that is read"] = None
-    left = overrides(words)
-    matter = [word for word in left if _MATTERS.search(word.partition("=")[0])]
-    lines |= {f"{word}: an override of a configuration file": None for word in matter}
-    if rest := [word for word in left if word not in matter]:
-        what = f"{len(left) - len(matter)} {'other ' if matter else ''}override{'s' * (len(rest) > 1)}"
-        lines[f"{what} of a configuration file, such as {rest[0]}"] = None
+    lines |= {f"{word}: an override of a configuration file": None for word in overrides(words)}
     return list(lines)
