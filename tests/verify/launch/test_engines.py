@@ -57,6 +57,9 @@ def test_heads_of_the_model_are_held_against_vllms_ranks_too(releases: PathOf, o
     )
     given = [ENGINE, "6", "--vllm-pipeline-parallel-size", "3"]
     assert preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given).findings == []
+    given = [ENGINE, "8", "--vllm-pipeline-parallel-size", "3"]
+    finding = only(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=given))
+    assert finding.expected == "rollout_num_gpus_per_engine that divides by vllm_pipeline_parallel_size = 3"
 
 
 def test_the_ranks_of_vllms_data_parallel_engines_are_not_guessed(releases: PathOf) -> None:

@@ -19,6 +19,7 @@ from verify.launch.words import LaunchText, Word
 from verify.report import Finding
 
 TRAINER = "--rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 100 --ref-load /models/megatron"
+MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8"
 
 
 def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
@@ -36,7 +37,10 @@ def refused(words: str, program: str = "train.py") -> list[Finding]:
 
 # A right launch, what breaks it, and what is expected instead.
 BROKEN = [
+    ("--global-batch-size 128", "--num-steps-per-rollout 2", "= 16 x 8 / 2 = 64"),
+    ("--num-steps-per-rollout 2", "--global-batch-size 128", "= 16 x 8 / 2 = 64"),
     ("", "--global-batch-size 256", "of at most rollout_batch_size x n_samples_per_prompt = 16 x 8 = 128"),
+    ("--over-sampling-batch-size 32", "--over-sampling-batch-size 8", "of at least rollout_batch_size"),
     (
         "--global-batch-size 128 --actor-num-gpus-per-node 8 --tensor-model-parallel-size 2",
         "--micro-batch-size 3",
@@ -79,16 +83,21 @@ def test_an_adapter_in_the_engine_alone_is_found(engine: str) -> None:
         assert refused(f"{TRAINER} {twin} {engine}") == []
 
 
-def test_samples_and_adapters_that_are_lost_are_a_warning() -> None:
+def test_what_slime_only_warns_of_is_a_warning() -> None:
     cases = {
         "--global-batch-size 96": "the last 32 samples of every rollout are not trained on",
+        "--num-epoch 2": "--num-epoch is ignored, which the trainer only logs",
+        "--advantage-estimator cispo": "slime only warns: the lower bound stays active",
+        f"{MIXTURE} --moe-token-dispatcher-type allgather": "slime only logs that it takes alltoall instead",
+        "--n-samples-per-prompt 1": "every advantage is 0",
         "--lora-rank 8 --target-modules q_proj --lora-train-only": "the engine generates with the base model",
     }
     for words, hint in cases.items():
         (found,) = refused(f"{TRAINER} {words}")
         assert (found.severity, hint in found.hint) == ("warning", True), found
-    sound = ["--global-batch-size 64", "--num-rollout 2", "--lora-train-only"]
-    sound += ["--lora-rank 8 --target-modules q_proj --sglang-enable-lora"]
+    sound = ["--global-batch-size 64", "--num-rollout 2", "--advantage-estimator cispo --eps-clip 1.0"]
+    sound += ["--lora-rank 8 --target-modules q_proj --sglang-enable-lora", "--lora-train-only"]
+    sound += ["--n-samples-per-prompt 1 --loss-type sft_loss", f"{MIXTURE} --moe-token-dispatcher-type alltoall"]
     assert [refused(f"{TRAINER} {words}") for words in sound] == [[]] * len(sound)
 
 
@@ -113,6 +122,15 @@ def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more: str, warned: b
     found = [one for one in refused(f"--load {tmp_path} {words}") if "--load" in one.expected]
     assert [one.severity for one in found] == ["warning"] * warned
     assert [one for one in refused(f"--ref-load {tmp_path} {words}") if "--load" in one.expected] == []
+
+
+def test_the_program_of_a_script_is_known(tmp_path: Path, configs: PathOf) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"ray job submit -- python3 /opt/slime/train_async.py --colocate {TRAINER}\n")
+    found = [one for one in preflight(script=script).findings if one.code == "CK746"]
+    assert [one.expected.partition(",")[0] for one in found] == ["no --colocate with train_async.py"]
+    script.write_text(script.read_text().replace("train_async.py", "train.py"))
+    assert [one for one in preflight(script=script).findings if one.code == "CK746"] == []
 
 
 @pytest.fixture

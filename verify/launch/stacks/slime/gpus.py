@@ -149,8 +149,17 @@ class _Sizes:
             yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
 
     def engine_sizes(self) -> Iterator[Issue]:
-        """Ranks that SGLang spreads experts or attention over, which must divide those of an engine."""
-        names, tp = ("rollout_num_gpus", *_JOB, *_ENGINE), self.tp_of_engine
+        """Sizes of an engine that must divide one another."""
+        names = ("rollout_num_gpus", *_JOB, *_ENGINE)
+        if self.engine and self.engine_pp and self.engine % self.engine_pp:
+            expected = f"rollout_num_gpus_per_engine that divides by {self.pp_name} = {self.engine_pp}"
+            actual = f"rollout_num_gpus_per_engine = {self.engine}"
+            yield self.issue(expected, actual, "the trainer stops: change one of them", names)
+            return
+        if (self.engine_dp or 0) > 1 and not self.dp_attention and not self.given.anything:
+            expected = f"--sglang-enable-dp-attention, since sglang_dp_size = {self.engine_dp}"
+            yield self.issue(expected, "the launch does not give it", "slime stops without it", names)
+        tp = self.tp_of_engine
         for size, short in ((self.engine_ep, "ep"), (self.engine_dp if self.dp_attention else None, "dp")):
             if tp and size and tp % size:
                 expected = f"tensor parallel ranks of an engine that divide by sglang_{short}_size = {size}"
@@ -171,6 +180,11 @@ class _Sizes:
     @property
     def _shares_nodes(self) -> bool:
         return bool(self.given.get("colocate", False))
+
+    @property
+    def pp_name(self) -> str:
+        """What the launch's engine calls its pipeline stages."""
+        return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
 
     def _rollout(self) -> int | None:
         """The GPUs of local engines, or None if there are none, or how many is not known."""

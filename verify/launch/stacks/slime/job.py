@@ -108,7 +108,8 @@ def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, 
         return None
     sequence = _sequence(given, paths.hf, _is_miles(text))
     raw = _raw(given, paths.hf) if _is_miles(text) else ()
-    return (*_batches(given), *_micro_batches(given), *_rollouts(given, resumed), *_adapter(given), *sequence, *raw)
+    samples = (*_batches(given), *_micro_batches(given), *_advantages(given), *_rollouts(given, resumed))
+    return (*samples, *_adapter(given), *_switches(given, text.program_name), *sequence, *raw)
 
 
 def _is_miles(text: LaunchText) -> bool:
@@ -136,24 +137,49 @@ _OTHER_SAMPLES = (
     *("rollout_function_path", "custom_generate_function_path", "custom_convert_samples_to_train_data_path"),
     *("use_dynamic_global_batch_size", "rollout_data_postprocess_path", "lora_rank", "data_source_path"),
 )
+# Options with which an advantage is more than a reward less the mean of its group.
+_OTHER_ADVANTAGES = (
+    *("use_opd", "disable_rewards_normalization", "custom_advantage_function_path", "rollout_function_path"),
+    *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
+)
+
+
+def _switches(given: GivenArguments, program: str) -> Iterator[Issue]:
+    """Ways of training that do not go together. `program`: the file that starts the trainer, empty if not known."""
+    if given.has("colocate") and program == "train_async.py":
+        expected = "no --colocate with train_async.py, which generates and trains at once"
+        yield given.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
+    mixture = given.known("num_experts") and given.known("train_backend", "megatron") == "megatron"
+    mixture = mixture and given.lacks("debug_rollout_only")
+    if mixture and given.known("moe_token_dispatcher_type") == "allgather":
+        hint = "slime only logs that it takes alltoall instead, for sequences of many lengths"
+        expected = "--moe-token-dispatcher-type alltoall or flex"
+        yield given.issue(("moe_token_dispatcher_type",), expected, hint, "warning")
 
 
 def _batches(given: GivenArguments) -> Iterator[Issue]:
-    """Samples of a rollout that make no step, or are left over."""
     prompts, samples = given.known("rollout_batch_size"), given.known("n_samples_per_prompt", 1)
     steps, batch = given.known("num_steps_per_rollout"), given.known("global_batch_size")
-    names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt")
-    if not (prompts and samples and batch) or steps or not all(map(given.lacks, _OTHER_SAMPLES)):
-        return
-    rollout = prompts * samples
-    product = f"{prompts} x {samples} = {rollout}"
-    if rollout < batch:
-        expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
-        yield given.issue(names, expected, "the trainer stops: a rollout has fewer samples than one step")
-    elif rollout % batch:
-        expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
-        hint = f"the last {rollout % batch} samples of every rollout are not trained on"
-        yield given.issue(names, expected, hint, "warning")
+    names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
+    rollout = prompts * samples if prompts and samples else None
+    if rollout and steps and batch and batch != rollout // steps:
+        product = f"{prompts} x {samples} / {steps} = {rollout // steps}"
+        expected = f"global_batch_size = rollout_batch_size x n_samples_per_prompt / num_steps_per_rollout = {product}"
+        yield given.issue(names, expected, "the trainer stops: leave one of the two out")
+    elif rollout and batch and not steps and all(map(given.lacks, _OTHER_SAMPLES)):
+        product = f"{prompts} x {samples} = {rollout}"
+        if rollout < batch:
+            expected = f"global_batch_size of at most rollout_batch_size x n_samples_per_prompt = {product}"
+            yield given.issue(names[:3], expected, "the trainer stops: a rollout has fewer samples than one step")
+        elif rollout % batch:
+            expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
+            hint = f"the last {rollout % batch} samples of every rollout are not trained on"
+            yield given.issue(names[:3], expected, hint, "warning")
+    over = given.known("over_sampling_batch_size")
+    if over and prompts and over < prompts:
+        expected = "over_sampling_batch_size of at least rollout_batch_size"
+        pair = ("over_sampling_batch_size", "rollout_batch_size")
+        yield given.issue(pair, expected, "the trainer stops: change one of them")
 
 
 def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
@@ -173,8 +199,25 @@ def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
         yield given.issue(("global_batch_size", "micro_batch_size"), expected, hint)
 
 
+def _advantages(given: GivenArguments) -> Iterator[Issue]:
+    estimator, clip = given.known("advantage_estimator", "grpo"), given.known("eps_clip", 0.2)
+    if estimator == "cispo" and clip is not None and clip < 1:
+        hint = "slime only warns: the lower bound stays active"
+        expected = "--eps-clip 1.0 with cispo, which has no lower bound"
+        yield given.issue(("advantage_estimator", "eps_clip"), expected, hint, "warning")
+    is_grouped = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
+    is_grouped = is_grouped and given.known("loss_type", "policy_loss") == "policy_loss"
+    if is_grouped and given.known("n_samples_per_prompt") == 1:
+        expected = "--n-samples-per-prompt above 1 with advantages within a group"
+        hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"
+        yield given.issue(("n_samples_per_prompt",), expected, hint, "warning")
+
+
 def _rollouts(given: GivenArguments, resumed: int) -> Iterator[Issue]:
-    """A run that goes on from the iteration `resumed` and has no more rollouts. A critic may have loaded another."""
+    """How many rollouts a run has. One that resumes goes on behind `resumed`; a critic may have loaded another."""
+    if given.has("num_rollout") and given.has("num_epoch"):
+        hint = "--num-epoch is ignored, which the trainer only logs"
+        yield given.issue(("num_rollout", "num_epoch"), "one of --num-rollout and --num-epoch", hint, "warning")
     rollouts, others = given.known("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
     has_critic = given.known("advantage_estimator", "grpo") in ("ppo", None)
     if resumed and rollouts and rollouts <= resumed + 1 and all(map(given.lacks, others)) and not has_critic:
