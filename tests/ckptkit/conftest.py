@@ -1,13 +1,17 @@
-"""An S3 server for the tests of remote paths, started once, a new bucket for each test, and a release to put there."""
+"""The command line in this process; an S3 server, started once, with a new bucket for each test and a release."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support import models
 from support.remote_servers import Bucket, s3_server, use_s3
+
+from ckptkit.app.cli import main
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +41,21 @@ def stored(small_release: Path, bucket: Bucket) -> str:
     """The URL of that release in the bucket."""
     bucket.put_directory(small_release, "models/qwen")
     return bucket.url("models/qwen")
+
+
+@pytest.fixture
+def ckptkit(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`ckptkit(*arguments)`: how the command ends with these arguments, run in this process."""
+
+    def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        words = ["ckptkit", *map(str, arguments)]
+        monkeypatch.setattr(sys, "argv", words)
+        capfd.readouterr()  # what was printed while checkpoints were made
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert isinstance(ended.value.code, int)
+        return subprocess.CompletedProcess(words, ended.value.code, *capfd.readouterr())
+
+    return command

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -83,20 +83,22 @@ def _writing() -> Iterator[Cell]:
             yield Cell(FULL, verb, phase, outcome, 2, "No space left", _with(one, "error", errno.ENOSPC))
             if phase in ("first weights", "later weights", "manifest"):
                 yield Cell("write fails", verb, phase, outcome, 2, "Input/output", _with(one, "error", errno.EIO))
-        weights = phases["later weights"]
-        yield from _ended(verb, weights, phases["side files"])
+        yield from _ended(verb, phases)
         yield from _publishing(verb)
         yield from _of_source(verb)
 
 
-def _ended(verb: str, later: Injection, early: Injection) -> Iterator[Cell]:
+def _ended(verb: str, phases: Mapping[str, Injection]) -> Iterator[Cell]:
+    """A kill in every phase; signals that can be caught before there are weights, and among them."""
+    for phase in (one for one in phases if one != "lock"):
+        met = _with(phases[phase], "signal", signal.SIGKILL, 1)
+        yield Cell("SIGKILL", verb, phase, RESUMABLE, -9, "", met)
+    for number, phase in product((signal.SIGINT, signal.SIGTERM), ("side files", "later weights")):
+        left, met = NOTHING if phase in _EARLY else RESUMABLE, _with(phases[phase], "signal", number, 1)
+        yield Cell(number.name, verb, phase, left, 128 + number, _OF_SIGNAL[number], met)
     for number, said in _OF_SIGNAL.items():
-        code = -9 if number == signal.SIGKILL else 128 + number
-        left = RESUMABLE if number == signal.SIGKILL else NOTHING
-        yield Cell(number.name, verb, "side files", left, code, said, _with(early, "signal", number, 1))
-        yield Cell(number.name, verb, "later weights", RESUMABLE, code, said, _with(later, "signal", number, 1))
         after = Injection("rename", _PARTIAL, "signal", number, 1, 1)
-        left = RESUMABLE if number == signal.SIGKILL else WHOLE
+        code, left = (-9, RESUMABLE) if number == signal.SIGKILL else (128 + number, WHOLE)
         yield Cell(number.name, verb, "publish", left, code, said, after)
     last = Injection("unlink", f"{_PARTIAL}.lock", "signal", signal.SIGKILL, 1, 1)
     yield Cell("SIGKILL", verb, "end", WHOLE, -9, "", last)

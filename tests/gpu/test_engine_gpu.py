@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from support import models
 from support.engine_models import ATTENTION, ONLINE, ROUTER, SYNCED, saved, synced, verified
 from support.installed import release
@@ -20,11 +19,7 @@ from quant.formats.scheme import QuantScheme
 from quant.schemes.floats import FloatScheme
 from verify.report import Report
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.sglang,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 
 def failed(report: Report) -> set[str]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import triton
 from support.quant_weights import DTYPES, hard_weights
+from support.triton_floats import OFFERED as ROUNDINGS_OF
 from torch import Tensor
 from triton import language as tl
 
@@ -22,8 +23,10 @@ from quant.kernels.floats import (
     quantize_nvfp4,
 )
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
-BLOCKS: list[tuple[int, int | None]] = [(128, 128), (1, None), (1, 32)]
+pytestmark = [pytest.mark.timeout(600)]
+BLOCKS = list(ROUNDINGS_OF)
+# Each is a kernel that takes Triton a second to compile.
+OFFERED = [(block, name) for block, names in ROUNDINGS_OF.items() for name in names]
 NAMES = ["first", "second", "third"]
 
 
@@ -55,13 +58,6 @@ def assert_same(found: Fp8Weight, wanted: Fp8Weight, case: Any) -> None:
     assert same(found.scales, wanted.scales), case
 
 
-def offered() -> list[tuple[tuple[int, int | None], str]]:
-    """Blocks and roundings that `ckptkit quantize` takes. Each is a kernel that takes Triton a second to compile."""
-    block = ("online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors")
-    row = ("slime", "slime-cuda", "compressed-tensors")
-    return [*(((128, 128), name) for name in block), *(((1, None), name) for name in row), ((1, 32), "modelopt")]
-
-
 def exhaustive(dtype: torch.dtype) -> Tensor:
     """Every float8_e4m3fn and every tie between two, and their neighbours, at scales that are powers of two."""
     values = torch.arange(0, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
@@ -82,7 +78,7 @@ def test_a_gpu_gives_the_bytes_of_the_cpu(dtype: torch.dtype, native: bool, monk
     hard = torch.cat([hard_weights(dtype, 300)[:-1] for _ in range(5)])
     hard[:128, :128] = 0
     wide = (torch.randn(1000, 4100) * torch.rand(1000, 1)).to(dtype)
-    cases = [(weight, *case) for weight in (wide, exhaustive(dtype)) for case in offered()]
+    cases = [(weight, *case) for weight in (wide, exhaustive(dtype)) for case in OFFERED]
     for weight, block, rounding in [*((hard, *case) for case in product(BLOCKS, ROUNDINGS)), *cases]:
         assert triton_kernels.has_kernel(weight.cuda(), block)
         found, wanted = quantize_fp8(weight.cuda(), block, rounding, "a"), quantize_fp8(weight, block, rounding, "a")

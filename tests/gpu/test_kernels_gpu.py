@@ -17,7 +17,7 @@ from quant.formats.packing import Packed, pack, pack_zero_point
 from quant.formats.scheme import QuantScheme
 from quant.kernels.dispatch import quantize_pack
 
-pytestmark = [pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 SCHEMES = [

@@ -8,11 +8,7 @@ from torch import Tensor
 
 from verify.witnesses.loading.layouts.marlin import marlin_scales, marlin_weight
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.sglang,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 INPUTS, OUTPUTS = 256, 256
 

@@ -8,40 +8,26 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from families import HF_CASES
 from support import models, online_engine
+from support.engine_models import FOR_MARLIN
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.sglang,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
-# Marlin's kernels need out features % 64 == 0 and in features % 128 == 0 for every matrix. For other numbers than 16
-# experts SGLang recompiles its expert selection.
-SIZES = {
-    "vocab_size": 320,
-    "hidden_size": 256,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 256,
-    "eos_token_id": 3,
-    "pad_token_id": 0,
-}
+# For other numbers than 16 experts SGLang recompiles its expert selection.
 CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=16, norm_topk_prob=True),
+    "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=16, norm_topk_prob=True),
     "glm4_moe": Glm4MoeConfig(
-        **SIZES, n_routed_experts=16, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True, attention_bias=True
+        **FOR_MARLIN,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
     ),
 }
 ATTENTION = r"re:.*\.self_attn\..*"

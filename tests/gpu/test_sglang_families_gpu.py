@@ -5,18 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-import torch
 from support import models
 from support.sglang_families import CLEAN
 from support.sglang_runs import Case, run_cases
 
 from verify.witnesses.loading.run import LoadRun
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.sglang,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -10,17 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-import torch
 from support.sglang_formats import IN_INT4, write_all
 from support.sglang_runs import Case, run_cases
 
 from verify.witnesses.loading.run import LoadRun
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.sglang,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 # Their queries, keys and values or inputs of Mamba have rows together which Marlin's tiles of 64 do not divide.
 REFUSED = (*("groups llama", "groups gemma3_text", "groups gemma3_text-v4", "groups phi3-tied-window"),)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from support import models
 from support.engine_models import ATTENTION, ROUTER, SYNCED, saved, synced, verified
 from support.live_faults import mistakes, reports
@@ -19,11 +18,7 @@ from quant.formats.scheme import QuantScheme
 from verify.report import Report
 from verify.witnesses.process.interpreter import python_of
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 ALL = frozenset({"vllm", "engine", "update", "release-resume", "logits"})
 CODES = ("CK511", "CK512", "CK513", "CK601")
 

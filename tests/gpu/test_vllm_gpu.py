@@ -17,11 +17,7 @@ from support.vllm_steps import LABELS, Runs, all_runs, is_clean, is_misordered, 
 from verify.report import Report
 from verify.run import verify
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 Made = tuple[dict[str, Path], Runs]
 
 

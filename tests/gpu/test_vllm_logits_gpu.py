@@ -17,7 +17,7 @@ import pytest
 import torch
 from families import HF_CASES
 from families.case import tokens
-from support.logits import distance, saved_with_logits, sized
+from support.logits import distance, saved_with_logits, sized, summary
 from support.nightly import collected
 from support.processes import ckptkit
 from support.vllm_cpu_families import write_code
@@ -28,11 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from verify.witnesses.process.interpreter import python_of
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.vllm,
-    pytest.mark.timeout(3000),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 
 # Sizes that vLLM's kernels take: of heads, and powers of two. Its class for Qwen2 does not read head_dim.
 FOUR_HEADS = {"num_attention_heads": 4}
@@ -157,19 +153,6 @@ def logits_of(path: Path) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             found.append(model(tokens()).logits.float())
     return found[0], found[1]
-
-
-def summary(rows: Mapping[str, Row]) -> dict[str, object]:
-    """Mean and largest difference of vLLM and of transformers in bfloat16 from float32, and the spread."""
-    found: dict[str, object] = {}
-    for name, (answer, exact, rounded) in rows.items():
-        if isinstance(answer, str):
-            found[name] = answer[-600:]
-            continue
-        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer, rounded))
-        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
-        found[name] = [round(float(value), 5) for value in values]
-    return found
 
 
 def is_near(row: Row, times: float, part: float = 10) -> None:

@@ -11,11 +11,7 @@ from support.engine_models import SYNCED, synced
 from support.sync_faults import SLEEP, faults_of, mistakes, tensors_of
 from support.sync_servers import run
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.sglang,
-    pytest.mark.timeout(900),
-]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 LAYERS = 6
 ON_SEVERAL_RANKS = ("moe", "mla")
 

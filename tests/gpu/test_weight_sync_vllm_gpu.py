@@ -11,18 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.engine_models import SYNCED, synced
 from support.sync_faults import SLEEP, faults_of, mistakes, tensors_of
 from support.sync_vllm import outcomes, ways
 
 from verify.witnesses.process.interpreter import python_of
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-    pytest.mark.vllm,
-    pytest.mark.timeout(1500),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

@@ -185,60 +185,37 @@ TOKENIZERS: list[tuple[str, Change]] = [
     ("pre_tokenizer.type is 'Whitespace' but 'Sequence'", tokenizer(pre_tokenizer={"type": "Whitespace"})),
     ("pre_tokenizer is missing", tokenizer(pre_tokenizer=None)),
     ("Regex", in_split(r"|\p{N}|", r"|\p{N}{1,3}|")),
-    ("Regex", in_split("(?i:'s|'t|'re|'ve|'m|'ll|'d)|", "")),
     (
         "add_prefix_space is True but False",
         inside(lambda content: content["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True)),
     ),
     ("normalizer.type is 'Lowercase' but 'NFC'", tokenizer(normalizer={"type": "Lowercase"})),
-    ("normalizer is missing", tokenizer(normalizer=None)),
-    ("normalizer.type is 'NFKC' but 'NFC'", tokenizer(normalizer={"type": "NFKC"})),
     ("normalizer.type is 'Prepend'", tokenizer(normalizer={"type": "Prepend", "prepend": "z"})),
-    ("normalizer.type is 'Strip'", tokenizer(normalizer={"type": "Strip", "strip_left": True, "strip_right": True})),
-    ("normalizer.type is 'StripAccents'", tokenizer(normalizer={"type": "StripAccents"})),
     (
         "normalizer.type is 'Sequence'",
         tokenizer(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}, replaced("qzxw", "a")]}),
     ),
     ("decoder.type is 'Fuse' but 'ByteLevel'", tokenizer(decoder={"type": "Fuse"})),
-    ("decoder is missing", tokenizer(decoder=None)),
     (
         "decoder.type is 'Sequence'",
         tokenizer(decoder={"type": "Sequence", "decoders": [BYTES, replaced("hello", "bye")]}),
     ),
     ("post_processor.type is 'TemplateProcessing'", tokenizer(post_processor=BEGIN)),
-    ("post_processor.type is 'Sequence'", tokenizer(post_processor={"type": "Sequence", "processors": [BYTES, BEGIN]})),
     ("model.merges[0][0] is", inside(lambda content: content["model"]["merges"].reverse())),
-    ("model.merges is", inside(lambda content: content["model"]["merges"].pop())),
     ("2 of the 303 tokens in the source have other ids", inside(swap)),
-    (
-        "another model's tokenizer: 300 of the 303 tokens",
-        inside(
-            lambda content: content["model"]["vocab"].update(
-                {t: (n + 1) % 300 for t, n in content["model"]["vocab"].items()}
-            )
-        ),
-    ),
     ("'<|im_end|>'", inside(lambda content: content["added_tokens"].pop())),
     ("'ball'", inside(lambda content: content["added_tokens"].append({"id": 303, "content": "ball", **FLAGS}))),
-    ("'hello'", inside(lambda content: content["added_tokens"].append({"id": 303, "content": "hello", **FLAGS}))),
     ("special is False but True", flag("special", False)),
     ("lstrip is True but False", flag("lstrip", True)),
-    ("rstrip is True but False", flag("rstrip", True)),
-    ("single_word is True but False", flag("single_word", True)),
     ("model.dropout is 0.9", inside(lambda content: content["model"].update(dropout=0.9))),
-    ("model.end_of_word_suffix is 'h'", inside(lambda content: content["model"].update(end_of_word_suffix="h"))),
 ]
 # A file, words of what a finding says of it, and what is done.
 OTHERS: list[tuple[str, str, Change]] = [
     ("tokenizer_config.json", "tokenizer_class is 'LlamaTokenizer'", settings(tokenizer_class="LlamaTokenizer")),
-    ("tokenizer_config.json", "tokenizer_class is 'GPT2Tokenizer'", settings(tokenizer_class="GPT2Tokenizer")),
     ("tokenizer_config.json", "add_prefix_space is True but False", settings(add_prefix_space=True)),
-    ("tokenizer_config.json", "split_special_tokens is True", settings(split_special_tokens=True)),
     ("tokenizer_config.json", "clean_up_tokenization_spaces", settings(clean_up_tokenization_spaces=True)),
     ("tokenizer_config.json", "eos_token is '<|im_start|>' but '<|im_end|>'", settings(eos_token="<|im_start|>")),  # noqa: S106
     ("tokenizer_config.json", "eos_token is missing but '<|im_end|>'", settings(eos_token=None)),
-    ("tokenizer_config.json", "pad_token is '<|im_end|>'", settings(pad_token="<|im_end|>")),  # noqa: S106
     ("special_tokens_map.json", "<|im_start|>", added("special_tokens_map.json", {"eos_token": "<|im_start|>"})),
     ("tokenizer_config.json", "'hello'", settings(extra_special_tokens=["hello"])),
     (
@@ -264,8 +241,6 @@ OTHERS: list[tuple[str, str, Change]] = [
     ),
     ("config.json", "'pkg/x.V'", settings("config.json", vision_config={"auto_map": {"AutoModel": "pkg/x.V"}})),
     ("generation_config.json", "temperature is 2 but 0.6", settings("generation_config.json", temperature=2)),
-    ("generation_config.json", "repetition_penalty is 3.0", settings("generation_config.json", repetition_penalty=3.0)),
-    ("generation_config.json", "max_new_tokens is 1", settings("generation_config.json", max_new_tokens=1)),
     (
         "generation_config.json",
         "top_p is missing but 0.95",
@@ -278,10 +253,7 @@ OTHERS: list[tuple[str, str, Change]] = [
     ),
     ("generation_config.json", "the file is missing", lost("generation_config.json")),
     ("tokenizer_config.json", "chat template 'default'", settings(chat_template=TEMPLATE + "x")),
-    ("tokenizer_config.json", "chat template 'default'", settings(chat_template=TEMPLATE + " ")),
     ("chat_template.jinja", "chat template 'default'", added("chat_template.jinja")),
-    ("chat_template.json", "chat template 'default'", added("chat_template.json", {"chat_template": "x"})),
-    ("processor_config.json", "chat template 'default'", settings("processor_config.json", chat_template="x")),
     ("additional_chat_templates/tool_use.jinja", "'tool_use'", added("additional_chat_templates/tool_use.jinja")),
     (
         "tokenizer_config.json",
@@ -303,38 +275,14 @@ OTHERS: list[tuple[str, str, Change]] = [
         "chat template 'rag'",
         settings(chat_template=[{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": "x"}]),
     ),
-    ("tokenizer_config.json", "'rag'", settings(chat_template={"default": TEMPLATE, "rag": "x"})),
     ("tokenizer_config.json", "missing", settings(chat_template=None)),
     *(
         (file, "trust_remote_code", added(file))
-        for file in (
-            "modeling_x.py",
-            "tokenization_x.py",
-            "custom_generate/generate.py",
-            "pkg/evil.py",
-            "a/b/c/d/e.py",
-            "custom_generate/more/x.py",
-        )
+        for file in ("modeling_x.py", "pkg/evil.py", "custom_generate/more/x.py")
     ),
-    *(
-        (file, "no such file", added(file, {"a": 1}))
-        for file in (
-            "added_tokens.json",
-            "tekken.json",
-            "preprocessor_config.json",
-            "modules.json",
-            "sentence_bert_config.json",
-            "params.json",
-        )
-    ),
+    *((file, "no such file", added(file, {"a": 1})) for file in ("added_tokens.json", "tekken.json", "params.json")),
     ("tokenizer.model", "no such file", added("tokenizer.model")),
 ]
-
-
-def moved_template(path: Path) -> None:
-    config = read(path, "tokenizer_config.json")
-    write(path, "chat_template.jinja", config.pop("chat_template"))
-    write(path, "tokenizer_config.json", config)
 
 
 def saved_again(path: Path) -> None:
@@ -349,7 +297,6 @@ SOUND: dict[str, Change] = {
     "merges as texts": inside(lambda c: c["model"].update(merges=[" ".join(pair) for pair in c["model"]["merges"]])),
     "defaults left out": inside(lambda c: [c["model"].pop(key) for key in ("dropout", "unk_token", "ignore_merges")]),
     "offsets": inside(lambda c: c["pre_tokenizer"]["pretokenizers"][1].update(trim_offsets=True)),
-    "no offsets": tokenizer(post_processor=None),
     "a flag for a normalizer that changes no added token": flag("normalized", True),
     "a token for unknown bytes, of which there are none": inside(lambda c: c["model"].update(unk_token="a")),  # noqa: S106
     "sequence of one": inside(lambda c: c.update(normalizer={"type": "Sequence", "normalizers": [c["normalizer"]]})),
@@ -366,27 +313,21 @@ SOUND: dict[str, Change] = {
         },
     ),
     "class of transformers 4": settings(tokenizer_class="Qwen2TokenizerFast"),
-    "class that takes the file": settings(tokenizer_class="PreTrainedTokenizerFast"),
-    "longest text": settings(padding_side="left", name_or_path="/somewhere"),
     "special tokens again": added(
         "special_tokens_map.json", {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}
     ),
     "added tokens again": added("added_tokens.json", {text: number for number, text in SPECIAL.items()}),
     "tokenizer.json only": lost("vocab.json", "merges.txt"),
-    "template in a file": moved_template,
     "template that renders the same": settings(
         chat_template="{%- for m in messages -%}\n{{ '<|im_start|>' + m.content + '<|im_end|>\\n' }}\n{%- endfor -%}"
     ),
-    "template in a list": settings(chat_template=[{"name": "default", "template": TEMPLATE}]),
     "version": settings("generation_config.json", transformers_version="5.12.1", _from_model_config=True),
     "defaults of generation": settings("generation_config.json", top_k=50, repetition_penalty=1.0, num_beams=1),
-    "one more null": settings("generation_config.json", max_new_tokens=None),
     "files of a trainer": lambda path: [
         write(path, name, "x") for name in ("README.md", "trainer_state.json", "LICENSE", "latest", "train.log")
     ],
     "quantizer": added("hf_quant_config.json", {"quantization": {}}),
     "code of git": added(".git/hooks/x.py"),
-    "code of the hub's client": added(".cache/huggingface/download/modeling_x.py"),
     "notes on code": added("pkg/README.md"),
     "code that no auto_map of it names": lost("src/model.py"),
     "linked code": lambda path: [

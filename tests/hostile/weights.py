@@ -38,26 +38,15 @@ def _second(header: dict[str, Any]) -> dict[str, Any]:
 
 HEADERS: dict[str, Callable[[dict[str, Any]], object]] = {
     "offsets of 2^63": lambda header: _first(header).update(data_offsets=[0, 1 << 63]),
-    "negative offsets": lambda header: _first(header).update(data_offsets=[-8, 8]),
     "offsets turned round": lambda header: _first(header).update(data_offsets=_first(header)["data_offsets"][::-1]),
-    "offsets that are text": lambda header: _first(header).update(data_offsets=["0", "8"]),
-    "one offset": lambda header: _first(header).update(data_offsets=[0]),
     "no offsets": lambda header: _first(header).pop("data_offsets"),
     "two tensors in one place": lambda header: _second(header).update(data_offsets=_first(header)["data_offsets"]),
-    "a hole": lambda header: header.pop(next(name for name in header if name != "__metadata__")),
-    "unknown dtype": lambda header: _first(header).update(dtype="os.system"),
     "dtype that is a list": lambda header: _first(header).update(dtype=["BF16"]),
-    "negative shape": lambda header: _first(header).update(shape=[-1, -64]),
     "shape beyond 2^64": lambda header: _first(header).update(shape=[1 << 40, 1 << 40, 1 << 40]),
-    "shape of floats": lambda header: _first(header).update(shape=[64.0]),
     "shape of true": lambda header: _first(header).update(shape=[True]),
     "shape of 100000 axes": lambda header: _first(header).update(shape=[1] * 100_000),
-    "shape with zero": lambda header: _first(header).update(shape=[0, 1 << 62]),
-    "entry that is a number": lambda header: header.update(x=1),
     "metadata that is a list": lambda header: header.update(__metadata__=[1]),
-    "name of 5000 characters": lambda header: header.update({"x" * 5_000: dict(_first(header))}),
     "name of 40000000 characters": lambda header: header.update({"x" * 40_000_000: dict(_first(header))}),
-    "name of 5000 dots": lambda header: header.update({"." * 5_000: dict(_first(header))}),
     "name of 5000 numbers": lambda header: header.update({".0" * 5_000: dict(_first(header))}),
     "name with a newline": lambda header: header.update({"a\nb\x1b[2J": dict(_first(header))}),
 }
@@ -76,19 +65,14 @@ def _cut(root: Path) -> None:
 
 
 RAW: dict[str, bytes] = {
-    "length beyond the file": struct.pack("<Q", 1 << 30) + b"{}",
     "length of 2^64 - 1": b"\xff" * 8 + b"{}",
     "three bytes": b"\1\2\3",
-    "length 0": bytes(8),
     "a header of spaces": struct.pack("<Q", 1000) + b" " * 1000,
     "nested header": struct.pack("<Q", 200_000) + b"[" * 200_000,
-    "key twice in header": (lambda text: struct.pack("<Q", len(text)) + text)(b'{"a": {}, "a": {}}'),
     "UTF-16 header": (lambda text: struct.pack("<Q", len(text)) + text)('{"a": {}}'.encode("utf-16")),
     "50000 entries": (lambda text: struct.pack("<Q", len(text)) + text)(
         b"{" + b",".join(b'"%d":{}' % number for number in range(50_000)) + b"}"
     ),
-    "a pickle": pickle.dumps({"a": 1}),
-    "HTML": b"<!DOCTYPE html><html>",
 }
 
 
@@ -107,23 +91,15 @@ def _home(file: Any) -> Callable[[dict[str, Any]], object]:
 
 INDEXES: dict[str, Callable[[dict[str, Any]], object]] = {
     "parent folder": _home("../outside/secret.safetensors"),
-    "absolute path": _home("/etc/passwd"),
     "NUL": _home("model\0.safetensors"),
-    "empty name": _home(""),
     "dot": _home("."),
-    "dots": _home(".."),
     "name of 10000 characters": _home("x" * 10_000),
-    "number": _home(7),
     "list": _home(["model"]),
     "missing shard": _home("model-99999-of-00005.safetensors"),
     "control characters": _home("\x1b]0;owned\x07.safetensors"),
-    "right to left": _home("\u202egnp.safetensors"),
-    "backslashes": _home("..\\outside\\secret.safetensors"),
-    "weight_map is a list": lambda index: index.update(weight_map=[1]),
     "weight_map is absent": lambda index: index.pop("weight_map"),
     "weight_map is text": lambda index: index.update(weight_map="model"),
     "empty weight_map": lambda index: index.update(weight_map={}),
-    "tensor name of 1000000 characters": lambda index: index["weight_map"].update({"x" * 1_000_000: _FIRST}),
     "tensor name of 5000 numbers": lambda index: index["weight_map"].update({".0" * 5_000: _FIRST}),
     "ghost names": lambda index: index["weight_map"].update({f"ghost.{n}\x1b[2J": _FIRST for n in range(10_000)}),
 }
@@ -140,39 +116,20 @@ _TOUCH = f"touch {RAN}"
 _WRITE = f"open('{RAN}', 'w')"
 PICKLES: dict[str, bytes] = {
     "os.system by REDUCE": _global("os", "system", _TOUCH) + b"\x85R.",
-    "posix.system by REDUCE": _global("posix", "system", _TOUCH) + b"\x85R.",
     "eval by REDUCE": _global("builtins", "eval", _WRITE) + b"\x85R.",
-    "exec by REDUCE": _global("__builtin__", "exec", _WRITE) + b"\x85R.",
     "subprocess by NEWOBJ": _global("subprocess", "Popen", _TOUCH) + b"\x85\x81.",
-    "os.system by NEWOBJ_EX": _global("os", "system", _TOUCH) + b"\x85}\x92.",
-    "os.system by OBJ": b"\x80\x02(cos\nsystem\nX" + struct.pack("<I", len(_TOUCH)) + _TOUCH.encode() + b"o.",
     "os.system by INST": b"(X" + struct.pack("<I", len(_TOUCH)) + _TOUCH.encode() + b"ios\nsystem\n.",
-    "getattr chain": b"\x80\x02cbuiltins\ngetattr\ncos\nsystem\nX\x08\x00\x00\x00__call__\x86R.",
     "setstate by BUILD": b"\x80\x02cos\nenviron\n}X\x01\x00\x00\x00aX\x01\x00\x00\x00bsb.",
-    "torch.load by REDUCE": _global("torch", "load", "/dev/zero") + b"\x85R.",
-    "extension code": b"\x80\x02\x82\x01.",
     "persistent id of text": b"Pos.system\n.",
     "memo index of 2^31": b"\x80\x02Nr\xff\xff\xff\x7f.",
-    "memo that is not there": b"\x80\x02j\xff\xff\xff\x7f.",
     "hash of nested tuples": b"\x80\x04}" + b")" + b"\x94h\x00\x86" * 200 + b"Ns.",
     "billion laughs": b"\x80\x04]\x94" + b"".join(b"]\x94(h%ch%ch%ch%ce" % ((n,) * 4) for n in range(60)) + b".",
-    "integer of 2 GiB": b"\x80\x02\x8b\xff\xff\xff\x7f.",
     "text of 2^63 bytes": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 63) + b".",
-    "bytes of 4 GiB": b"\x80\x03B\xff\xff\xff\xff.",
-    "frame of 2^63": b"\x80\x04\x95" + struct.pack("<Q", 1 << 63) + b"N.",
-    "100000 marks": b"\x80\x02" + b"(" * 100_000 + b".",
     "nested 100000 deep": b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".",
     "list in itself": b"\x80\x04]\x94h\x00a.",
     "no STOP": b"\x80\x02N",
-    "empty stack": b"\x80\x02.",
-    "protocol 255": b"\x80\xffN.",
-    "out of band buffer": b"\x80\x05\x97.",
-    "names that are not text": b"\x80\x04K\x01K\x02\x93.",
     "10000 names": b"\x80\x02(" + b"".join(b"cm%d\nn\n" % number for number in range(10_000)) + b"t.",
-    "text that is not UTF-8": b"\x80\x02X\x02\x00\x00\x00\xff\xfe.",
-    "decimal of a million digits": b"L" + b"9" * 1_000_000 + b"L\n.",
     "a number": pickle.dumps(7),
-    "random": bytes(range(256)) * 20,
 }
 
 
@@ -200,20 +157,13 @@ def _twice() -> bytes:
 ZIPS: dict[str, bytes] = {
     "compressed": _zip(_PLAIN, method=zipfile.ZIP_DEFLATED),
     "a bomb": _zip(bytes(1 << 26), method=zipfile.ZIP_DEFLATED),
-    "bzip2": _zip(_PLAIN, method=zipfile.ZIP_BZIP2),
     "no data.pkl": _GOOD.replace(b"data.pkl", b"dota.pkl"),
     "one name twice": _twice(),
     "parent folder": _GOOD.replace(b"archive/data.pkl", b"../../../out/ran"),
     "big endian": _zip(_PLAIN).replace(b"little", b"biggie"),
     "cut off": _GOOD[:-30],
-    "no directory": _GOOD[: _GOOD.index(b"PK\1\2")],
     "entry beyond the file": _GOOD.replace(struct.pack("<II", len(_PLAIN), len(_PLAIN)), b"\xff\xff\xff\x7f" * 2),
     "directory of 4 GiB": _GOOD[:-10] + b"\xff\xff\xff\xfe" + _GOOD[-6:],
-    "directory elsewhere": _GOOD[:-6] + b"\xff\xff\xff\x7f\0\0",
-    "zip in a zip": _zip(_GOOD),
-    "a damaged byte": _GOOD.replace(b"iteration", b"iteratiom"),
-    "text": b"hello",
-    "tar": b"pickle\0" * 100,
 }
 
 
@@ -264,32 +214,18 @@ METADATA: dict[str, Callable[[Any], object]] = {
     "no chunks": lambda found: _chunks(found, lambda chunks: []),
     "10000 chunks in one place": lambda found: _chunks(found, lambda chunks: chunks * 10_000),
     "chunks that are numbers": lambda found: _chunks(found, lambda chunks: [1, 2]),
-    "chunk offset of 2^63": lambda found: _set(_entry(found).chunks[0], offsets=(1 << 63, 0)),
     "negative chunk": lambda found: _set(_entry(found).chunks[0], offsets=(-1, 0)),
-    "chunk of text": lambda found: _set(_entry(found).chunks[0], sizes=("a", "b")),
     "size of 2^62": lambda found: _set(_entry(found), size=(1 << 62, 1 << 62)),
-    "size of five axes": lambda found: _set(_entry(found), size=(1, 1, 1, 1, 1)),
     "size None": lambda found: _set(_entry(found), size=None),
     "file outside": lambda found: _set(_info(found), relative_path="../../outside/secret.distcp"),
-    "file at a path": lambda found: _set(_info(found), relative_path="/etc/passwd"),
     "file with NUL": lambda found: _set(_info(found), relative_path="a\0b"),
-    "file that is missing": lambda found: _set(_info(found), relative_path="__99_0.distcp"),
     "file with control characters": lambda found: _set(_info(found), relative_path="\x1b[2J.distcp"),
-    "file that is a number": lambda found: _set(_info(found), relative_path=7),
     "file that is the directory": lambda found: _set(_info(found), relative_path="."),
     "offset of 2^63": lambda found: _set(_info(found), offset=1 << 63),
-    "offset of 2^59": lambda found: _set(_info(found), offset=1 << 59),
-    "negative offset": lambda found: _set(_info(found), offset=-1),
     "length of 2^59": lambda found: _set(_info(found), length=1 << 59),
-    "length 0": lambda found: _set(_info(found), length=0),
     "length text": lambda found: _set(_info(found), length="1"),
-    "transformed": lambda found: _set(_info(found), transform_descriptors=["zstd"]),
-    "no places": lambda found: found.storage_data.clear(),
     "places None": lambda found: _set(found, storage_data=None),
-    "entries None": lambda found: _set(found, state_dict_metadata=None),
     "no entries": lambda found: found.state_dict_metadata.clear(),
-    "key with control characters": lambda found: found.state_dict_metadata.update({"\x1b[2J\n": _entry(found)}),
-    "key of 1000000 characters": lambda found: found.state_dict_metadata.update({"x" * 1_000_000: _entry(found)}),
     "key of 5000 numbers": lambda found: found.state_dict_metadata.update({".0" * 5_000: _entry(found)}),
     "key that is a number": lambda found: found.state_dict_metadata.update({7: _entry(found)}),
     "key that is a path": lambda found: found.state_dict_metadata.update({"../../x": _entry(found)}),
@@ -297,34 +233,18 @@ METADATA: dict[str, Callable[[Any], object]] = {
 # More objects than are read, in few bytes: the memory for them is not to be taken.
 FLOODS: dict[str, bytes] = {
     "lists": b"]" * 20_000_001,
-    "dicts": b"}" * 20_000_001,
-    "marks": b"(" * 20_000_001,
-    "sets": b"\x8f" * 5_000_001,
     "tuples in one another": b"N" + b"\x85" * 20_000_001,
-    "lists in batches": b"]" + (b"(" + b"]" * 1_000 + b"e") * 20_000,
-    "dicts of an item": b"(" + b"}K\0Ns" * 2_000_000 + b"l" + b"]" * 18_000_001,
     "instances": b"ca\nb\nq\0" + b"h\0)\x81" * 1_000_000 + b"]" * 19_000_001,
 }
 _OBJECTS = "objects, and at most 20000000 are read"
 # Values of every other instruction, which stay on the stack.
 STACKS = {
     "None": b"N",
-    "true": b"\x88",
-    "false": b"\x89",
-    "empty tuples": b")",
-    "small integers": b"K\0",
-    "integers of 2 bytes": b"M\0\x01",
-    "integers of 4 bytes": b"J\x01\x02\x03\x04",
-    "long integers": b"\x8a\x01\x01",
-    "numbers": b"G" + bytes(8),
-    "bytes": b"C\x02ab",
-    "long texts": b"X\x01\0\0\0a",
     "copies": b"2",
-    "memories": b"h\0",
     "values below marks": b"(" + b"N" * 999,
 }
 _STACK = "more than 1000000 values that are not in a container"
-ROOTS: dict[str, Any] = {"None": None, "a number": 7, "text": "x", "a list": [], "a pair": (1, 2), "a dict": {}}
+ROOTS: dict[str, Any] = {"None": None, "a pair": (1, 2), "a dict": {}}
 _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 
 

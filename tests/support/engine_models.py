@@ -45,6 +45,15 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+# The same limits, smaller.
+FOR_MARLIN: dict[str, Any] = {
+    **{key: size for key, size in SIZES.items() if key != "tie_word_embeddings"},
+    **EXPERTS,
+    "vocab_size": 320,
+    "num_hidden_layers": 5,
+    "head_dim": 64,
+    "max_position_embeddings": 256,
+}
 MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
     "dense": ("qwen3-untied", partial(Qwen3Config, **SIZES, head_dim=64)),
     "moe": ("qwen3_moe", partial(Qwen3MoeConfig, **SIZES, **EXPERTS, head_dim=64, num_experts=16)),

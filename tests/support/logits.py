@@ -42,3 +42,19 @@ def saved_with_logits(name: str, case: Case, path: Path, length: int = 16) -> tu
 def distance(logits: Tensor, exact: Tensor) -> Tensor:
     """The mean difference; engines pad the vocabulary."""
     return (logits[..., : exact.shape[-1]] - exact).abs().mean()
+
+
+def summary(rows: Mapping[str, tuple[Tensor | str, Tensor, Tensor]]) -> dict[str, object]:
+    """Mean and largest difference of an engine and of transformers in bfloat16 from float32, and the spread.
+
+    A row is what the engine computed, or its last words, and transformers' logits in float32 and in bfloat16.
+    """
+    found: dict[str, object] = {}
+    for name, (answer, exact, rounded) in rows.items():
+        if isinstance(answer, str):
+            found[name] = answer[-600:]
+            continue
+        ours, noise = ((one[..., : exact.shape[-1]] - exact).abs() for one in (answer, rounded))
+        values = (ours.mean(), ours.max(), noise.mean(), noise.max(), exact.std())
+        found[name] = [round(float(value), 5) for value in values]
+    return found

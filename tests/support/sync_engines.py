@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from support.remote_servers import SilentHandler, serving
 
 LAYERS, HIDDEN, HEADS, GROUPS, SIZE, EXPERTS, INTER, VOCAB = 3, 8, 4, 2, 4, 4, 8, 100
 Answer = Callable[[str, Mapping[str, Any]], tuple[int, Mapping[str, Any]]]
@@ -29,31 +29,23 @@ def digest(tensor: Tensor) -> str:
 def served(answer: Answer) -> Iterator[str]:
     """The address of a server; `answer` gives status and JSON for a path and a request's JSON."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+    class Handler(SilentHandler):
+        def do_GET(self) -> None:  # noqa: N802
             self._reply({})
 
-        def do_POST(self) -> None:
+        def do_POST(self) -> None:  # noqa: N802
             self._reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
 
         def _reply(self, body: Mapping[str, Any]) -> None:
             status, found = answer(self.path.strip("/"), {**body, "headers": dict(self.headers)})
+            content = json.dumps(found).encode()
             self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(json.dumps(found).encode())
+            self.wfile.write(content)
 
-        def log_message(self, *args: object) -> None:
-            """Says nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with serving(Handler) as address:
+        yield address
 
 
 def weights(seed: int, layers: int = LAYERS) -> dict[str, Tensor]:

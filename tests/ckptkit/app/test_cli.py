@@ -20,26 +20,10 @@ from support import processes
 from support.fixture_types import CopyOf, PathOf
 from support.models import tensors
 
-from ckptkit.app.cli import _MODULES, cli, main
+from ckptkit.app.cli import _MODULES, cli
 from ckptkit.app.cli.verb import GROUPS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def ckptkit(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """`ckptkit(*arguments)`: how the command ends with these arguments, run in this process."""
-
-    def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-        words = ["ckptkit", *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", words)
-        capfd.readouterr()  # what was printed while checkpoints were made
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert isinstance(ended.value.code, int)
-        return subprocess.CompletedProcess(words, ended.value.code, *capfd.readouterr())
-
-    return command
 
 
 def test_a_model_of_no_family_is_refused_and_nothing_is_left(

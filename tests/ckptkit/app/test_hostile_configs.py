@@ -21,24 +21,16 @@ from ckptkit.core.errors import CkptkitError
 
 # What is changed, and what the error says of it.
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, not at most 1,000"),
     ({"num_hidden_layers": 1_001}, "num_hidden_layers is 1001, not at most 1,000"),
     ({"num_hidden_layers": -1}, "num_hidden_layers must be positive, not -1"),
     ({"num_hidden_layers": "4"}, "num_hidden_layers is '4', not a whole number"),
     ({"num_hidden_layers": True}, "num_hidden_layers is True, not a whole number"),
     ({"num_experts": 10**9}, "num_experts is 1000000000, not at most 128,000 experts in all layers together"),
-    ({"num_experts": 100_000}, "num_experts is 100000, not at most 128,000 experts in all layers together"),
     ({"num_experts": -3}, "num_experts must be positive, not -3"),
-    ({"moe_intermediate_size": -1}, "moe_intermediate_size must be positive, not -1"),
-    ({"num_experts": "many"}, "num_experts is 'many', not a whole number"),
     ({"vocab_size": 10**12}, "vocab_size is 1000000000000, not at most 2147483648"),
-    ({"hidden_size": 10**18}, "hidden_size is 1000000000000000000, not at most 2147483648"),
     ({"hidden_size": 64.5}, "hidden_size is 64.5, not a whole number"),
-    ({"num_attention_heads": 10**18}, "num_attention_heads is 1000000000000000000, not at most 2147483648"),
-    ({"moe_intermediate_size": 10**18}, "moe_intermediate_size is 1000000000000000000, not at most 2147483648"),
     ({"rope_theta": 10**99, "rope_parameters": 7}, "rope_parameters is 7, not an object"),
     ({"rope_parameters": None, "rope_theta": float("inf")}, "rope_theta is inf, not a finite number"),
-    ({"rope_parameters": None, "rope_theta": float("nan")}, "rope_theta is nan, not a finite number"),
     ({"rope_parameters": {"rope_theta": [10]}}, r"rope_theta is \[10\], not a finite number"),
     ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a finite number"),
     ({"layer_types": 7}, "layer_types is 7, not a list of at most 1,000 words or numbers"),
@@ -46,15 +38,17 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"layer_types": ["x"] * 100_000}, r"layer_types is \['x', .*\.\.\.\], not a list of at most 1,000"),
     ({"mlp_only_layers": [10**30] * 1_001}, "mlp_only_layers is .*, not a list of at most 1,000"),
     ({"decoder_sparse_step": 10**30}, "decoder_sparse_step is 1000000000000000000000000000000, not at most"),
+    ({"mlp_only_layers": "all"}, "mlp_only_layers is 'all', not a list of at most 1,000 words or numbers"),
+    ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0, not a positive whole number"),
+    ({"tie_word_embeddings": "maybe"}, "tie_word_embeddings is 'maybe', not true or false"),
+    ({"model_type": "../../outside"}, "model_type '../../outside'"),
     ({"architectures": 7}, "architectures is 7, not a list of class names"),
     ({"architectures": ["Nothing"] * 100_000}, "Nothing of model_type 'qwen3_moe' is another model"),
     ({"architectures": ["A"] * 1_000_000}, "about 10000.. values, and at most 250000 are read"),
     ({f"key{number}": 1 for number in range(1_000_000)}, "about 20000.. values, and at most 250000 are read"),
     ({f"key{number}": 1 for number in range(100_000)}, "the top is '1000.. keys', not at most 2,000"),
     ({"dtype": "garbage"}, "dtype is 'garbage', not the name of a dtype, such as bfloat16"),
-    ({"torch_dtype": {"x": 1}}, r"torch_dtype is \{'x': 1\}, not the name of a dtype"),
     ({"text_config": 7}, "text_config is 7, not an object"),
-    ({"vision_config": [7]}, r"vision_config is \[7\], not an object"),
     ({"model_type": ["qwen3_moe"]}, r"model_type \['qwen3_moe'\]"),
 ]
 _MAX_SECONDS, _MAX_MEMORY = 5, 1 << 20  # of the processor; kB more than before
@@ -118,7 +112,7 @@ def test_value_that_no_model_has_is_refused_by_every_command(
     assert result.exception is None or isinstance(result.exception, (CkptkitError, SystemExit))
 
 
-@pytest.mark.parametrize(("change", "message"), [CHANGES[0], CHANGES[9], CHANGES[19], CHANGES[27], CHANGES[29]])
+@pytest.mark.parametrize(("change", "message"), CHANGES[::6])
 def test_verify_and_preflight_name_the_value_that_no_model_has(
     change: dict[str, Any], message: str, hostile: Path
 ) -> None:

@@ -24,14 +24,6 @@ ORIGINAL = "is the format of the model's authors: take the safetensors of the re
     ("files", "hint"),
     [
         (["pytorch_model.bin"], f"pytorch_model.bin {PICKLE}"),
-        (
-            ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
-            f"pytorch_model-00001-of-00002.bin {PICKLE}",
-        ),
-        (
-            ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "training_args.bin"],
-            f"pytorch_model-00001-of-00001.bin {PICKLE}",
-        ),
         (["model.pt"], f"model.pt {PICKLE}"),
         (
             ["model-Q4_K_M.gguf"],
@@ -39,7 +31,6 @@ ORIGINAL = "is the format of the model's authors: take the safetensors of the re
         ),
         (["consolidated.00.pth", "consolidated.01.pth", "params.json"], f"consolidated.00.pth {ORIGINAL}"),
         (["original/consolidated.00.pth"], "only original/ holds weights, in the format of the model's authors"),
-        (["original/model.safetensors"], "only original/ holds weights, in the format of the model's authors"),
     ],
 )
 def test_other_weights_are_named(tmp_path: Path, files: list[str], hint: str, config: bool) -> None:

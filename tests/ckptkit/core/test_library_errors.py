@@ -49,16 +49,6 @@ def test_every_field_that_pydantic_refuses_is_named() -> None:
     assert "; config_groups.group_0.weights.foo: Extra inputs are not permitted (it is 3)" in words
 
 
-def test_state_dict_that_torch_refuses() -> None:
-    layer = torch.nn.Linear(2, 3)
-    error = error_of(lambda: layer.load_state_dict({"weigh": torch.ones(1), "bias": torch.ones(4)}))
-    assert words_of(error) == (
-        'Error(s) in loading state_dict for Linear: Missing key(s) in state_dict: "weight". Unexpected key(s) in '
-        'state_dict: "weigh". size mismatch for bias: copying a param with shape torch.Size([4]) from checkpoint, the '
-        "shape in current model is torch.Size([3])."
-    )
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_stack_inside_a_message_is_left_out(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
@@ -75,16 +65,6 @@ def test_config_that_transformers_refuses(tmp_path: Path) -> None:
     assert words_of(error_of(lambda: AutoConfig.from_pretrained(tmp_path))) == (
         "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, got str (value: 'many')"
     )
-
-
-def test_tokenizer_that_transformers_cannot_make(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
-    error = error_of(lambda: AutoTokenizer.from_pretrained(tmp_path))
-    assert "\n" in str(error)
-    assert words_of(error).startswith("Couldn't instantiate the backend tokenizer from one of: (1) a `tokenizers`")
-    assert printable(words_of(error)) == words_of(error)
 
 
 def test_class_stands_before_a_key_and_instead_of_nothing() -> None:

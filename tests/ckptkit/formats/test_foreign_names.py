@@ -29,11 +29,17 @@ from ckptkit.formats.torch_dist.reader import read_metadata
 from verify.run import verify
 
 
-class Evil:
-    """Pickles as a call of os.system."""
+class Call:
+    """Pickles as a call of a function."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch ran",)
+    def __init__(self, function: object, *arguments: object) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+EVIL = Call(os.system, "touch ran")
 
 
 @pytest.fixture
@@ -51,28 +57,18 @@ def test_a_call_in_common_pt_is_refused_before_megatron_starts(
     release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"args": Evil()}, release / "common.pt")
+    torch.save({"args": EVIL}, release / "common.pt")
     with pytest.raises(CkptkitError, match=r"common\.pt holds posix\.system, which is not plain data"):
         refuse_foreign_names(release)
     report = verify(release.parent, against=frozenset({"megatron"}))
     assert {finding.code for finding in report.findings} == {"CK111", "CK701"}  # nor are these the model's arguments
-    torch.save({"extra": Evil()}, release / "common.pt")
+    torch.save({"extra": EVIL}, release / "common.pt")
     assert {finding.code for finding in verify(release.parent).findings} == {"CK111"}
     assert not (tmp_path / "ran").exists()
 
 
-class Call:
-    """Pickles as a call of a function."""
-
-    def __init__(self, function: object, *arguments: object) -> None:
-        self.call = function, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
-
-
 CALLS = {
-    "posix.system": Call(os.system, "touch ran"),
+    "posix.system": EVIL,
     "builtins.eval": Call(eval, "open('ran', 'w')"),
     "subprocess.Popen": Call(subprocess.Popen, ["touch", "ran"]),
     "torch.serialization.load": Call(torch.load, "ran"),
@@ -111,7 +107,7 @@ def test_a_class_of_a_trainer_is_a_warning(release: Path) -> None:
 
 
 def test_nothing_of_the_training_state_reaches_what_convert_writes(release: Path, tmp_path: Path) -> None:
-    torch.save({"extra": Evil()}, release / "common.pt")
+    torch.save({"extra": EVIL}, release / "common.pt")
     convert(release.parent, tmp_path / "hf")
     assert not [file for file in (tmp_path / "hf").rglob("*") if file.is_file() and b"system" in file.read_bytes()]
     assert verify(tmp_path / "hf").status == "passed"
@@ -142,24 +138,14 @@ class AsPython3112(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
 
 
-class Attribute:
-    """Pickles as a call of getattr."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, self.arguments
-
-
 @pytest.mark.parametrize(
     ("more", "refused"),
     [
         (None, None),
-        (Attribute(_MEM_FORMAT_ENCODING, "mro"), r"_MEM_FORMAT_ENCODING\.mro"),
-        (Attribute(_MEM_FORMAT_ENCODING, "__class__"), r"_MEM_FORMAT_ENCODING\.__class__"),
-        (Attribute(MetadataIndex, "__init__"), r"MetadataIndex\.__init__"),
-        (Attribute(5, "real"), r"builtins\.getattr"),
+        (Call(getattr, _MEM_FORMAT_ENCODING, "mro"), r"_MEM_FORMAT_ENCODING\.mro"),
+        (Call(getattr, _MEM_FORMAT_ENCODING, "__class__"), r"_MEM_FORMAT_ENCODING\.__class__"),
+        (Call(getattr, MetadataIndex, "__init__"), r"MetadataIndex\.__init__"),
+        (Call(getattr, 5, "real"), r"builtins\.getattr"),
     ],
 )
 def test_metadata_that_python_3_11_2_pickled_is_let_through(release: Path, more: object, refused: str | None) -> None:

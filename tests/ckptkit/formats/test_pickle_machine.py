@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.records import Record, is_bounded, kind_of
-from ckptkit.formats.torch_save.unpickle import MAX_INTEGER, MAX_NAMES, MAX_OBJECTS, Machine, _named
+from ckptkit.formats.torch_save.unpickle import MAX_NAMES, MAX_OBJECTS, Machine, _named
 
 _KEYS = st.one_of(st.text(), st.integers(-(2**59), 2**59), st.booleans(), st.none(), st.binary(), st.tuples(st.text()))
 _PLAIN = st.recursive(
@@ -94,22 +94,17 @@ _HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was
     ("content", "words"),
     [
         pytest.param(_HASH_BOMB, "too many parts", id="hash of 2^40 steps"),
-        pytest.param(_in_a_dict(b")" + b"\x85" * 1_000_000), "too many parts", id="hash a million deep"),
         pytest.param(_in_a_dict(b"]"), "a key", id="list as key"),
         pytest.param(_in_a_dict(b"\x8a\x09" + b"\xff" * 8 + b"\x00"), "a key", id="key of 2^64 - 1"),
         pytest.param(b"\x80\x04\x8f(]\x90.", "an element of a set", id="list in a set"),
         pytest.param(b"\x80\x02\x8b" + struct.pack("<i", 10**6) + b"\1" * 10**6 + b".", "1000000 bytes", id="integer"),
-        pytest.param(b"\x80\x02\x8a" + bytes([MAX_INTEGER + 1]) + b"\1" * 33 + b".", "33 bytes", id="smaller integer"),
         pytest.param(b"\x80\x02I" + b"9" * 100_000 + b"\n.", "not allowed here", id="integer in digits"),
         pytest.param(b"\x80\x04\x8c\x03\xed\xa0\x80.", "not UTF-8", id="surrogate"),
         pytest.param(b"\x80\x02X\xff\xff\xff\xff", "too early", id="string of 4 GiB"),
-        pytest.param(b"\x80\x04\x8d" + b"\xff" * 8, "too early", id="string of 2^64 bytes"),
         pytest.param(b"\x80\x02a.", "damaged before byte 3", id="empty stack"),
-        pytest.param(b"\x80\x02h\x07.", "damaged before byte 3", id="nothing in the memo"),
         pytest.param(b"\x80\x02K\x01)R.", "a call of int", id="call of a number"),
         pytest.param(b"\x80\x02ctorch\nSize\nK\x09\x85R.", "a call of tuple", id="size of a number"),
         pytest.param(b"\x80\x02]}b.", "a state for list", id="state of a list"),
-        pytest.param(b"\x80\x02}K\x01a.", "not a list", id="append to a dict"),
         pytest.param(b"\x80\x02(K\x01d.", "without a value", id="odd dict"),
     ],
 )

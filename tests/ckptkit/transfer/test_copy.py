@@ -12,14 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ckptkit.app.api import convert, quantize
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError, FinalError
 from ckptkit.core.plan import Plan, Step, View, identity, read_and_held
 from ckptkit.core.specs import TensorSpec
 from ckptkit.transfer.copy import IN_FLIGHT, copy, threads
-from quant.schemes.w4a16 import int4_scheme
 
 NAMES = [f"w{index}" for index in range(40)]
 
@@ -191,19 +189,3 @@ def test_an_error_of_a_stage_ends_the_job(monkeypatch: pytest.MonkeyPatch, stage
     # What was running ends, nothing new begins.
     assert len(source.order) == 40 if stage == "finish" else len(source.order) < 15
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckptkit-copy")]
-
-
-@pytest.mark.parametrize("verb", ["to Megatron", "to HF", "to INT4"])
-def test_bytes_on_disk_do_not_depend_on_the_threads(
-    releases: Callable[[str], Path], converted: Callable[[str], Path], tmp_path: Path, verb: str
-) -> None:
-    written = []
-    for workers in (1, 2, 4):
-        out = tmp_path / str(workers)
-        if verb == "to INT4":
-            quantize(releases("qwen3_moe"), out, int4_scheme(group_size=32), workers=workers)
-        else:
-            convert((releases if verb == "to Megatron" else converted)("qwen3_moe"), out, workers=workers)
-        written.append({str(path.relative_to(out)): path.read_bytes() for path in out.rglob("*") if path.is_file()})
-    assert len(written[0]) > 4
-    assert written[0] == written[1] == written[2]

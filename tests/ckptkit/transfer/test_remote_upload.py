@@ -9,7 +9,7 @@ from urllib.parse import unquote
 
 import fsspec
 import pytest
-from support.remote_servers import Bucket, Request, breaking, refusing, serving, use_s3
+from support.remote_servers import Bucket, Request, breaking, serving, use_s3
 from support.whole_files import whole
 
 from ckptkit.core.errors import CkptkitError
@@ -114,14 +114,6 @@ def test_discard_leaves_nothing(local: Path, bucket: Bucket) -> None:
     assert bucket.listed() == ["beside/config.json"]
 
 
-def test_what_is_there_is_kept_unless_it_is_to_be_replaced(local: Path, bucket: Bucket) -> None:
-    bucket.put("out/config.json", b"old")
-    with pytest.raises(CkptkitError, match="out exists already") as error:
-        Upload(bucket.url("out"))
-    assert "--overwrite" in str(error.value.hint)
-    assert bucket.get("out/config.json") == b"old"
-
-
 @pytest.mark.parametrize(
     ("files", "why"),
     [
@@ -208,11 +200,6 @@ def test_other_spellings_of_the_source_are_the_source(bucket: Bucket, spelling: 
         check_upload(bucket.url("out"), True, [spelling.format(bucket.name)])
 
 
-def test_a_chain_of_urls_is_no_destination() -> None:
-    with pytest.raises(CkptkitError, match="is a chain of URLs, which is not read"):
-        check_upload("simplecache::s3://bucket/out", True)
-
-
 def test_a_destination_beside_the_source_is_fine(bucket: Bucket) -> None:
     assert check_upload(bucket.url("out"), True, [bucket.url("out2"), Path("out")]) == []
 
@@ -222,20 +209,6 @@ def test_without_a_config_it_does_not_finish(local: Path, bucket: Bucket) -> Non
     upload.put(local / "1.safetensors", "1.safetensors")
     with pytest.raises(CkptkitError, match=r"config\.json was never put"):
         upload.finish()
-
-
-def test_an_upload_that_fails_names_the_file_and_what_came_goes(
-    local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    upload = Upload(bucket.url("out"))
-    upload.put(local / "1.safetensors", "1.safetensors")
-    with serving(refusing(403, "AccessDenied", only="PUT", target=s3_address)) as proxy, use_s3(monkeypatch, proxy):
-        # What has been opened stays with its server, so this is the same upload with a store of its own.
-        upload._store = store.Store(bucket.url("out"))
-        with pytest.raises(CkptkitError, match=r"out/2\.safetensors: AccessDenied"):
-            upload.put(local / "2.safetensors", "2.safetensors")
-        upload.discard()
-    assert bucket.listed() == []
 
 
 def test_discard_when_bucket_is_gone_says_what_may_be_left(local: Path, bucket: Bucket) -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from support.models import content
-from support.processes import python
 from support.whole_files import write
 
 from ckptkit.app.api import convert, quantize
@@ -165,18 +164,6 @@ def test_another_command_is_refused(
     ):
         convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, dtype="float32", resume=True)
     assert content(tmp_path / "out.partial") == before
-
-
-def test_another_source_is_refused(
-    releases: Callable[[str], Path], copy_of: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = copy_of(releases("qwen3_moe"))
-    with pytest.raises(PowerCutError), cut_off_after(1, monkeypatch):
-        convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, workers=1)
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"bos_token_id": 7}))
-    with pytest.raises(CkptkitError, match="cannot be resumed: files of its source were written"):
-        convert(source, tmp_path / "out", max_shard_size=FILE_BYTES, resume=True)
 
 
 def _write_in_place(file: Path) -> None:
@@ -392,13 +379,3 @@ def test_new_files_have_the_permissions_that_the_umask_leaves(releases: Callable
             os.umask(before)
         files = [path for path in (tmp_path / f"{umask}").rglob("*") if path.is_file()]
         assert {path.stat().st_mode & 0o777 for path in files} == {left}
-
-
-@pytest.mark.nightly
-def test_what_was_killed_and_resumed_is_what_an_undisturbed_run_writes() -> None:
-    # In a process of its own, because it forks.
-    done = python("-m", "support.kills", "--runs", "10")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["runs"] == 10
-    assert found["kills"] >= 10

@@ -1,9 +1,10 @@
-"""What the tests of recorded rollouts share."""
+"""What the tests of recorded rollouts share, and those that load many checkpoints into real SGLang."""
 
 from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import pytest
 from support import models, rollout_files
 from support.rollout_files import Sample
+from support.sglang_runs import Case, checked, run_cases
 
 from ckptkit.core.errors import CkptkitError
+from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process import run as process_run
 
 
@@ -55,3 +58,15 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return {}
 
     monkeypatch.setattr(process_run, "run_ranks", run_ranks)
+
+
+@pytest.fixture(scope="module")
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+    """What SGLang made of each of a module's `cases`."""
+    return run_cases(cases, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def judged(cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> Callable[[str], tuple[Any, Any, Any]]:
+    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
+    return lambda name: checked(cases[name], runs[name])

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import models
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
-from support.sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
+from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
@@ -106,23 +106,7 @@ def quantized_cases(root: Path, releases: Callable[..., Path]) -> dict[str, Case
         "fp8 qwen3_moe": Case(fp8),
         "swapped_scales": Case(fp8, alter="swapped_scales"),
         "fp8 uneven": Case(in_fp8(releases("qwen3_moe"), root / "fp8-uneven", (64, 64))),
-        "mlp_only_layers": Case(
-            written(
-                root,
-                "dense",
-                releases("qwen3_moe"),
-                dense_layer(models.tensors(releases("qwen3_moe"))),
-                mlp_only_layers=[5],
-            )
-        ),
     }
-
-
-def dense_layer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Layer 5 as a dense one of 288 rows, as `mlp_only_layers: [5]` means it."""
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.5.mlp.")}
-    dense = {"gate": torch.randn(288, 128), "up": torch.randn(288, 128), "down": torch.randn(128, 288)}
-    return kept | {f"model.layers.5.mlp.{part}_proj.weight": tensor.bfloat16() for part, tensor in dense.items()}
 
 
 def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
@@ -173,17 +157,6 @@ def cases(
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/gpu looks at what happens with one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-@pytest.fixture(scope="module")
-def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    return run_cases(cases, tmp_path_factory.mktemp("reports"))
-
-
-@pytest.fixture(scope="module")
-def judged(cases: Cases, runs: Runs) -> Judged:
-    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
-    return lambda name: checked(cases[name], runs[name])
 
 
 @pytest.fixture(scope="module")
@@ -282,13 +255,6 @@ BROKEN: dict[str, set[tuple[str, str, int]]] = {
     "swapped_scales": {
         ("CK504", f"model.layers.5.mlp.experts.11.{part}_proj.weight_scale_inv", 1) for part in ("gate", "up")
     },
-    "mlp_only_layers": {
-        *(
-            ("CK502", f"model.layers.5.mlp.{param}", 1)
-            for param in ("gate.weight", "experts.w13_weight", "experts.w2_weight")
-        ),
-        *(("CK503", f"model.layers.5.mlp.{part}_proj.weight", 1) for part in ("gate", "up", "down")),
-    },
 }
 
 
@@ -316,17 +282,6 @@ def test_findings_say_what_to_do(judged: Judged) -> None:
     assert "at model.layers.4.mlp.experts.w13_weight in SGLang" in first("lost", "CK502").actual
     assert "one tensor an expert" in first("fused", "CK503").hint
     assert "fused name" in first("bf16 shards", "CK503").hint
-
-
-def test_a_name_that_sglangs_class_does_not_know_is_said_without_talk_of_packing(judged: Judged) -> None:
-    """SGLang's class of Qwen3-MoE does not read `mlp_only_layers`."""
-    _, findings, _ = judged("mlp_only_layers")
-    hints = {finding.tensor: finding.hint for finding in findings}
-    assert not [hint for hint in hints.values() if "pack" in hint or "quantize" in hint]
-    assert hints["model.layers.5.mlp.up_proj.weight"].startswith(
-        "SGLang's Qwen3MoeForCausalLM has no parameter model.layers.5.mlp.up_proj.weight: "
-        "it does not read mlp_only_layers of config.json"
-    )
 
 
 def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(judged: Judged) -> None:

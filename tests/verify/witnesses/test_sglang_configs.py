@@ -14,7 +14,7 @@ from families import CASES, case
 from safetensors.torch import save_file
 from support import models
 from support.installed import release
-from support.sglang_runs import Case, run_cases
+from support.sglang_runs import Case
 
 from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.loading import why_refused
@@ -107,11 +107,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         "shared indexers in transformers' words": made(root, "glm_moe_dsa-shared", shares_in_transformers_words),
     }
     return {label: Case(path) for label, path in found.items()}
-
-
-@pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in STOPS.items() for key in keys])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import models
 from support.installed import before
-from support.sglang_runs import Case, checked, int4_config, online_int4, run_cases, written
+from support.sglang_runs import Case, checked, int4_config, online_int4, written
 from torch import Tensor
 
 from quant.lint.lint import lint
@@ -106,17 +106,6 @@ def qwen_int4(root: Path, release: Path, tensors: Mapping[str, Tensor]) -> dict[
 
 def without(tensors: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
-
-
-@pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    return run_cases(cases, tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def judged(cases: Cases, runs: Runs) -> Judged:
-    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
-    return lambda name: checked(cases[name], runs[name])
 
 
 def draft(run: LoadRun) -> LoadReport:

@@ -20,7 +20,7 @@ from support.sglang_families import (
     STRICT,
     names_faults,
 )
-from support.sglang_runs import LOST_OF_DRAFT, Case, run_cases
+from support.sglang_runs import LOST_OF_DRAFT, Case
 
 from verify.witnesses.loading.run import LoadRun
 
@@ -43,11 +43,6 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         models.save(name, root / name)
     broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in CLEAN if name in needed}
     return {name: Case(root / name) for name in needed} | broken
-
-
-@pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))

@@ -12,7 +12,7 @@ from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
 from support.sglang_families import EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
 from support.sglang_matrix import CLEAN, judged
-from support.sglang_runs import LOST_PARTS, Case, run_cases
+from support.sglang_runs import LOST_PARTS, Case
 
 from verify.checks.witnesses.loading import why_no_scale
 from verify.witnesses.loading.run import LoadRun
@@ -58,11 +58,6 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     broken = {f"broken {name}": Case(root / f"groups {name}", alter="lost_and_exchanged") for name in names}
     cells = {label: checkpoint(cell, root) for label, cell in CELLS.items() if label in needed}
     return {label: Case(path) for label, path in write_all(root, labels)} | broken | cells
-
-
-@pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.mark.parametrize("label", daily(LABELS, DAILY))

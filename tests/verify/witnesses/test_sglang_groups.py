@@ -14,7 +14,7 @@ from families import CASES
 from families.table import config_of
 from support import models
 from support.installed import release
-from support.sglang_runs import Case, checked, online_int4, run_cases, written
+from support.sglang_runs import Case, online_int4, written
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
@@ -127,17 +127,6 @@ def cases(releases: Callable[..., Path], tmp_path_factory: pytest.TempPathFactor
             vision,
         ),
     }
-
-
-@pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
-    return run_cases(cases, tmp_path_factory.mktemp("runs"))
-
-
-@pytest.fixture(scope="module")
-def judged(cases: Cases, runs: Runs) -> Judged:
-    """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
-    return lambda name: checked(cases[name], runs[name])
 
 
 SOUND = ("regex", "two groups", "two sizes", "beside fp8", "cache")
