@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from families import HF_CASES
+from families import ALL_CASES, HF_CASES
 from support import models, online_engine
 from support.engine_models import FOR_MARLIN
 from transformers import Glm4MoeConfig, Qwen3MoeConfig
@@ -46,7 +46,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, dict[str, 
     orders = []
     with pytest.MonkeyPatch.context() as patch:
         for name, config in CONFIGS.items():
-            patch.setitem(HF_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
+            patch.setitem(ALL_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
             models.save(name, root / f"{name}-bf16")
             quantize(root / f"{name}-bf16", root / f"{name}-int4", SCHEMES[name])
             orders.append({"name": name, "int4": str(root / f"{name}-int4"), "bf16": str(root / f"{name}-bf16")})

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from families import HF_CASES
+from families import ALL_CASES, HF_CASES
 from support import models
 from support.engine_models import FOR_MARLIN
 from support.quantized import fp8_blocks, small_groups_allowed, write
@@ -63,7 +63,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
     found: dict[str, Case] = {}
     with pytest.MonkeyPatch.context() as patch:
         for name, config in CONFIGS.items():
-            patch.setitem(HF_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
+            patch.setitem(ALL_CASES, name, replace(HF_CASES[name], config=partial(deepcopy, config)))
         for name in CONFIGS:
             release = root / name
             models.save(name, release)
@@ -80,7 +80,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
                 )
             convert(release, root / f"{name}-megatron")
             found[f"megatron {name}"] = Case(root / f"{name}-megatron", release)
-        patch.setitem(HF_CASES, "qwen2-untied", replace(HF_CASES["qwen2-untied"], config=partial(deepcopy, DENSE)))
+        patch.setitem(ALL_CASES, "qwen2-untied", replace(HF_CASES["qwen2-untied"], config=partial(deepcopy, DENSE)))
         models.save("qwen2-untied", root / "qwen2")
         quantize(root / "qwen2", root / "qwen2-zeros", ASYMMETRIC)
         quantize(root / "qwen2", root / "qwen2-channel", replace(ASYMMETRIC, group_size=None))
