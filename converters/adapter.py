@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.plan import Joined, Plan, Step, View, identity
-from ckptkit.core.specs import TensorSpec
+from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
 from converters.family import KEY as TIE
 from converters.family import Release
-from converters.hf_names import GATE_UP, GATE_UP_DOWN
-from converters.lora_settings import BY_HAND, ROOT, LoraSettings, PairName, dropped, idle_reason, pairs_in
-from converters.planner import tied_head
+from converters.hf_names import GATE_UP, GATE_UP_DOWN, layer_of
+from converters.lora_settings import BY_HAND, ROOT, ROUTERS, LoraSettings, PairName, dropped, idle_reason, pairs_in
+from converters.planner import dims_of, tied_head
 from converters.registry import family_of
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ FLAT = (
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 _PROJECTION = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 
@@ -118,19 +119,20 @@ class Adapter:
     `base`: the base, with an output layer of its own where it ties that to the embedding and the adapter changes it.
     `saved`: the adapter's tensors by the base's names; `copies`: those that are the base's own, which PEFT saves beside
     the factors of an embedding; `repeated`: an output layer that is the adapter's embedding once more.
+    `unknown`: modules whose names in the base are not known. `accepted`: as of LoraSettings.
 
-    Raises CkptkitError for kinds of adapters that are not read, for a base of no known family, and for modules whose
-    names in the base are not known.
+    Raises CkptkitError for kinds of adapters that are not read, and for a base of no known family.
     """
 
-    def __init__(self, files: AdapterFiles, base: Checkpoint, where: str) -> None:
+    def __init__(self, files: AdapterFiles, base: Checkpoint, where: str, accepted: Collection[str] = ()) -> None:
         self.files, self.where = files, where
         self.family = family_of(base.config)
-        self.settings = LoraSettings(files, where)
+        self.settings = LoraSettings(files, where, accepted)
         self.repeated: str | None = None
         self.base = base
         self.base = self._parted(base)
         self.faults: list[Fault] = []
+        self.unknown: list[str] = []
         self.pairs: list[Pair] = []
         self.saved: dict[str, TensorSpec] = {}
         self.copies: dict[str, TensorSpec] = {}
@@ -142,7 +144,6 @@ class Adapter:
             if name not in factors and name != self.repeated:
                 self._add_saved(spec)
         self._require_saved()
-        self._require_parameters()
 
     def _parted(self, base: Checkpoint) -> Checkpoint:
         """The base; with an output layer of its own where it ties that to the embedding, and the adapter changes it."""
@@ -178,16 +179,16 @@ class Adapter:
         self.faults.append(Fault(expected, actual, name))
 
     def _lost(self, name: str, module: str) -> None:
-        """A name that the base does not have: a fault, unless the base may only spell it otherwise.
+        """A name that the base does not have: a fault, or `unknown` where the base may only spell it otherwise.
 
         transformers renames towers, and whole models of families of which no spelling of releases is stated.
         """
         towers = {part.strip(".").rpartition(".")[2] for part in self.family.carried}
         release = self.family.release
         if release is None or release.own_tree or not towers.isdisjoint(module.split(".")):
-            message = f"{self.where}: the base has no {module}, and how it would spell that is not known"
-            raise UnsupportedError(message, BY_HAND)
-        self._fault(name, "a tensor of the base model", f"the base has no {module}")
+            self.unknown.append(module)
+        else:
+            self._fault(name, "a tensor of the base model", f"the base has no {module}")
 
     def _add_saved(self, spec: TensorSpec) -> None:
         """A whole tensor (`modules_to_save`)."""
@@ -203,7 +204,8 @@ class Adapter:
         elif target.shape != spec.shape:
             self._fault(spec.name, f"shape {list(target.shape)}, as in the base", f"{list(spec.shape)}")
         else:
-            (self.copies if ".base_layer." in spec.name else self.saved)[target.name] = spec
+            is_copy = ".base_layer." in spec.name and not spec.name.endswith(".bias")
+            (self.copies if is_copy else self.saved)[target.name] = spec
 
     def _require_saved(self) -> None:
         """PEFT needs a tensor for each weight of the base that `modules_to_save` names."""
@@ -214,16 +216,30 @@ class Adapter:
             if lost:
                 self._fault(lost[0], f"a tensor, since modules_to_save has {one} ({ADAPTER_CONFIG})", "missing")
 
-    def _require_parameters(self) -> None:
-        """PEFT loads no adapter whose `target_parameters` names what it does not wrap, with or without a pair."""
+    @cached_property
+    def unpaired(self) -> Sequence[str]:
+        """Weights of the base that adapter_config.json targets, and that have no pair.
+
+        None of multi-token prediction layers, which transformers' classes do not have. Of modules that no layer has a
+        pair for, those that are surely Linear and have one name in the base and in transformers.
+        """
+        release, layers = self.family.release or Release(own_tree=True), dims_of(self.base.config).layers
+        drafts = tuple(one.prefix for one in release.drafts(release.text(self.base.config), release.root))
         changed = {spec.name for pair in self.pairs for spec in pair.targets.specs}
+        kinds = {_NUMBER.sub("#", name) for name in changed}
+        lost = []
         for name, spec in self.base.specs.items():
-            if (
-                name not in changed
-                and ".experts." not in name
-                and (fault := self.settings.refused(name, len(spec.shape)))
-            ):
-                self._fault(name, fault.expected, fault.actual)
+            if name in changed or (layer_of(name) or 0) >= layers or name.startswith(drafts):
+                continue
+            module = name.removesuffix(".weight")
+            is_linear = module != name and len(spec.shape) == 2 and not module.endswith(ROUTERS)
+            is_known = is_linear and ".experts." not in name and not (release.own_tree or self.family.carries(name))
+            if not is_known and _NUMBER.sub("#", name) not in kinds:
+                continue
+            spellings = {module, release.own_name(module)} if name.startswith(release.root) else {module}
+            if all(self.settings.left_out(one) is None for one in spellings):
+                lost.append(name)
+        return lost
 
     def _add_pair(self, name: PairName, parts: Mapping[str, TensorSpec]) -> None:
         module, embedding = name.module, name.is_embedding
@@ -327,10 +343,16 @@ class Adapter:
         if stacked := next((pair.a.name for pair in self.pairs if len(pair.a.shape) == 3), None):
             message = f"{self.where}: {stacked} has an axis of experts: PEFT 0.21 drops it, and merges to the base"
             raise UnsupportedError(message, FLAT)
+        if self.unknown:
+            message = f"{self.where}: the base has no {self.unknown[0]}, and how it would spell that is not known"
+            raise UnsupportedError(message, BY_HAND)
         hint = f"ckptkit verify {self.where} --source BASE says what does not fit"
         if self.faults:
             more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""
             raise CkptkitError(f"{self.where}: {self.faults[0]}{more}", hint)
+        if self.pairs and self.unpaired:
+            message = f"{self.where} has no pair for {summarize(self.unpaired)}, which {ADAPTER_CONFIG} targets"
+            raise CkptkitError(message, "export the adapter again from the run")
         if bare := [name for name in self.files.specs if not name.startswith(ROOT)]:
             message = f"{self.where}: {bare[0]} is stored without {ROOT}, where PEFT looks for it"
             raise CkptkitError(message, f"put {ROOT} before each name")

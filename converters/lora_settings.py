@@ -19,6 +19,7 @@ from ckptkit.formats.hf.shard import Fault
 from converters.config.values import flag, integer, number
 from quant.patterns import REGEX, Match, matcher
 
+RULES_OF = "0.21.2"  # the release of PEFT that the rules here follow
 ROOT = "base_model.model."  # which PEFT writes before every name
 BY_HAND = "merge it with the program that made it"
 FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
@@ -76,7 +77,7 @@ _LEAVES = {
     "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
     "down_proj": ("down_proj", "w2"),
 }
-_ROUTERS = (".gate", ".router")  # of which PEFT makes parameters, whichever of the two fields names them
+ROUTERS = (".gate", ".router")  # of which PEFT makes parameters, whichever of the two fields names them
 _EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "tok_embeddings")
 _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 _RESTORE = "restore it from the run"
@@ -96,13 +97,13 @@ class LoraSettings:
     layer too.
 
     Raises UnsupportedError that names the field where PEFT does more with it than is done here, and DamagedError for
-    values that PEFT refuses. `where`: the adapter, as shown to users.
+    values that PEFT refuses. `where`: the adapter, as shown to users. `accepted`: fields that are not refused.
     """
 
-    def __init__(self, files: AdapterFiles, where: str) -> None:
+    def __init__(self, files: AdapterFiles, where: str, accepted: Collection[str] = ()) -> None:
         self._config, self._where = files.config, f"{where}/{ADAPTER_CONFIG}"
         self._longest = max(map(len, files.specs), default=0)
-        self._refuse_fields()
+        self._refuse_fields(accepted)
         self.ties = self._read(flag, "ensure_weight_tying", False)
         if self.ties and any(pair.is_embedding for pair in pairs_in(files.specs)):
             why = "embedding and output layer share a pair, which is not merged"
@@ -120,11 +121,12 @@ class LoraSettings:
             self._in_layer = [self._matcher("layers_pattern", part) for part in parts]  # type: ignore[misc]
         self._ranks, self._alphas = self._patterns("rank_pattern"), self._patterns("alpha_pattern")
 
-    def _refuse_fields(self) -> None:
+    def _refuse_fields(self, accepted: Collection[str]) -> None:
         if (kind := self._config.get("peft_type")) != "LORA":
             raise UnsupportedError(f"{self._where}: peft_type {shortened(kind)} is not read", BY_HAND)
         for key, value in self._config.items():
-            why = FIELDS.get(key, "PEFT 0.21 has no such field, and what it means is not known")
+            unknown = "PEFT 0.21 has no such field, and what it means is not known"
+            why = APPLIED if key in accepted else FIELDS.get(key, unknown)
             if why not in (HARMLESS, APPLIED) and value not in _UNSET and not (key not in FIELDS and not value):
                 raise UnsupportedError(f"{self._where}: {key} is {shortened(value)}: {why}", BY_HAND)
         init = self._config.get("init_lora_weights", True)
@@ -220,8 +222,6 @@ class LoraSettings:
         """
         if (why := self.left_out(pair.module, leaf)) is not None:
             yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT drops its factors")
-        parameters = (f"{pair.module}.weight", *_names_of(pair.module, leaf))
-        yield from list(filter(None, map(self.refused, parameters)))[:1]
         if self.is_dora and "magnitude_vector" not in parts:
             yield Fault(
                 f"lora_magnitude_vector, since use_dora is true ({ADAPTER_CONFIG})",
@@ -238,33 +238,6 @@ class LoraSettings:
         is_parameter = _is_named(f"{pair.module}.weight", self._parameters)
         if not pair.is_embedding and own in _EMBEDDINGS and not is_parameter:
             yield Fault("lora_embedding_A and lora_embedding_B, as PEFT has them for it", "lora_A, which PEFT drops")
-
-    def refused(self, parameter: str, axes: int = 2) -> Fault | None:
-        """Why PEFT stops at a parameter of the base that `target_parameters` names, or None where it does not.
-
-        Source: `BaseTuner._inject_parameters` and `ParamWrapper`, which raise a ValueError.
-        """
-        if not _is_named(parameter, self._parameters):
-            return None
-        module, _, leaf = parameter.rpartition(".")
-        if axes not in (2, 3):
-            why = "PEFT takes parameters of 2 or 3 axes only"
-        elif self._config.get("lora_dropout"):
-            why = f"lora_dropout is {shortened(self._config['lora_dropout'])}, and PEFT does not do both"
-        elif self.is_dora:
-            why = "use_dora is true, and PEFT does not do both"
-        elif any(match(module) for match in self._is_whole):
-            why = f"{self._shown('modules_to_save')} replaces the whole module, and PEFT does not do both"
-        elif leaf != "weight" or module.endswith(_ROUTERS):
-            return None
-        elif self._config.get("target_modules") is None:
-            why = "target_modules is null, for which PEFT has names of its own, and it does not wrap a layer twice"
-        elif self._leaves_out(module) is None:
-            why = f"{self._shown('target_modules')} names the same layer, and PEFT does not wrap it twice"
-        else:
-            return None
-        named = self._shown("target_parameters")
-        return Fault("a parameter that PEFT adapts", f"{named} names it, but {why} ({ADAPTER_CONFIG})")
 
     def _leaves_out(self, name: str) -> str | None:
         if self._excluded and _chooses(self._excluded, name):

@@ -117,6 +117,14 @@ def kernel_tiles(any_tile: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("quant.selection.tiles.unrunnable", any_tile)
 
 
+@pytest.fixture
+def peft_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT is asked about adapters in this process, which takes no second import of it."""
+    from support.adapters import answer_here
+
+    monkeypatch.setattr("verify.checks.adapters.lora.ask_meanwhile", answer_here)
+
+
 @pytest.fixture(scope="session")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`releases(name)`: the HF directory of one of `models.configs()`, as a release would look. Read only."""

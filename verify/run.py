@@ -52,6 +52,7 @@ class _OfItsOwn:
     model: str
     source: str
     hint: str
+    against: frozenset[str] = frozenset()
 
 
 _OF_ITS_OWN = {
@@ -60,6 +61,7 @@ _OF_ITS_OWN = {
         "LoRA adapter",
         "base model",
         "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify what that gives",
+        frozenset({"transformers"}),
     ),
     "draft": _OfItsOwn(
         "a draft model", "EAGLE draft model", "target", "verify the model that it drafts for with the other options"
@@ -108,8 +110,10 @@ def subject_of(
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
     if stage := _stage_of_its_own(subject.path):
         own = _OF_ITS_OWN[stage]
-        if hf is not None or subject.options != VerifyOptions():
-            raise UsageError(f"{subject.path} is {own.what}, of which nothing but --source can be asked", own.hint)
+        asked = replace(subject.options, against=subject.against - own.against)
+        if hf is not None or asked != VerifyOptions():
+            only = " and ".join(["--source", *(f"--against-{one}" for one in own.against)])
+            raise UsageError(f"{subject.path} is {own.what}, of which nothing but {only} can be asked", own.hint)
         for one in filter(None, (subject.path, subject.source_path)):
             require_own_files(one)
         return subject

@@ -23,9 +23,7 @@ from converters.adapter import Adapter
 from quant.schemes.w4a16 import int4_scheme
 from verify.run import verify
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The following (rank|alpha)_pattern keys", "ignore:Setting `save_embedding_layers`"
-)
+pytestmark = [pytest.mark.usefixtures("peft_here"), pytest.mark.filterwarnings("ignore:(The following|Setting)")]
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def of_sound_twin(report: Report, work: Path) -> Said:
     return _SAID[key]
 
 
-@pytest.mark.usefixtures("kernel_tiles")
+@pytest.mark.usefixtures("kernel_tiles", "peft_here")
 @pytest.mark.parametrize("report", daily(REPORTS, DAILY), ids=lambda report: report.key)
 def test_report_is_found_and_its_sound_twin_is_silent(report: Report, starts: Starts, tmp_path: Path) -> None:
     work = make(report.case, starts, tmp_path / "case")

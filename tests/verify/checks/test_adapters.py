@@ -8,9 +8,11 @@ import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from families import HF_CASES, case
 from mutations.edits import edit_config, tensor
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -25,9 +27,10 @@ from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import UnsupportedError, UsageError
 from verify.run import verify
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The following (rank|alpha)_pattern keys", "ignore:Setting `save_embedding_layers`"
-)
+pytestmark = [
+    pytest.mark.usefixtures("peft_here"),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning"),
+]
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 LAYER = "base_model.model.model.layers.5.self_attn.q_proj"
@@ -38,7 +41,7 @@ OTHER_SCALES = {"patterns": [BOTH, "vLLM 0.26 scales it by 2"], "rslora": [SGLAN
 # Parts that an engine's manager refuses or leaves out (test_adapter_managers.py).
 WITHOUT_V, ONE_PAIR = (
     "SGLang 0.5.16 refuses q_proj without v_proj",
-    "SGLang 0.5.16 refuses experts of a layer in one pair",
+    "SGLang 0.5.16 refuses experts of a layer in one pair, vLLM of 2026-08 their shape (#52194)",
 )
 STACKED = (
     "SGLang 0.5.16 takes factors with an axis of experts; vLLM 0.26 refuses the adapter, and PEFT 0.21 drops them and "
@@ -89,6 +92,16 @@ def test_a_sound_adapter_and_what_it_is_merged_to_have_no_finding(kind: str, roo
     assert "LORA" in str(inspect(path / "adapter")["format"])
 
 
+def over_tied(path: Path, **options: Any) -> PeftModel:
+    """What PEFT makes with these options of `base`, which ties its output layer, saved as `adapter`."""
+    case.save("qwen3-tied", HF_CASES["qwen3-tied"], path / "base", torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(path / "base", dtype=torch.float32)
+    tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))
+    randomized(tuned)
+    tuned.save_pretrained(str(path / "adapter"))
+    return tuned  # type: ignore[return-value]
+
+
 TIED = {
     "output layer saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "both saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
@@ -102,11 +115,7 @@ def test_an_output_layer_that_the_base_ties_is_parted_from_its_embedding(
     options: dict[str, list[str]], tmp_path: Path
 ) -> None:
     """PEFT gives the module a copy of its own: the merged model has two matrices, and its config says so."""
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **options))  # type: ignore[arg-type]
-    randomized(tuned)
+    base, adapter, tuned = tmp_path / "base", tmp_path / "adapter", over_tied(tmp_path, **options)
     head = tuned.base_model.model.lm_head
     if "modules_to_save" in options:
         head.modules_to_save.default.weight.data += 0.05  # or it would be the embedding once more
@@ -142,18 +151,11 @@ SHARED = {
 
 
 @pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 def test_what_ties_embedding_and_output_layer_answers_as_it_was_trained(
     options: dict[str, object], tmp_path: Path
 ) -> None:
     """The trained model itself is asked: `merge_and_unload` adds both pairs to the one tensor."""
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
-    tuned = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), LoraConfig(r=4, lora_alpha=8, **options)
-    )
-    randomized(tuned)
-    tuned.save_pretrained(str(adapter))
+    base, adapter, tuned = tmp_path / "base", tmp_path / "adapter", over_tied(tmp_path, **options)
     convert(base, tmp_path / "merged", merge=adapter)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     tokens = torch.arange(5, 25)[None]
@@ -163,30 +165,19 @@ def test_what_ties_embedding_and_output_layer_answers_as_it_was_trained(
     assert verify(tmp_path / "merged", source=base, adapter=adapter).status == "passed"
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 def test_a_pair_of_a_tied_embedding_changes_the_output_layer_as_peft_merges_it(tmp_path: Path) -> None:
     """Not as it was trained: there the output layer is the base's."""
     base, adapter = tmp_path / "base", tmp_path / "adapter"
-    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
-    options = LoraConfig(r=4, lora_alpha=8, target_modules=["embed_tokens", "q_proj"])
-    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), options)
-    randomized(tuned)
-    tuned.save_pretrained(str(adapter))
+    tuned = over_tied(tmp_path, target_modules=["embed_tokens", "q_proj"])
     expected = tuned.merge_and_unload().state_dict()
     convert(base, tmp_path / "merged", merge=adapter)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 def test_a_pair_that_embedding_and_output_layer_share_is_inconclusive(tmp_path: Path) -> None:
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    case.save("qwen3-tied", HF_CASES["qwen3-tied"], base, torch.float32)
-    options = LoraConfig(r=4, target_modules=["embed_tokens"], ensure_weight_tying=True)
-    tuned = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), options)
-    randomized(tuned)
-    tuned.save_pretrained(str(adapter))
-    report = verify(adapter, source=base)
+    over_tied(tmp_path, target_modules=["embed_tokens"], ensure_weight_tying=True)
+    report = verify(tmp_path / "adapter", source=tmp_path / "base")
     assert (report.findings, report.status) == ([], "inconclusive")
     assert any("ensure_weight_tying" in reason for reason in report.reasons)
 
@@ -315,7 +306,6 @@ def test_a_merge_of_another_adapter_is_not_what_this_one_gives(root: Path, tmp_p
         assert {finding.code for finding in report.findings} == {"CK202"}
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 @pytest.mark.parametrize(("first", "last"), [(12, 12), (1, 1)], ids=["of each expert", "shared"])
 def test_factors_with_an_axis_of_experts_are_for_sglang_alone(
     first: int, last: int, root: Path, tmp_path: Path
@@ -345,7 +335,7 @@ def test_factors_with_an_axis_of_experts_are_for_sglang_alone(
 
 def test_options_of_models_are_refused(root: Path, tmp_path: Path) -> None:
     path = of_kind("dense", root)
-    with pytest.raises(UsageError, match="nothing but --source can be asked"):
+    with pytest.raises(UsageError, match="nothing but --source and --against-transformers can be asked"):
         verify(path / "adapter", against=frozenset({"sglang"}))
     with pytest.raises(UsageError, match="an adapter without a source"):
         verify(path / "merged", adapter=path / "adapter")
@@ -381,24 +371,59 @@ def test_layers_that_a_run_leaves_out_are_no_fault(
     assert verify(changed).findings == []
 
 
-@pytest.mark.parametrize("config", [{"peft_type": "LOHA"}, {"bias": "all"}, {"use_qalora": True}], ids=str)
-def test_adapters_of_other_kinds_are_inconclusive(config: dict[str, object], root: Path, tmp_path: Path) -> None:
-    path = of_kind("dense", root)
-    other = edited(path, tmp_path / "adapter", nothing, **config)
-    for source in (None, path / "base"):
-        report = verify(other, source=source)
-        assert (report.findings, report.status) == ([], "inconclusive")
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+SIZES |= {"intermediate_size": 64, "num_key_value_heads": 2, "num_labels": 1}
+PARTS = {"text_config": SIZES | {"head_dim": 8}, "vision_config": SIZES | {"image_size": 28, "patch_size": 14}}
+CONFIGS = {"GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}, "Gemma3": PARTS}
+PAIR = [f"1.mlp.c_proj.lora_{part}.weight" for part in "AB"]
+Q_AND_V, OF_TEXT = ["q_proj", "v_proj"], {"target_modules": r".*language_model.*\.[qv]_proj"}
+ALPHAS, SCORES = [{"alpha_pattern": {name: 8}} for name in ("q_proj", "^q_proj")], {"task_type": "SEQ_CLS"}
+# Rows of lab/reports-chosen.md, and a base of another kind: the class that PEFT adapts, how, the tensors that are lost
+# of what it saves, fields that are sound and that are not, and what is found.
+CHOSEN: dict[str, tuple[str, dict[str, Any], list[str], dict[str, Any], dict[str, Any], str]] = {
+    "D1": ("Qwen2ForCausalLM", {"bias": "lora_only"}, [".bias"], {}, {}, "0..1}.self_attn.q_proj.base_layer.bias"),
+    "D2": ("LlamaForCausalLM", {}, [], *ALPHAS, "alpha_pattern '^q_proj'"),
+    "D5": ("Gemma3ForConditionalGeneration", OF_TEXT, [], {}, {"target_modules": Q_AND_V}, "vision_tower.encoder"),
+    "A9": ("LlamaForSequenceClassification", SCORES, ["score.weight"], {}, {"modules_to_save": None}, "score.weight"),
+    "GPT-2": ("GPT2LMHeadModel", {"target_modules": ["c_proj"]}, PAIR, {}, {}, "h.1.mlp.c_proj"),
+}
 
 
-def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "options", "lost", "sound", "broken", "words"), CHOSEN.values(), ids=CHOSEN)
+def test_what_peft_saves_is_sound_and_what_it_misses_is_found(
+    kind: str, options: Any, lost: list[str], sound: Any, broken: Any, words: str, tmp_path: Path
+) -> None:
+    name = kind.partition("For")[0].removesuffix("LMHeadModel")
+    model = getattr(transformers, kind)(getattr(transformers, f"{name}Config")(**CONFIGS.get(name, SIZES)))
+    # A reward model is trained over a language model, whose config.json knows nothing of its labels.
+    reward = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_labels": 2}))
+    (reward if "task_type" in options else model).save_pretrained(tmp_path / "base")
+    tuned = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": Q_AND_V} | options))
+    randomized(tuned)
+    tuned.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    tuned.save_pretrained(str(tmp_path / "adapter"))
+    twin = edited(tmp_path, tmp_path / "twin", nothing, **sound)
+    for source in (None, tmp_path / "base"):
+        report = verify(twin, source=source)
+        assert ([str(one) for one in report.findings if one.code == "CK132"], report.status) == ([], "passed")
+    findings = verify(edited(tmp_path, tmp_path / "wrong", drop(*lost), **broken), source=tmp_path / "base").findings
+    (finding,) = [one for one in findings if one.code == "CK132"]
+    assert words in f"{finding.tensor} {finding.actual}"
+    assert finding.severity == ("warning" if "alpha_pattern" in broken else "error")
+
+
+def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def in_the_tower(tensors: dict[str, Tensor]) -> None:
         tower = "base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
         tensors |= {f"{tower}.lora_A.weight": torch.ones(4, 8), f"{tower}.lora_B.weight": torch.ones(8, 4)}
 
     path = of_kind("nested", root)
     targets = ["q_proj", "down_proj"]
+    monkeypatch.setattr("verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)  # PEFT knows them
     report = verify(edited(path, tmp_path / "adapter", in_the_tower, target_modules=targets), source=path / "base")
-    assert (report.findings, report.status) == ([], "inconclusive")
+    assert ({one.code for one in report.findings}, report.status) == ({"CK137"}, "inconclusive")
     assert any("how it would spell that is not known" in reason for reason in report.reasons)
 
 

@@ -1,32 +1,40 @@
-"""CK131 to CK136: a LoRA adapter is whole, fits its base, changes it, and is served at the scale it was trained at."""
+"""CK131 to CK137: a LoRA adapter is whole, fits its base, changes it, and is served at the scale it was trained at."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
+from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
+from ckptkit.formats.hf.side_files import without_quantization
 from converters.adapter import FLAT, Adapter
 from converters.config.values import integer, number
-from converters.hf_names import layer_of
-from converters.lora_settings import FACTOR, ROOT, LoraSettings, idle_reason, pairs_in
-from converters.planner import dims_of
+from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
 from verify.check import Tally, check, without
-from verify.evidence.folding import pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import Inapplicable, Unable
+from verify.witnesses.process.run import ask_meanwhile
+from verify.witnesses.reference.job import NamesJob, NamesReport
 
 SGLANG, VLLM = "SGLang 0.5.16", "vLLM 0.26"
 _AGAIN = "export the adapter again from the run"
+_AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
 _MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
-# Keys by which a run leaves out modules of some layers.
-_CHOOSING = ("layers_to_transform", "layers_pattern", "exclude_modules", "target_parameters")
+_WITNESS = "verify.witnesses.reference.adapter"
+_LIMIT_S = 900  # importing PEFT on a busy machine, and building a large class
+_ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT is asked about, and that `--merge` does not apply
 
 
 def adapter_files(subject: Subject) -> AdapterFiles:
@@ -34,10 +42,32 @@ def adapter_files(subject: Subject) -> AdapterFiles:
     return AdapterFiles(subject.path)
 
 
+def settings_of(subject: Subject) -> LoraSettings:
+    """What adapter_config.json has PEFT do. Raises CkptkitError for kinds that are not read."""
+    return LoraSettings(subject.once(adapter_files), str(subject.path), _ONLY_LOADED)
+
+
 def over_base(subject: Subject) -> Adapter:
     """The adapter over its base. Raises CkptkitError for kinds that are not read."""
     base = plain(subject.source_path or Path())
-    return Adapter(subject.once(adapter_files), base, str(subject.path))
+    return Adapter(subject.once(adapter_files), base, str(subject.path), _ONLY_LOADED)
+
+
+def ask_peft(subject: Subject) -> Future[tuple[NamesReport | None, str]] | str:
+    """PEFT's answer about the adapter, which a process of its own gives meanwhile; or why it is not asked.
+
+    The base is --source, or a directory that base_model_name_or_path names. Raises CkptkitError as `settings_of`.
+    """
+    subject.once(settings_of)
+    files = subject.once(adapter_files)
+    base = files.config.get("base_model_name_or_path") if subject.source_path is None else str(subject.source_path)
+    if missing := [one for one in ("torch", "transformers", "peft") if find_spec(one) is None]:
+        return f"{missing[0]} is not installed"
+    if _given_adapter(subject) or not (base and isinstance(base, str) and os.path.isfile(f"{base}/config.json")):
+        return "its base is not known: give it as --source"
+    config = without_quantization(read_config(Path(base)))
+    job = NamesJob(config, list(files.specs.values()), adapter=files.config)
+    return ask_meanwhile(job, _WITNESS, NamesReport, _LIMIT_S)
 
 
 def _given_adapter(subject: Subject) -> bool:
@@ -65,7 +95,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     try:
         files = subject.once(adapter_files)
-        settings, pairs = LoraSettings(files, str(subject.path)), pairs_in(files.specs)
+        settings, pairs = subject.once(settings_of), pairs_in(files.specs)
         for pair in pairs:
             settings.scale_of(pair.module)
     except UnsupportedError:
@@ -84,53 +114,92 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names)
-    dropped: dict[Fault, list[str]] = defaultdict(list)
-    for pair, found in pairs.items():
+    if isinstance(subject.once(ask_peft), str):  # else PEFT names them itself (CK132)
+        yield from _dropped(subject)
+
+
+def _dropped(subject: Subject) -> Iterator[Issue]:
+    """Pairs that PEFT does not load as they are stored, by the field of adapter_config.json that is the reason."""
+    settings, dropped = subject.once(settings_of), defaultdict[Fault, list[str]](list)
+    for pair, found in pairs_in(subject.once(adapter_files).specs).items():
         for fault in settings.faults(pair, found):
             dropped[fault] += found.values()
     for fault, names in dropped.items():
-        hint = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
-        yield Issue(fault.expected, fault.actual, hint, names=names, together=True)
+        yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, together=True)
 
 
 @check(
     "CK132",
     "every factor fits a weight of the base model",
     stage="adapter",
-    needs=("source",),
     rationale="Factors of another shape or name belong to another base, or were exchanged; engines skip what they do "
-    "not know.",
+    "not know. A module that PEFT adapts and finds no factors for answers as the base does.",
     fix="Compare with the base that the run was started from, and with target_modules of adapter_config.json.",
-    unless=_NEEDS_BASE,
+    begin=lambda subject: subject.once(ask_peft),
 )
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Names, shapes and ranks; layers in which the base has a module that the adapter changes elsewhere."""
+    """What PEFT itself loads, misses and drops; where it cannot be asked, what ckptkit's rules of PEFT find."""
+    files, asked = subject.once(adapter_files), subject.once(ask_peft)
+    report, why = (None, asked) if isinstance(asked, str) else asked.result()
+    if report is not None and not (report.model_class or report.refused):
+        report, why = None, "transformers has no class for the base without code of its own"
+    if report is None and "transformers" in subject.against:
+        raise Unable(f"PEFT could not be asked, which says nothing about the adapter: {why}")
+    unknown = _NEEDS_BASE(subject)
+    if unknown is not None and isinstance(asked, str):
+        raise Inapplicable(unknown)
+    tally.compared(0, len(files.specs))
+    judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
+    if report is not None:
+        judge = ", in ".join(filter(None, (f"PEFT {version('peft')}", report.fits or report.model_class)))
+        yield from _by_peft(subject, report)
+    elif unknown is not None:
+        yield from _dropped(subject)  # which CK131 left to PEFT
+    tally.facts["adapter judged by"] = [judge]
+    if unknown is not None:
+        return
     adapter = subject.once(over_base)
-    tally.compared(0, len(adapter.files.specs))
-    for fault in adapter.faults:
-        names = None if fault.name is None else [fault.name]
-        yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names)
+    if report is None and adapter.unknown:
+        raise Unable(f"the base has no {adapter.unknown[0]}, and how it would spell that is not known: {why}")
+    if report is None:
+        for fault in adapter.faults:
+            names = None if fault.name is None else [fault.name]
+            yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names)
+        yield Issue("a pair for each weight that is targeted", "none", _AGAIN, names=adapter.unpaired, together=True)
     # What has factors of zeros alone is for CK133 to say.
     has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
-    if has_more and not adapter.faults and (why := adapter.idle()) is not None:
-        yield Issue("an adapter that changes its base", f"it changes nothing: {why}", _AGAIN)
-    yield from _lost_layers(adapter)
+    if has_more and not (adapter.faults or adapter.unknown) and (idle := adapter.idle()) is not None:
+        yield Issue("an adapter that changes its base", f"it changes nothing: {idle}", _AGAIN)
 
 
-def _lost_layers(adapter: Adapter) -> Iterator[Issue]:
-    """Layers without a pair that others have, where the run cannot have chosen layers.
-
-    Multi-token prediction layers are not in transformers' classes, so that PEFT never has them.
-    """
-    config, layers = adapter.files.config, dims_of(adapter.base.config).layers
-    modules = config.get("target_modules")
-    if not isinstance(modules, list) or any(config.get(key) for key in _CHOOSING) or any("." in one for one in modules):
+def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
+    """What PEFT refuses, drops, has in another shape, and finds no tensor for; with the field that is the reason."""
+    specs, peft, dropped = subject.once(adapter_files).specs, f"PEFT {version('peft')}", list(_dropped(subject))
+    if report.refused:
+        yield from dropped or [Issue("an adapter that PEFT loads", f"{peft} stops: {report.refused}", _AS_IT_RAN)]
         return
-    changed = {spec.name for pair in adapter.pairs for spec in pair.targets.specs}
-    kinds = {pattern_of(name) for name in changed}
-    inside = [name for name in adapter.base.specs if (number := layer_of(name)) is not None and number < layers]
-    lost = [name for name in inside if name not in changed and pattern_of(name) in kinds]
-    yield Issue("a pair for each weight of this kind", "none", _AGAIN, names=lost, together=True)
+    if report.fits:
+        actual = f"{peft} loads it into {report.fits}, and drops it in {report.model_class}, the base's class"
+        hint = f"load the base as {report.fits}, or export the adapter for {report.model_class}"
+        yield Issue("an adapter for the base's own class", actual, hint, severity="warning")
+    if any(not name.startswith(ROOT) for name in specs):
+        return  # which CK133 finds
+    # SGLang takes factors with an axis of experts (CK137).
+    stacked = {name for name in report.unexpected if name in specs and len(specs[name].shape) == 3}
+    explained = [one for one in dropped if not set(report.unexpected).isdisjoint(one.names or ())]
+    yield from explained
+    names = sorted(set(report.unexpected).difference(stacked, *(one.names or () for one in explained)))
+    yield Issue(f"a tensor of {report.model_class} with this adapter", f"{peft} has none, and drops it", names=names)
+    for one in report.other_shapes:
+        shape = f"shape {list(one.built)}, as {peft} has it for {report.model_class}"
+        yield Issue(shape, f"shape {list(one.stored)}", names=[one.name])
+    missing = [name for name in report.missing if not (stacked and ".experts." in name)]
+    actual = "not stored: what was trained there is lost, and PEFT begins anew"
+    yield Issue("a tensor for each that PEFT trains", actual, _AGAIN, names=missing, together=True)
+    if report.unmatched:
+        actual = f"{', '.join(report.unmatched)}: {peft} has no such module, and goes by r and lora_alpha"
+        hint = "leave it out, as the adapter was trained, or spell it as the end of a module's name"
+        yield Issue("patterns that name modules", actual, hint, file=ADAPTER_CONFIG, severity="warning")
 
 
 @check(
@@ -316,7 +385,7 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         elif len(files.specs[name].shape) == 3:
             found[_STACKED] += [name, name.replace("lora_A", "lora_B")]
         elif leaf == "experts":
-            found[f"{SGLANG} refuses experts of a layer in one pair"].append(name)
+            found[f"{SGLANG} refuses experts of a layer in one pair, vLLM of 2026-08 their shape (#52194)"].append(name)
         elif ".experts." not in name and not match[2] and files.specs[name].shape[0] != rank:
             found[f"{SGLANG} refuses another rank than {rank}, which adapter_config.json has as r"].append(name)
         for own, other in _TOGETHER:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
-from threading import Thread
 
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
@@ -21,7 +20,7 @@ from verify.evidence.folding import pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.witnesses.process.run import ask
+from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
 
 _WITNESS = "verify.witnesses.reference.names"
@@ -142,14 +141,5 @@ def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
         if find_spec(module) is None:
             raise Unable(f"{module} is not installed, so transformers' class was not asked for names and shapes")
     specs = _plain_specs(subject)
-    job, answer = NamesJob(without_quantization(subject.hf_files.config), specs), Future[_Answer]()
-
-    def wait() -> None:
-        try:
-            answer.set_result(ask(job, _WITNESS, NamesReport, _LIMIT_S))
-        except Exception as error:  # noqa: BLE001 - `result` raises it
-            answer.set_exception(error)
-
-    # A daemon, so that nothing waits for it, or for its process, when something else ends the run.
-    Thread(target=wait, daemon=True).start()
-    return specs, answer
+    job = NamesJob(without_quantization(subject.hf_files.config), specs)
+    return specs, ask_meanwhile(job, _WITNESS, NamesReport, _LIMIT_S)

@@ -6,10 +6,12 @@ import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any, TypeVar
 
 from ckptkit.core.printable import one_line
@@ -54,6 +56,21 @@ def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Inter
             ending = exit_report_of(report)
             message = f"while {ending.phase}: {ending.message or last_error(root / 'log-0') or failed[0]}"
         return load(kind, report) if report.exists() else None, message
+
+
+def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Future[tuple[T | None, str]]:
+    """As `ask`, whose answer or exception `result` gives once it is there."""
+    answer = Future[tuple[T | None, str]]()
+
+    def wait_for() -> None:
+        try:
+            answer.set_result(ask(job, module, kind, limit_s))
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            answer.set_exception(error)
+
+    # A daemon, so that nothing waits for it, or for its process, when something else ends the run.
+    Thread(target=wait_for, daemon=True).start()
+    return answer
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,7 @@ class NamesJob:
     config: Mapping[str, Any]  # config.json, without a quantization_config
     tensors: Sequence[TensorSpec]
     report: str = ""
+    adapter: Mapping[str, Any] = field(default_factory=dict)  # adapter_config.json, whose tensors PEFT is asked about
 
 
 @dataclass(frozen=True)
@@ -105,4 +106,7 @@ class NamesReport:
     own: Sequence[str] = ()  # all weights of the class
     integers: Sequence[str] = ()  # those of them that are whole numbers
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # `names._aliases`
-    fits: str = ""  # a class of the same config that has these tensors, where this one has hardly any
+    fits: str = (
+        ""  # a class of the same config that has these tensors, where this one has hardly any; PEFT: has not all
+    )
+    unmatched: Sequence[str] = ()  # fields and keys of adapter_config.json that name no module

@@ -29,13 +29,18 @@ BUILD = Phase("building the class in transformers", deciders=("transformers", "h
 
 def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
     """Loads names and shapes. What transformers says of a config that it refuses is `refused` in the report."""
+    return answer(job, phases, BUILD, load_names)
+
+
+def answer(job: NamesJob, phases: PhaseLog, phase: Phase, load: Callable[[NamesJob], NamesReport]) -> NamesReport:
+    """What `load` returns, or `refused` with what the code under test stops with in this phase."""
     transformers.logging.set_verbosity_error()
-    phases.enter(BUILD)
+    phases.enter(phase)
     try:
-        return load_names(job)
+        return load(job)
     except Exception as error:  # what a class says of its config in words of its own is its verdict
         # What it cannot do without values says nothing about the checkpoint.
-        if "meta" in words_of(error) or not is_verdict(error, BUILD):
+        if "meta" in words_of(error) or not is_verdict(error, phase):
             raise
         return NamesReport(refused=described(error))
 
