@@ -19,7 +19,7 @@ from converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
 from converters.ops.basic import Copy, GateUp, GateUpInOne, ZeroPadded
 from converters.ops.shapes import Shape
 from converters.passthrough import passthrough_names
-from converters.registry import family_of
+from converters.registry import family_of, named_family_of
 from converters.rules import ParamMapping
 from converters.stored import as_stored
 
@@ -124,6 +124,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
             f"{where} is quantized (config.json has quantization_config)",
             "dequantize it first, as `ckptkit convert` does",
         )
+    named_family_of(source.config)  # raises for one without names in Megatron
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
     config = as_stored(source.config, source.specs)

@@ -62,7 +62,7 @@ def test_load_that_fsdp_passes_over_is_found(releases: PathOf, converted: PathOf
 
 def test_reference_is_an_hf_directory(releases: PathOf, converted: PathOf) -> None:
     report = launched(releases("qwen3-untied"), "--ref-load", str(converted("qwen2-tied")))
-    assert found(report) == [("CK712", "error", "no config.json in it")]
+    assert found(report) == [("CK712", "error", "a Megatron checkpoint")]
 
 
 def test_teacher_beside_fsdp_is_not_passed_over(releases: PathOf) -> None:
