@@ -16,7 +16,15 @@ from quant.formats.part_names import PACKED
 from quant.lint.subject import ORDER, IgnoreList, LintFinding, LowPrecisionList, Severity, finding
 from quant.patterns import matcher
 from quant.selection.matrices import forbidden
-from quant.selection.portable import NOTHING_PACKED, OTHER_FORMAT, Divergence, kind_of, reason_of, without_numbers
+from quant.selection.portable import (
+    NOTHING_PACKED,
+    OTHER_FORMAT,
+    Divergence,
+    is_untargeted,
+    kind_of,
+    reason_of,
+    without_numbers,
+)
 from quant.selection.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
 from quant.selection.tree import UNPACKED_BY_CHOICE
 
@@ -74,7 +82,7 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
     readers: dict[tuple[Any, ...], list[Divergence]] = {}
     for one in subject.divergences(subject.readings):
-        severity = subject.severities[one.reader]
+        severity = "error" if is_untargeted(one, subject.asked) else subject.severities[one.reader]
         key = (one.tensor, one.answer, one.patterns or one.covering, one.cause, severity)
         readers.setdefault(key, []).append(one)
     groups: dict[tuple[Any, ...], list[Divergence]] = {}

@@ -13,7 +13,7 @@ from ckptkit.core.specs import fold, summarize
 from converters.registry import FAMILIES
 from quant.formats.groups import LINEAR, Target, groups_of
 from quant.selection.matrices import Matrix, candidates
-from quant.selection.readers import BY_CLASS, INT4_READERS, severity_of
+from quant.selection.readers import BY_CLASS, INT4_READERS, refuses_own_format, severity_of
 from quant.selection.reading import Answer, Reading, read_all
 from quant.selection.tree import DRAFT_LAYER, ClassTree
 
@@ -24,6 +24,7 @@ NOTHING_PACKED = "remove quantization_config, or quantize again with `ckptkit qu
 _SHOWN = 4  # entries in a sentence
 _MAX_ADVICE = 3  # each try looks at every tensor again
 _TOGETHER = "SGLang packs the routed experts of a layer together or not at all, and so q, k, v and gate, up"
+_NO_TARGET = "because no entry of `targets` names it"
 _VERBS: Mapping[Answer, str] = {
     "packs": "pack",
     "other": "look in another format for",
@@ -90,7 +91,7 @@ def _cause(reading: Reading, matrix: Matrix, index: int) -> str:
         return "because {} covers only a part of it" if covered else "because `targets` do not name all of it"
     if answer == "other":
         return "because another config group names it"
-    return "because {} covers it" if covered else "because no entry of `targets` names it"
+    return "because {} covers it" if covered else _NO_TARGET
 
 
 def reason_of(several: Sequence[Divergence]) -> str:
@@ -108,6 +109,8 @@ def kind_of(one: Divergence) -> tuple[str, ...]:
 
 
 def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
+    if reading.reader in BY_CLASS:  # which read as the base does
+        return False
     wanted = base.covered(pattern, index)
     return any((name in reading.covers[pattern]) != wanted for name in reading.asked[index])
 
@@ -242,3 +245,11 @@ def severities(
     return {
         reader: severity_of(reader, asked, engine, published=published, updated=bool(updated)) for reader in readers
     }
+
+
+def is_untargeted(one: Divergence, asked: Sequence[str] | None) -> bool:
+    """Whether compressed-tensors finds no target for what is packed, an error as in `refuses_own_format`.
+
+    It then leaves random numbers in transformers, as for the target "linear", which engines take for a class.
+    """
+    return one.cause == _NO_TARGET and one.reader in BY_CLASS and refuses_own_format(BY_CLASS, asked)

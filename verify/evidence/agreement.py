@@ -16,7 +16,7 @@ from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
 from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
-from quant.selection.portable import Divergence, Question, advice, described, severities
+from quant.selection.portable import Divergence, Question, advice, described, is_untargeted, severities
 from quant.selection.readers import INT4_READERS, counting
 from quant.selection.tree import ClassTree, class_tree
 from verify.issue import Issue
@@ -78,7 +78,9 @@ def agreement(
         ruled_out,
         sorted(unwanted),
         sorted(missing),
-        list(_issues(others, question, ignore, severities(config, ignore, tree, asked, engine, updated=updated))),
+        list(
+            _issues(others, question, ignore, asked, severities(config, ignore, tree, asked, engine, updated=updated))
+        ),
     )
 
 
@@ -96,12 +98,16 @@ def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[st
 
 
 def _issues(
-    found: Sequence[Divergence], question: Question, ignore: Sequence[str], severity_of: Mapping[str, Severity]
+    found: Sequence[Divergence],
+    question: Question,
+    ignore: Sequence[str],
+    asked: Sequence[str] | None,
+    by_reader: Mapping[str, Severity],
 ) -> Iterator[Issue]:
-    found = [one for one in found if one.reader in severity_of]
+    found = [one for one in found if one.reader in by_reader]
     hint = advice(found, question, ignore) if found else ""
     for reader in dict.fromkeys(one.reader for one in found):
-        actual = "; ".join(described(one for one in found if one.reader == reader))
-        yield Issue(
-            "an ignore list that every reader interprets in the same way", actual, hint, severity=severity_of[reader]
-        )
+        its = [one for one in found if one.reader == reader]
+        severity: Severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
+        expected = "an ignore list that every reader interprets in the same way"
+        yield Issue(expected, "; ".join(described(its)), hint, severity=severity)

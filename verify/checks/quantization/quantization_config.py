@@ -25,6 +25,8 @@ from verify.issue import Issue
 from verify.skip import Unable
 
 _FORMATS = (FORMAT, "mixed-precision")
+# How integers are rounded: with these values they are judged.
+_JUDGED = {"symmetric": True, "num_bits": 4, "strategy": "group", "group_size": 32, "actorder": None, "zp_dtype": None}
 
 _EXPECTED = "a quantization_config that describes the packed weights"
 
@@ -178,17 +180,18 @@ def _scales_of_activations(stated: Mapping[str, Any]) -> list[str]:
 def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | None:
     """Why the groups are not read; None where they are the usual one of INT4 for every Linear layer, or `_are_judged`.
 
-    Raises Unable where compressed-tensors takes them, and they are not judged here.
+    Raises Unable where compressed-tensors takes them, and only the way in which integers are rounded is not judged.
     """
     try:
         stated_scheme(config)
     except CkptkitError as error:
-        content = quantization_of(config)
-        is_own = content.get("quant_method") == "compressed-tensors" and content.get("format") in _FORMATS
         with suppress(CkptkitError):
-            if is_own and int4_format_of(config) is not None and parse(content):
-                if _are_judged(content, groups_of(config)):
-                    return None
+            if _are_judged(config):
+                return None
+            if int4_format_of(config) is not None and parse(quantization_of(config)):
+                rounded_usually = _in_usual_rounding(config)
+                if not _are_judged(rounded_usually):
+                    stated_scheme(rounded_usually)
                 raise Unable(f"no decision for this quantization_config: {error.message}") from error
         return Issue(expected, error.message, hint)
     return (
@@ -196,20 +199,37 @@ def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | 
     )
 
 
-def _are_judged(content: Mapping[str, Any], groups: Sequence[Group]) -> bool:
+def _are_judged(config: Mapping[str, Any]) -> bool:
     """Whether the groups are judged though they are not the usual one.
 
     They have 8 bits, are told apart by `targets`, or there are FP8 or scales of a cache in addition. Readers then find
-    each module's group by its name (`quant.selection.reading`). Raises CkptkitError for entries that cannot be read.
+    each module's group by its name (`quant.selection.reading`). Raises CkptkitError for groups and entries that cannot
+    be read.
     """
+    content, groups = quantization_of(config), groups_of(config)
+    if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:
+        return False
     check_entries(listed(content, "ignore"), "config.json: ignore")
     check_entries([target for group in groups for target in group.targets], "config.json: targets")
     is_usual = [group.targets for group in groups] == [("Linear",)] and groups[0].weights.get("num_bits") == BITS
     if is_usual and content.get("kv_cache_scheme") is None:
         return False
-    return any(group.kind == "packs" for group in groups) and all(
-        group.targets and _is_judged(group) for group in groups
-    )
+    if not any(group.kind == "packs" for group in groups):
+        return False
+    parse(content)  # last, since it imports compressed-tensors
+    return all(group.targets and _is_judged(group) for group in groups)
+
+
+def _in_usual_rounding(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with integers of every group as `_JUDGED`, and all else as it is."""
+    content = quantization_of(config)
+    groups = {
+        name: {**group, "weights": {**weights, **_JUDGED}}
+        if (weights := group.get("weights")) and weights.get("type", "int") == "int"
+        else group
+        for name, group in content["config_groups"].items()
+    }
+    return {**config, "quantization_config": {**content, "config_groups": groups}}
 
 
 def _is_judged(group: Group) -> bool:
@@ -218,4 +238,5 @@ def _is_judged(group: Group) -> bool:
         return weights.get("type") == "float" and weights.get("num_bits") == 8
     by_group = weights.get("strategy") in (None, "group") and weights.get("group_size") in GROUP_SIZES
     is_usual = weights.get("num_bits") in PACKED_BITS and weights.get("actorder") in IN_ORDER
+    is_usual = is_usual and not weights.get("dynamic")  # which compressed-tensors has no scales for
     return is_usual and (by_group or weights.get("strategy") == "channel")

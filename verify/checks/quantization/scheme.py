@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.evidence.expected import require_config, usable_config
 from verify.evidence.floats.stored import float_scales_of, stored_floats_of
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.packed import int4_format_in, int4_format_of, read_scales
+from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, read_scales
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 
@@ -77,8 +78,9 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Every module with a weight, and its scheme: bits and groups by config.json, dtype and zero points as stored.
+    """Every module with a weight, and its scheme: bits by config.json, the rest as stored.
 
+    A group has the size that config.json says where there is a scale for each, else that by the number of scales.
     Packed ones without a scale are for CK104. Raises Skip where config.json does not tell the bits.
     """
     config, specs = usable_config(subject), subject.hf_files.specs
@@ -91,7 +93,18 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
             yield name.removesuffix(".weight"), in_floats.get(name, _UNQUANTIZED)
         elif name.endswith(PACKED) and (scale := specs.get((module := name.removesuffix(PACKED)) + SCALE)) is not None:
             zeros = ", zero points" * (module + ZERO_POINT in specs)
-            yield module, f"{int4_format_in(config, groups, module).title}, scales in {scale.dtype}{zeros}"
+            form = _as_stored(int4_format_in(config, groups, module), specs[name].shape, scale.shape)
+            yield module, f"{form.title}, scales in {scale.dtype}{zeros}"
+
+
+def _as_stored(form: Int4Format, words: tuple[int, ...], scales: tuple[int, ...]) -> Int4Format:
+    """The format with the group size that the shapes of words and scales tell, where they are not as it says."""
+    if len(words) != 2 or len(scales) != 2 or not scales[1]:
+        return form  # for CK303
+    columns = words[1] * 32 // form.bits
+    if scales[1] == form.groups(columns):
+        return form
+    return replace(form, group=None if scales[1] == 1 else -(-columns // scales[1]))
 
 
 def _parameters(module: str, scheme: str) -> Iterator[tuple[tuple[str, str], str]]:
