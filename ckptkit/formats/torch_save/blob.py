@@ -178,9 +178,12 @@ class Blob:
         return flat.as_strided(shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
 
     def read(self, buffer: memoryview, start: int) -> int:
-        """Fills `buffer` from `start`. Returns how many bytes there were."""
+        """Fills `buffer` from `start`. Returns how many bytes there were. Raises CkptkitError, naming the file."""
         if self.content is None:
-            return read_into(self.path, buffer, self.offset + start)
+            try:
+                return read_into(self.path, buffer, self.offset + start)
+            except OSError as error:
+                raise self.unreadable(error) from error
         found = self.content[start : start + len(buffer)]
         buffer[: len(found)] = found
         return len(found)

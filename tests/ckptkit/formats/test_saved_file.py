@@ -5,9 +5,11 @@ A file in which torch's own reader would find another pickle than ckptkit does i
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
+import re
 import struct
 import zipfile
 import zlib
@@ -25,7 +27,7 @@ from ckptkit.core.dtypes import STORAGE_CLASS, dtype_name, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
-from ckptkit.formats.torch_save import saved_file
+from ckptkit.formats.torch_save import blob, saved_file
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_file import SavedFile
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout
@@ -110,6 +112,24 @@ def test_a_file_that_is_cut_short_is_no_zip(tmp_path: Path) -> None:
         read(path, "it")
     with pytest.raises(CkptkitError, match="No such file"):
         SavedFile(tmp_path / "y.pt")
+
+
+@pytest.mark.parametrize("good", range(6))
+def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
+    path = save(tmp_path / "x.pt", {"it": 1})
+    reads = iter([blob.read_into] * good)
+
+    def failing(*arguments: Any) -> int:
+        if (read := next(reads, None)) is None:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(*arguments)
+
+    file = SavedFile(path)
+    assert file.content == {"it": 1}
+    file.forget()
+    monkeypatch.setattr(blob, "read_into", failing)
+    with pytest.raises(CkptkitError, match=f"^{re.escape(str(path))} at byte 0: .*Input/output error"):
+        file.content  # noqa: B018 - a cached property that raises
 
 
 def test_torchs_old_format_is_refused_by_name(tmp_path: Path) -> None:
