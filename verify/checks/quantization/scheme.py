@@ -99,8 +99,8 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
 
 def _as_stored(form: Int4Format, words: tuple[int, ...], scales: tuple[int, ...]) -> Int4Format:
     """The format with the group size that the shapes of words and scales tell, where they are not as it says."""
-    if len(words) != 2 or len(scales) != 2 or not scales[1]:
-        return form  # for CK303
+    if form.bits < 1 or len(words) != 2 or len(scales) != 2 or not scales[1]:
+        return form  # for CK302 and CK303
     columns = words[1] * 32 // form.bits
     if scales[1] == form.groups(columns):
         return form
