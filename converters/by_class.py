@@ -21,6 +21,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import offline, start_python
+from ckptkit.core.printable import one_line
 from ckptkit.formats.hf.side_files import without_quantization
 from converters.config.dims import ModelDims
 from converters.family import FusedExperts, ModelFamily, Release
@@ -30,7 +31,7 @@ from converters.rules import ParamMapping
 
 _LIMIT_S = 600  # importing transformers on a busy machine, and building a large class
 _LAYER = re.compile(r"(.*?)(?:layers|h|blocks|block)\.\d+\.")
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 _HINT = "update transformers, or repair config.json"
 
 
@@ -105,14 +106,14 @@ def _built(text: str, model_type: str) -> Built | None:
         except subprocess.TimeoutExpired:
             reason = f"it did not answer within {_LIMIT_S} s"
         else:
-            reason = f"its process ended with exit code {process.returncode}"
+            last = one_line("\n".join(log.read_text(errors="replace").splitlines()[-1:]))
+            reason = f"its process ended with exit code {process.returncode}: {last or 'it printed nothing'}"
         finally:
             process.kill()
             process.wait()
         if not report.exists():
-            message = (
-                f"config.json: of model_type {model_type!r} nothing is known: transformers gave no answer, {reason}"
-            )
+            what = f"config.json: model_type {model_type!r} is not known here"
+            message = f"{what}, and the process that asks transformers about it gave no answer: {reason}"
             raise UnknownModelError(message, f"run `{sys.executable} -c 'import transformers'` to see whether it works")
         found = json.loads(report.read_text())
     if "refused" in found:
@@ -181,7 +182,7 @@ def _module(weight: str) -> str:
 
 def _dims(built: Built, head: str) -> ModelDims:
     """The sizes that HF checkpoints are read with; of Megatron's there are none."""
-    sizes = dict.fromkeys(_SIZES, 1) | {key: size for key, size in built.sizes.items() if size > 0}
+    sizes = dict.fromkeys(SIZES, 1) | {key: size for key, size in built.sizes.items() if size > 0}
     heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     layer = next((match for one in built.tensors if not one.outside and (match := _LAYER.match(one.name))), None)
     return ModelDims(

@@ -26,13 +26,13 @@ from transformers.models.auto import modeling_auto
 
 from ckptkit.core.errors import words_of
 from ckptkit.core.isolation import end_with_parent
+from converters.by_class import SIZES
 
 _OFFLINE = Lock()
 _KERNELS = ("causal-conv1d", "falcon_mamba-ssm", "mamba-ssm")
 _ROUTERS = ("router", "gating", "topk")  # in the name of a class that chooses experts
 # What transformers' `use_experts_implementation` says of experts in the usual layout.
 _USUAL = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
-_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 
 
 @contextmanager
@@ -89,14 +89,21 @@ def is_model(found: Any) -> bool:
     return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
 
 
-def describe(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class of a config.json is made of, as `converters.by_class.Built` has it; empty without a class."""
+def build(content: Mapping[str, Any]) -> Any | None:
+    """The model of a config.json on the meta device; None without a class. Raises what transformers raises."""
     config = config_for(content)
     model_class = None if config is None else class_for(config)
     if model_class is None:
-        return {}
+        return None
     with hub_offline(), torch.device("meta"):
-        model = model_class._from_config(config, attn_implementation="eager", experts_implementation="eager")
+        return model_class._from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def describe(model: Any) -> dict[str, Any]:
+    """What the class of a model is made of, as `converters.by_class.Built` has it.
+
+    Raises ValueError for tensors that transformers saves together with those of other modules.
+    """
     text = model.config.get_text_config(decoder=True)
     modules = dict(model.named_modules())
     names = {id(module): name for name, module in modules.items()}
@@ -122,13 +129,13 @@ def describe(content: Mapping[str, Any]) -> dict[str, Any]:
         for name, shape in outputs.items()
     ]
     return {
-        "model_class": model_class.__name__,
+        "model_class": type(model).__name__,
         "head": next(iter(saved.get(lm_head, {})), ""),
         "tensors": tensors,
         "tied": {name: next(iter(saved[source])) for one, source in tied.items() for name in saved[one]},
         "joins_experts": any(name not in plain for names in saved.values() for name in names),
         "zero_norms": any(_starts_at_zero(model, one) for name, one in modules.items() if name.startswith(begin)),
-        "sizes": {key: size for key in _SIZES if type(size := getattr(text, key, None)) is int},
+        "sizes": {key: size for key in SIZES if type(size := getattr(text, key, None)) is int},
     }
 
 
@@ -215,11 +222,13 @@ def main() -> None:
     end_with_parent(int(sys.argv[1]))
     transformers.logging.set_verbosity_error()
     try:
-        found = describe(json.loads(Path(sys.argv[2]).read_text()))
+        model = build(json.loads(Path(sys.argv[2]).read_text()))
     except (ImportError, MemoryError, NotImplementedError):  # say nothing about the config
         raise
     except Exception as error:  # noqa: BLE001 - what a class says of its config in words of its own is the answer
         found = {"refused": words_of(error)[:300]}
+    else:
+        found = {} if model is None else describe(model)  # an error here says nothing about the config
     report = Path(sys.argv[3])
     report.with_suffix(".partial").write_text(json.dumps(found))
     report.with_suffix(".partial").rename(report)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from converters.config.dims import ModelDims
 from converters.config.values import flag, text_config_of
-from converters.hf_names import FUSED, GATE_UP_DOWN
+from converters.hf_names import GATE_UP_DOWN
 from converters.rules import ParamMapping
 
 KEY = "tie_word_embeddings"
@@ -224,11 +223,6 @@ class EngineClass:
     # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
     # transformers runs. Without them it stops, or builds another model.
     keys: Keys = _ALL_WRITTEN
-
-    @cached_property
-    def packed_modules(self) -> Mapping[str, tuple[str, ...]]:
-        """Its `packed_modules_mapping`: the shards of each fused layer."""
-        return {name: FUSED[name] for name in self.fused}
 
     def layer(self, module: str) -> str:
         """The engine's name of a module that it does not fuse."""

@@ -1,6 +1,6 @@
-"""What other programs do with models of which transformers' class says the rest (`converters.by_class`), as rows.
+"""Facts about engines and releases that transformers' class of a model does not contain, as rows.
 
-A row has the fields of `ModelFamily` and of its `Release` that no class states.
+`converters.by_class` adds them to what the class contains: fields of `ModelFamily` and of its `Release`.
 """
 
 from __future__ import annotations

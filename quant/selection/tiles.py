@@ -207,8 +207,11 @@ def fused_in_transformers(config: Mapping[str, Any]) -> str | None:
     """
     if _named(config) and find_spec(_INTEGRATION) is not None:
         return None
-    release, own = release_of(config), built_class(config)
-    if own is None or (built := built_class(config_for_class(release, config))) is None:
+    release = release_of(config)
+    content = config_for_class(release, config)
+    if content["model_type"] != config["model_type"] and built_class(config) is None:
+        return None
+    if (built := built_class(content)) is None:
         return None
     if release.own_tree:
         return f"transformers {version('transformers')} has other modules than the release"

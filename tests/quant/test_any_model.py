@@ -25,9 +25,9 @@ from support.published import quantization
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import start_python
-from converters import by_class
+from converters import by_class, class_in_transformers
 from converters.by_class import built_from, family_by_class, family_from
-from converters.class_in_transformers import describe
+from converters.class_in_transformers import build, describe
 from converters.known_classes import KNOWN
 from converters.planner import tied_head
 from converters.registry import FAMILIES, family_of
@@ -67,7 +67,7 @@ def test_names_shapes_and_linear_layers_are_those_of_transformers(model_type: st
     for file in tmp_path.glob("*.safetensors"):
         with safe_open(file, "pt") as shard:
             saved |= {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
-    built = built_from(describe(json.loads((tmp_path / "config.json").read_text())))
+    built = built_from(describe(build(json.loads((tmp_path / "config.json").read_text()))))
     assert {one.name: one.shape for one in built.tensors} == saved
 
     with torch.device("meta"):
@@ -205,7 +205,7 @@ def test_experts_of_another_layout_are_refused(tmp_path: Path) -> None:
 def test_stacked_experts_stay_as_they_are() -> None:
     """Under names of Linear layers, with three axes: engines that ask about them are told to leave them."""
     config = content("granitemoehybrid")
-    family = family_from((built_from(describe(config)),), "granitemoehybrid")
+    family = family_from((built_from(describe(build(config))),), "granitemoehybrid")
     assert family.release is not None
     tree = family_tree(family, family.release, config)
     block = "model.layers.1.block_sparse_moe."
@@ -217,7 +217,7 @@ def test_stacked_experts_stay_as_they_are() -> None:
 @pytest.mark.parametrize(("model_type", "offset"), [("gemma2", True), ("olmo2", False), ("starcoder2", False)])
 def test_norms_are_stored_minus_one_where_the_class_begins_them_at_zero(model_type: str, offset: bool) -> None:
     config = content(model_type)
-    family = family_from((built_from(describe(config)),), model_type)
+    family = family_from((built_from(describe(build(config))),), model_type)
     assert family.read_dims(config).norm_offset is offset
 
 
@@ -310,6 +310,24 @@ def test_a_class_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(UnknownModelError, match="it did not answer within 5 s"):
         family_by_class({"model_type": "olmo2", "hidden_size": 192})
     assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_an_error_of_our_own_is_no_verdict_on_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}))
+    report = tmp_path / "report.json"
+    monkeypatch.setattr(sys, "argv", ["", "0", str(tmp_path / "config.json"), str(report)])
+    monkeypatch.setattr(class_in_transformers, "end_with_parent", lambda parent: None)
+
+    def failing(_: Any) -> Any:
+        raise KeyError("a name")
+
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(class_in_transformers, "describe", failing)
+        class_in_transformers.main()
+    assert not report.exists()
+    monkeypatch.setattr(class_in_transformers, "build", failing)
+    class_in_transformers.main()
+    assert list(json.loads(report.read_text())) == ["refused"]
 
 
 def test_the_process_that_builds_the_class_ends_with_its_parent(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.by_class import built_class, built_from, family_from
-from converters.class_in_transformers import describe
+from converters.class_in_transformers import build, describe
 from converters.hf_names import tail
 from converters.registry import FAMILIES
 from quant.selection.matrices import Matrix, matrices_named, matrices_of
@@ -47,7 +47,7 @@ def of_transformers(config: dict[str, Any]) -> ClassTree:
     """
     release = release_of(config)
     content = config_for_class(release, config)
-    built = built_class(content) if "sglang" in sys.modules else built_from(describe(content))
+    built = built_class(content) if "sglang" in sys.modules else built_from(describe(build(content)))
     assert built is not None
     asked = family_from((built,), content["model_type"])
     assert asked.release is not None

@@ -172,7 +172,7 @@ def test_mode_raw_of_miles_needs_a_converter(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "text_config": {}}))
     script = tmp_path / "run.sh"
-    script.write_text(f"python3 /root/{program} --hf-checkpoint {tmp_path} {TRAINER} {words}\n")
+    script.write_text(f"python3 /srv/{program} --hf-checkpoint {tmp_path} {TRAINER} {words}\n")
     issues = [one for one in preflight(script=script).findings if one.code == "CK746"]
     assert [one.actual.partition(" (")[0] for one in issues] == found
 

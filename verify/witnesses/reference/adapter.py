@@ -39,7 +39,6 @@ _HEAD = re.compile(r"(?:.+\.)?(?:score|classifier)\.weight")
 _IN_MEMORY = re.compile(
     r"\.modules_to_save\.default|(?<=lora_magnitude_vector)(\.default)?\.weight$|\.default(?=(\.weight)?$)"
 )
-_OTHER_SHAPE = re.compile(r"- (\S+): found shape torch\.Size\((\[.*?\])\) .*? and torch\.Size\((\[.*?\])\)")
 
 
 def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
@@ -84,8 +83,8 @@ def _loaded(model_class: Any, config: Any, job: NamesJob) -> NamesReport:
     weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in job.tensors}
     settings = peft.PeftConfig.from_pretrained(str(Path(job.report).parent))
     settings.inference_mode = False  # so that what is trained can be told
-    with hub_offline(), torch.device("meta"), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with hub_offline(), torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what is compared here: shapes and names
         config._attn_implementation = "eager"
         model = peft.get_peft_model(model_class(config), settings, low_cpu_mem_usage=True)
         saved = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -94,8 +93,8 @@ def _loaded(model_class: Any, config: Any, job: NamesJob) -> NamesReport:
         result: Any = peft.set_peft_model_state_dict(
             model, weights | whole, ignore_mismatched_sizes=True, low_cpu_mem_usage=True
         )
-    shapes = _OTHER_SHAPE.findall("\n".join(str(one.message) for one in caught))
-    other = {_IN_MEMORY.sub("", name): (json.loads(stored), json.loads(built)) for name, stored, built in shapes}
+    shapes = {name: (list(weights[name].shape), list(one.shape)) for name, one in saved.items() if name in weights}
+    other = {name: both for name, both in shapes.items() if both[0] != both[1]}
     lost = {_IN_MEMORY.sub("", name) for name in result.missing_keys if ".lora_" in name}
     modules = [*model.base_model.targeted_module_names, *model.base_model.targeted_parameter_names]
     keys = [(field, key) for field in ("rank_pattern", "alpha_pattern") for key in job.adapter.get(field) or {}]

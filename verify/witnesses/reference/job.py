@@ -106,7 +106,6 @@ class NamesReport:
     own: Sequence[str] = ()  # all weights of the class
     integers: Sequence[str] = ()  # those of them that are whole numbers
     aliases: Mapping[str, Sequence[str]] = field(default_factory=dict)  # `names._aliases`
-    fits: str = (
-        ""  # a class of the same config that has these tensors, where this one has hardly any; PEFT: has not all
-    )
+    # A class of the same config that has these tensors, where this one has hardly any; of an adapter: not all.
+    fits: str = ""
     unmatched: Sequence[str] = ()  # fields and keys of adapter_config.json that name no module
