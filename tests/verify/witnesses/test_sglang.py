@@ -198,14 +198,6 @@ def test_sound_checkpoints_pass(name: str, judged: Judged) -> None:
     assert facts["SGLang"][0].startswith(f"SGLang {version('sglang')}, ")
 
 
-def test_a_packed_shared_expert_is_loaded_as_a_routed_one(reports: dict[str, LoadReport], judged: Judged) -> None:
-    """SGLang 0.5.16 cannot build it otherwise; one in BF16 needs a place of its own."""
-    facts = {name: judged(name)[2]["SGLang"][-1] for name in ("int4 glm4_moe", "online int4 glm4_moe")}
-    assert (reports["int4 glm4_moe"].fused_shared, reports["online int4 glm4_moe"].fused_shared) == (True, False)
-    assert "without --disable-shared-experts-fusion" in facts["int4 glm4_moe"]
-    assert "as with --disable-shared-experts-fusion" in facts["online int4 glm4_moe"]
-
-
 def test_draft_layers_are_a_model_of_their_own(judged: Judged) -> None:
     _, _, facts = judged("draft layers")
     assert not [line for line in facts["SGLang"] if "layers.12." in line]

@@ -12,9 +12,7 @@ from quant.formats.scheme import QuantScheme
 from verify.report import Report
 from verify.run import verify
 from verify.witnesses.loading import run as sglang_run
-from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("served_sglang")]
 
@@ -52,8 +50,8 @@ def test_a_missing_function_is_inconclusive(releases: PathOf, verified: Callable
     assert "initialize_moe_config" in report.reasons[0]
 
 
-def test_what_it_refuses_without_a_gpu_is_inconclusive(
-    releases: PathOf, tmp_path: Path, verified: Callable[..., Report]
+def test_what_it_refuses_is_a_verdict_on_a_gpu_alone(
+    releases: PathOf, tmp_path: Path, verified: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method of its own that it calls is missing: whose fault that is cannot be told."""
     quantize(releases("qwen2-untied"), tmp_path / "int4", scheme=QuantScheme(32, "minmax", ("lm_head",)))
@@ -63,11 +61,6 @@ def test_what_it_refuses_without_a_gpu_is_inconclusive(
     assert (
         "SGLang 9.9.9 was not tested without a GPU (0.5.15.post1, 0.5.16, 0.5.23 were), and fails" in report.reasons[0]
     )
-
-
-def test_what_it_refuses_on_a_gpu_is_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = LoadRun(None, crash="ValueError: no")
-    assert sglang_run._of_untested(SGLANG, refused, "0.5.16") is refused
-    assert sglang_run._of_untested(SGLANG, refused, "9.9.9").unable is not None
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    assert sglang_run._of_untested(SGLANG, refused, "9.9.9") is refused
+    monkeypatch.setattr(sglang_run, "_gpus", lambda: True)
+    report = verified(tmp_path / "int4", f"{INT4}:CompressedTensorsConfig._get_scheme_from_parts")
+    assert [finding.code for finding in report.findings] == ["CK501"]
