@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from click.testing import CliRunner
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.other_models import class_for, save_small, small_config
@@ -33,6 +34,8 @@ TYPES = (
     *("paligemma", "persimmon", "phi", "phimoe", "qwen2_audio", "qwen2_vl", "smollm3", "stablelm", "starcoder2", "t5"),
     *("video_llava", "whisper", "xglm", "xlm-roberta"),
 )
+
+_UNBUILT = (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError)
 
 
 def _stored(path: Path) -> dict[str, TensorSpec]:
@@ -79,6 +82,7 @@ def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_name
 
 
 @pytest.mark.nightly
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) -> None:
     built, alarms = [], {}
     for model_type in transformers.CONFIG_MAPPING:
@@ -86,7 +90,7 @@ def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) ->
             continue
         try:
             path = save_small(model_type, tmp_path / model_type)
-        except (AttributeError, ImportError, NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError):
+        except (*_UNBUILT, StrictDataclassError):
             continue  # sizes that do not go together, or another library; counted below
         built.append(model_type)
         report = _loaded(path, _stored(path), tmp_path / f"{model_type} report")
@@ -96,7 +100,7 @@ def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) ->
             file.unlink()
     print(f"{len(built)} types built, {len(alarms)} false alarms")
     assert alarms == {}
-    assert len(built) >= 170
+    assert len(built) >= 200
 
 
 @pytest.fixture(scope="module")
