@@ -24,13 +24,14 @@ def embeddings(
     dims: ModelDims,
     *,
     name: str = "embed_tokens",
+    norm: tuple[str, str] = ("decoder.final_layernorm", "norm"),
     embed_copies: tuple[str, ...] = (),
     head_copies: tuple[str, ...] = (),
 ) -> tuple[ParamMapping, ...]:
     """Token embedding, final norm, and the output layer unless it is tied to the embedding.
 
-    `name` is the HF module of the embedding. The copies name further tensors that a release may repeat embedding and
-    output layer under.
+    `name` is the HF module of the embedding, `norm` Megatron's and HF's of the norm. The copies name further tensors
+    that a release may repeat embedding and output layer under.
     """
     table = (dims.vocab, dims.hidden)
     # Some releases of tied models ship the output layer all the same.
@@ -45,7 +46,7 @@ def embeddings(
             copies=embed_copies,
             kind="Embedding",
         ),
-        ParamMapping("decoder.final_layernorm.weight", {dims.root + "norm.weight": (dims.hidden,)}),
+        ParamMapping(f"{norm[0]}.weight", {f"{dims.root}{norm[1]}.weight": (dims.hidden,)}),
         *((head,) if not dims.tied else ()),
     )
 
