@@ -210,11 +210,9 @@ def moe_model(
     embedding and output layer in some releases.
     """
     at = [f"{dims.root}layers.{dims.layers + depth}." for depth in range(dims.mtp_layers)]
-    copies = {
-        "embed_copies": tuple(f"{place}embed_tokens.weight" for place in at),
-        "head_copies": tuple(f"{place}shared_head.head.weight" for place in at),
-    }
-    rules = [*embeddings(dims, name=embedding, **copies), *attention(dims), *dense_mlp(dims), *experts(dims)]
+    embeds, heads = (tuple(f"{place}{one}.weight" for place in at) for one in ("embed_tokens", "shared_head.head"))
+    first = embeddings(dims, name=embedding, embed_copies=embeds, head_copies=heads)
+    rules = [*first, *attention(dims), *dense_mlp(dims), *experts(dims)]
     for depth in range(dims.mtp_layers):
         layer, around = multi_token_prediction(dims, depth, norm=mtp_norm)
         rules += [*around, *attention(dims, layer), *experts(dims, layer)]
