@@ -148,6 +148,7 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
     spelled |= {_module(one.name) for one in linears if one.outside}
     towers = _prefixes([one.name for one in built.tensors if one.outside], [*(one.name for one in within), head])
     dims = _dims(built, head)
+    three_axes = [one.name for one in within if len(one.shape) == 3 and "Conv" not in one.kind]
     release = Release(
         root=dims.root,
         head=head.removesuffix(".weight"),
@@ -155,7 +156,7 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
         flat=True,
         linears_outside=lambda _: spelled,
         classes={one.kind: one.module_class for one in within if one.name.endswith(".weight") and not one.is_linear},
-        stacked=tuple(dict.fromkeys(tail(_module(one.name)) for one in within if _is_stacked(one))),
+        stacked=tuple(dict.fromkeys(tail(_module(name)) for name in three_axes if name.endswith(".weight"))),
         routers=tuple(_module(one.name) for one in linears if one.kind == "Router"),
     )
     known = KNOWN.get(model_type, Known())
@@ -169,11 +170,6 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
         release=replace(release, **known.release),
     )
     return replace(family, **known.family)
-
-
-def _is_stacked(tensor: BuiltTensor) -> bool:
-    """Whether it is a `weight` that holds all experts of a layer."""
-    return len(tensor.shape) == 3 and tensor.name.endswith(".weight") and "Conv" not in tensor.kind
 
 
 def _module(weight: str) -> str:

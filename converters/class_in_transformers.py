@@ -195,16 +195,11 @@ def _kind(modules: Mapping[str, nn.Module], own: str, saved: str) -> str:
 
 
 def _has_experts(block: nn.Module) -> bool:
-    return any(_holds_experts(name, module) for name, module in block.named_children())
-
-
-def _holds_experts(name: str, module: nn.Module) -> bool:
-    stacked = any(one.ndim == 3 for one in module.parameters(recurse=False)) and not _is_convolution(module)
-    return stacked or (name == "experts" and isinstance(module, nn.ModuleList))
-
-
-def _is_convolution(module: nn.Module) -> bool:
-    return isinstance(module, nn.modules.conv._ConvNd)
+    """Whether a block has a list of experts, or a parameter that stacks them: of three axes, and no convolution's."""
+    named = dict(block.named_children())
+    others = (module for module in named.values() if not isinstance(module, nn.modules.conv._ConvNd))
+    stacked = any(one.ndim == 3 for module in others for one in module.parameters(recurse=False))
+    return stacked or isinstance(named.get("experts"), nn.ModuleList)
 
 
 def _starts_at_zero(model: Any, module: nn.Module) -> bool:

@@ -86,23 +86,6 @@ class Draft:
     own: tuple[str, ...] = ()
 
 
-Keys = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-
-
-def these(**keys: Any) -> Keys:
-    """Keys that have one value in every model of a family."""
-    return lambda text: keys
-
-
-_ALL_WRITTEN = these()
-_TIED_AT_THE_TOP = TieFlag()
-
-
-def no_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """The draft layers of a model that never has any."""
-    return ()
-
-
 @dataclass(frozen=True)
 class Release:
     """How releases of a family spell and quantize its modules.
@@ -135,7 +118,7 @@ class Release:
     head: str = "lm_head"
     nested: bool = False
     flat: bool = False
-    drafts: Callable[[Mapping[str, Any], str], tuple[Draft, ...]] = no_drafts
+    drafts: Callable[[Mapping[str, Any], str], tuple[Draft, ...]] = lambda text, root: ()
     linears_outside: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
     published_ignore: tuple[frozenset[str], ...] = ()
     model_type: str = ""
@@ -222,7 +205,7 @@ class EngineClass:
     cache_dtype: str = "auto"
     # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
     # transformers runs. Without them it stops, or builds another model.
-    keys: Keys = _ALL_WRITTEN
+    keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda text: {}
 
     def layer(self, module: str) -> str:
         """The engine's name of a module that it does not fuse."""
@@ -296,7 +279,7 @@ class ModelFamily:
     carried: tuple[str, ...] = ()
     carried_ends: tuple[str, ...] = ()
     fused: FusedExperts = FusedExperts()
-    tie: TieFlag = _TIED_AT_THE_TOP
+    tie: TieFlag = TieFlag()
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()

@@ -75,15 +75,11 @@ def refuse_stated(config: Mapping[str, Any], where: object) -> None:
     These are MLX's, of which a mode has scales alone, others of NVIDIA ModelOpt, and MXFP6 and INT8 of
     compressed-tensors.
     """
-    if _is_mlx(config):
-        raise UnsupportedError(
-            f"{where} holds weights in the quantized format of MLX, which ckptkit does not read", _MLX
-        )
     content = quantization_of(config)
-    if isinstance(content, Mapping) and (name := _stated(content)) is not None:
-        raise UnsupportedError(
-            f"{where} holds weights in the quantized format of {name}, which ckptkit does not read", _START
-        )
+    name = "MLX" if _is_mlx(config) else _stated(content) if isinstance(content, Mapping) else None
+    if name is not None:
+        message = f"{where} holds weights in the quantized format of {name}, which ckptkit does not read"
+        raise UnsupportedError(message, _HINTS.get(name, _START))
 
 
 def _is_mlx(config: Mapping[str, Any]) -> bool:

@@ -173,11 +173,6 @@ def _target(spec: TensorSpec, rule: Rule, dtype: str | None) -> str:
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
 
 
-def _narrowed(spec: TensorSpec, dtype: str | None, main: str) -> str:
-    """The HF dtype of a tensor that stands in the next wider one, or in the model's own where Megatron saved it."""
-    return dtype or ("float32" if spec.dtype == "float64" else main)
-
-
 def _cast(name: str, tensor: Tensor, target: str) -> Tensor:
     """The tensor in another dtype. Raises CkptkitError when a finite value does not fit it."""
     result = tensor.to(torch_dtype(target))
@@ -275,7 +270,9 @@ def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> No
 def _split_step(rule: Rule, spec: TensorSpec, dtype: str | None, main: str, release: Collection[str]) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
-    target = _narrowed(spec, dtype, main) if rule.mapping.upcast else _target(spec, rule, dtype)
+    # Of a tensor in the next wider dtype, or in the model's own where Megatron saved it.
+    narrow = dtype or ("float32" if spec.dtype == "float64" else main)
+    target = narrow if rule.mapping.upcast else _target(spec, rule, dtype)
     copies = [name for name in rule.mapping.copies if name in release]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:

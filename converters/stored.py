@@ -30,7 +30,10 @@ def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collec
     `ModelFamily.read_dims`.
     """
     config = with_unused(as_spelled(config, chain(names, release)), names)
-    return _without_mtp(config) if lacks_mtp(config, names) else config
+    if not lacks_mtp(config, names):
+        return config
+    none, text = dict.fromkeys(_MTP_COUNTS, 0), config.get("text_config")
+    return {**config, "text_config": {**text, **none}} if isinstance(text, Mapping) else {**config, **none}
 
 
 def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
@@ -162,9 +165,3 @@ def _nested(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:
     outer = {key: config[key] for key in ("architectures", "tie_word_embeddings", *_QUANTIZATION) if key in config}
     text = {key: value for key, value in config.items() if key not in _QUANTIZATION}
     return {"model_type": model_type, "text_config": text, **outer}
-
-
-def _without_mtp(config: Mapping[str, Any]) -> dict[str, Any]:
-    none = dict.fromkeys(_MTP_COUNTS, 0)
-    text = config.get("text_config")
-    return {**config, "text_config": {**text, **none}} if isinstance(text, Mapping) else {**config, **none}

@@ -189,14 +189,9 @@ def lines(found: Examination) -> list[str]:
     text += ["can be asked"]
     for part in found.parts:
         where = f"in {part.python}: {', '.join(part.versions)}" if part.python else ""
-        rows = (
-            ("devices", part.devices),
-            ("python", where),
-            ("needed", part.missing),
-            ("tested", ", ".join(part.tested)),
-        )
+        rows = {"devices": part.devices, "python": where, "needed": part.missing, "tested": ", ".join(part.tested)}
         text.append(f"  {part.name:<10} {'ready' if part.usable else 'not ready':<10} {part.purpose}")
-        text += [f"    {label:<8} {value}" for label, value in rows if value]
+        text += [f"    {label:<8} {value}" for label, value in rows.items() if value]
     if found.faults:
         text += ["broken", *(f"  {fault}: install ckptkit again from its checkout or wheel" for fault in found.faults)]
     return text

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 
 from ckptkit.app import stand_in
 from ckptkit.core.errors import CkptkitError
@@ -53,10 +52,7 @@ def _run(command: Sequence[str], variables: dict[str, str]) -> int:
     except OSError as error:
         raise CkptkitError(f"{command[0]}: {error.strerror}", "give a command as you would run it") from error
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, pass_on) for number in _PASSED_ON}
+    before = {one: signal.signal(one, lambda number, _: process.send_signal(number)) for one in _PASSED_ON}
     try:
         code = process.wait()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,7 +105,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             origins = ", ".join(dict.fromkeys(one.origin for one in records.values()))
             facts["download"] = f"{origins}: {len(records)} files have a recorded hash, which `ckptkit verify` compares"
         facts["files"] = {file: len(shard.specs) for file, shard in checkpoint.shards.items()}
-        facts["config"] = _selected(checkpoint.config, lambda value: not isinstance(value, dict))
+        facts["config"] = {key: value for key, value in checkpoint.config.items() if not isinstance(value, dict)}
         facts |= _draft_facts(checkpoint.config)
         if rope := _rope(checkpoint.config):
             facts["rope"] = rope
@@ -124,7 +124,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
             state = training_state(checkpoint.metadata, checkpoint.common)
             facts["training state"] = {"summary": described(state), **state} if state else None
         args = stored_args(location.path, checkpoint.args)
-        facts["args"] = _selected(args, lambda value: isinstance(value, (int, float, str, list)))
+        facts["args"] = {key: value for key, value in args.items() if isinstance(value, (int, float, str, list))}
     if message := unwitnessed(checkpoint.config):
         facts["unwitnessed"] = message
     facts["names"] = _folded(specs)
@@ -222,10 +222,6 @@ def _format(location: Location) -> str:
     if location.is_hf:
         return "HF safetensors"
     return "Megatron legacy torch (mp_rank_*)" if location.legacy else "Megatron torch_dist"
-
-
-def _selected(values: Mapping[str, Any], wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if wanted(value)}
 
 
 def _count(folded: str) -> int:

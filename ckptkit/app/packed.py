@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -62,9 +62,7 @@ def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError]) -> PackedS
 
 
 def _kinds(packing: Packing, errors: Mapping[str, SquaredError]) -> dict[str, PackedKind]:
-    counts, measured = defaultdict[str, int](int), defaultdict[str, list[SquaredError]](list)
-    for name in packing.names:
-        counts[_kind(name)] += 1
+    counts, measured = Counter(map(_kind, packing.names)), defaultdict[str, list[SquaredError]](list)
     for name, error in errors.items():
         measured[_kind(name)].append(error)
     return {

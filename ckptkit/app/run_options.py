@@ -213,7 +213,10 @@ class RunOptions:
             raise UsageError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
         if self.scheme is None:
             names = ("like", "preset", "tp", "readers", "device")
-            _refuse_quantizing([_word(name) for name in names if self._is_given(name)])
+            if given := [_word(name) for name in names if self._is_given(name)]:
+                hint = "; what is converted to Megatron is not cut, and loads at any parallel size"
+                message = f"{', '.join(given)} is about quantized weights, and has no effect where none are written"
+                raise UsageError(message, _NOT_QUANTIZED + hint * ("--tp" in given))
         elif self.preset:
             if self.like:
                 raise UsageError("--like and --preset both say what is packed", "give one of them")
@@ -271,16 +274,6 @@ def row(name: str) -> Callable[[Any], Any]:
     """The option of a field, as a decorator of a verb."""
     made: Callable[[Any], Any] = _FIELDS[name].metadata["option"]
     return made
-
-
-def _refuse_quantizing(given: Sequence[str]) -> None:
-    """Raises UsageError where a run that does not quantize was `given` options for it."""
-    if given:
-        hint = _NOT_QUANTIZED
-        if "--tp" in given:
-            hint += "; what is converted to Megatron is not cut, and loads at any parallel size"
-        message = f"{', '.join(given)} is about quantized weights, and has no effect where none are written"
-        raise UsageError(message, hint)
 
 
 class GivenOptions(TypedDict, total=False):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import socket
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 
 from ckptkit.app.plan import ConversionPlan, make_plan
@@ -55,14 +55,6 @@ def _unfinished(plan: ConversionPlan, journal: Journal, wanted: Sequence[Sequenc
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The files of a task, and their bytes."""
-
-    files: tuple[str, ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class TaskInput:
     """What every task of a run gets: the options as they are, and what its node must find as the coordinator did.
 
@@ -92,14 +84,11 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
         placed = replace(options, dst=place(absolute(options.dst)))
         task = TaskInput(placed, partial.absolute(), token, _source_of(options), digest_of(plan))
         batches = batches_of(plan, options.workers or cpus(ray))
-        files = [batch.files for batch in batches]
-
-        def stop() -> None:
-            journal.stop_run(token)
-
-        with progress("writing", sum(batch.nbytes for batch in batches)) as advance:
+        files, sizes = list(batches), list(batches.values())
+        with progress("writing", sum(sizes)) as advance:
+            stop = functools.partial(journal.stop_run, token)
             for index, _ in outcomes(ray, write_batch, task, files, options.workers, gpus, stop=stop):
-                advance(batches[index].nbytes)
+                advance(sizes[index])
     _check_written(plan, partial, journal)
 
 
@@ -117,14 +106,14 @@ def digest_of(plan: ConversionPlan) -> str:
     return digest.hexdigest()
 
 
-def batches_of(plan: ConversionPlan, workers: int) -> list[Batch]:
-    """The files of each task, in the order in which the source is read."""
+def batches_of(plan: ConversionPlan, workers: int) -> dict[tuple[str, ...], int]:
+    """The files of each task with their bytes, in the order in which the source is read."""
     sizes: dict[str, int] = {}
     for output in plan.outputs:
         file_of = {name: file for file, names in output.files.names.items() for name in names}
         order = dict.fromkeys(file_of[name] for names in output.view.groups for name in names)
         sizes |= {file: output.files.size(file) for file in order}
-    return [Batch(tuple(files), sum(sizes[file] for file in files)) for files in pieces_of(sizes, workers)]
+    return {tuple(files): sum(sizes[file] for file in files) for files in pieces_of(sizes, workers)}
 
 
 def write_batch(task: TaskInput, files: Sequence[str]) -> None:
@@ -139,7 +128,7 @@ def write_batch(task: TaskInput, files: Sequence[str]) -> None:
     write_files(plan, task.partial, journal, files, 1, task.options.memory)
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def _plan_once(options: RunOptions, source: str, plan: str) -> ConversionPlan:
     """The plan, made once a process. Raises CkptkitError when it is not the coordinator's."""
     return_freed_memory()

@@ -149,11 +149,6 @@ class Version:
     number: int
     path: Path
 
-    @property
-    def is_full(self) -> bool:
-        """Whether it is a checkpoint by itself."""
-        return (self.path / "config.json").exists()
-
     @cached_property
     def index(self) -> Mapping[str, Any]:
         """The index. Raises CkptkitError where it cannot be read, and UnsupportedError for another kind of delta."""
@@ -210,7 +205,7 @@ def chain_at(path: Path) -> Chain:
     if not found:
         raise CkptkitError(f"{path} holds no published version", "give the directory with weight_v000001 and so on")
     versions = {number: Version(number, at) for number, at in found.items() if number <= target}
-    start = max((number for number, one in versions.items() if one.is_full), default=0)
+    start = max((number for number, one in versions.items() if (one.path / "config.json").exists()), default=0)
     return Chain(root, target, versions, start)
 
 

@@ -152,9 +152,8 @@ LOADED = frozenset(
 _CODE = ".py"
 _LOADED_ENDINGS = (".jinja", _CODE, ".model", ".tiktoken", ".spm")
 _LOADED_FOLDERS = (ADDITIONAL_TEMPLATES, "custom_generate")
-_URL = re.compile(
-    r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE
-)  # as a Path leaves it: made absolute, and of its slashes one
+# As a Path leaves it: made absolute, and of its slashes one.
+_URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)
 
 Kind = Literal["hf", "megatron", "deltas"]
 

@@ -16,11 +16,9 @@ from ckptkit.storage.directory import Directory, directory
 Counts = Callable[[Path], bool]
 
 
-def _all(_: Path) -> bool:
-    return True
-
-
-def fingerprint(folders: Iterable[Path | Directory], counts: Counts = _all, *, is_strict: bool = False) -> str:
+def fingerprint(
+    folders: Iterable[Path | Directory], counts: Counts = lambda _: True, *, is_strict: bool = False
+) -> str:
     """SHA-256 over path, size and last change of each file below these folders that `counts`.
 
     `is_strict`: also over the time that no program can set (ctime), which a copy with its times does not share.
@@ -61,7 +59,7 @@ class ChangedError(CkptkitError):
 
 
 @contextmanager
-def unchanged(folders: Iterable[Path], counts: Counts = _all) -> Iterator[None]:
+def unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
     """Raises ChangedError where a file below these folders that `counts` was written or removed while the block ran.
 
     Also in place of what the block raised then: that is what came of it.

@@ -80,7 +80,13 @@ class InputFile:
             except OSError as error:
                 if error.errno not in UNSUPPORTED:
                     raise
-        return _read_all(self._descriptor, buffer, offset)
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self._descriptor, [buffer[done:]], offset + done)
+            if not count:
+                break
+            done += count
+        return done
 
     def _read_between(self, buffer: memoryview, offset: int) -> int:
         """Reads past the page cache what begins and ends anywhere, through memory on whole blocks."""
@@ -222,13 +228,3 @@ def _is_cached(descriptor: int, offset: int, length: int) -> bool:
     wanted, found = (ctypes.c_uint64 * 2)(offset, length), (ctypes.c_uint64 * 5)()  # pages cached, dirty, and others
     failed = _LIBC.syscall(_CACHESTAT, descriptor, ctypes.byref(wanted), ctypes.byref(found), 0)
     return not failed and 2 * found[0] * mmap.PAGESIZE >= length
-
-
-def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:
-    done = 0
-    while done < len(buffer):
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
-        if not count:
-            break
-        done += count
-    return done

@@ -210,7 +210,8 @@ class Store:
     def upload(self, file: Path, name: str) -> None:
         """Stores a file of this machine, in parts where the store has them; it is there when all of it is."""
         filesystem, root = self._opened
-        parts = {"chunksize": _UPLOAD_PART, "max_concurrency": _AT_ONCE} if "s3" in _protocols(filesystem) else {}
+        protocols = [filesystem.protocol] if isinstance(filesystem.protocol, str) else filesystem.protocol
+        parts = {"chunksize": _UPLOAD_PART, "max_concurrency": _AT_ONCE} if "s3" in protocols else {}
         with _explained(self.at(name)):
             filesystem.put_file(str(file), f"{root}/{name}", **parts)
             size = filesystem.info(f"{root}/{name}")["size"]
@@ -275,10 +276,6 @@ def _below(root: str, path: str) -> str:
             "rename it in the store",
         )
     return name
-
-
-def _protocols(filesystem: AbstractFileSystem) -> tuple[str, ...]:
-    return (filesystem.protocol,) if isinstance(filesystem.protocol, str) else tuple(filesystem.protocol)
 
 
 @contextmanager

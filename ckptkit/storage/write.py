@@ -66,8 +66,12 @@ class Regions:
         key = file, offset // BUFFER
         with self._changed:
             self._threads.add(threading.get_ident())
-            early = None if key in self._open else self._taken_early()
-            region = self._open.get(key) or self._new(key)
+            early = None
+            if key not in self._open:
+                early = self._taken_early()
+                memory = self._free.pop() if self._free else new_buffer(BUFFER)
+                self._open[key] = _Region(file, key[1] * BUFFER, memory)
+            region = self._open[key]
             region.users += 1
         if early is not None:
             self._write_early(early)
@@ -89,11 +93,6 @@ class Regions:
             left = [self._open.pop(key) for key in list(self._open) if key[0] is file]
         for region in left:
             self._write(region)
-
-    def _new(self, key: tuple[WrittenFile, int]) -> _Region:
-        file, index = key
-        region = self._open[key] = _Region(file, index * BUFFER, self._free.pop() if self._free else new_buffer(BUFFER))
-        return region
 
     def _taken_early(self) -> _Region | None:
         """The oldest region, taken off, where there are too many."""

@@ -268,9 +268,9 @@ def _replace(partial: Path, path: Path, before: _Listed) -> None:
 
     Raises CkptkitError where that is not as it was `before`: another program wrote it while the run worked.
     """
+    aside = _aside(path)
     try:
         if path.exists():
-            aside = _aside(path)
             aside.mkdir()
             (aside / _MARK).touch()
             os.rename(path, aside / _OLD)
@@ -279,7 +279,12 @@ def _replace(partial: Path, path: Path, before: _Listed) -> None:
                 raise CkptkitError(message, "let no other program write there")
         os.rename(partial, path)
     except BaseException:
-        _put_back(path)
+        # It is put back, unless another program has put something in its place.
+        if (aside / _OLD).exists() and not os.path.lexists(path):
+            os.rename(aside / _OLD, path)
+        if aside.is_dir() and not (aside / _OLD).exists():
+            (aside / _MARK).unlink(missing_ok=True)
+            aside.rmdir()
         raise
 
 
@@ -297,16 +302,6 @@ def _changed(before: _Listed, root: Path) -> str:
     """What was written, added or removed below a directory since it was as `before`, in words; empty if nothing was."""
     now = _files_in(root)
     return summarize(sorted(name for name in {**before, **now} if name not in before or before[name] != now.get(name)))
-
-
-def _put_back(path: Path) -> None:
-    """Puts back what was moved aside, unless another program has put something in its place."""
-    aside = _aside(path)
-    if (aside / _OLD).exists() and not os.path.lexists(path):
-        os.rename(aside / _OLD, path)
-    if aside.is_dir() and not (aside / _OLD).exists():
-        (aside / _MARK).unlink(missing_ok=True)
-        aside.rmdir()
 
 
 def _recover(path: Path) -> None:

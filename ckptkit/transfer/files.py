@@ -172,12 +172,9 @@ class _Stream:
         self._at += len(part)
         self._crc = zlib_ng.crc32(part, self._crc) if extent.crc is not None else 0
         if self._at == extent.nbytes:
-            self._check(extent)
+            if extent.crc is not None and self._crc != extent.crc:
+                hint = "the file was damaged after it was written; copy it again"
+                raise DamagedError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
+            self._left.pop()
+            self._at, self._crc = 0, 0
         return part
-
-    def _check(self, extent: Extent) -> None:
-        if extent.crc is not None and self._crc != extent.crc:
-            hint = "the file was damaged after it was written; copy it again"
-            raise DamagedError(f"{extent.path}: the bytes of {self._name} do not match their checksum", hint)
-        self._left.pop()
-        self._at, self._crc = 0, 0

@@ -57,22 +57,19 @@ def _start(ray: Any, address: str, workers: int | None) -> None:
     if given == "auto" and _is_left_behind():
         given = "local"
     _check_reachable(given)
+    quiet = {"logging_level": "ERROR", "log_to_driver": False}
+    new = {"num_cpus": workers or cores(), "object_store_memory": _STORE, "include_dashboard": False}
     try:
-        _connect(ray, given, workers or cores())
+        if given != "local":
+            try:
+                ray.init(address=given, **quiet)
+                return
+            except ConnectionError:  # there is none on this machine
+                if given != "auto":
+                    raise
+        ray.init(address="local", **new, **quiet)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise _not_reached(given, error) from error
-
-
-def _connect(ray: Any, address: str, cpus: int) -> None:
-    quiet = {"logging_level": "ERROR", "log_to_driver": False}
-    if address != "local":
-        try:
-            ray.init(address=address, **quiet)
-            return
-        except ConnectionError:  # there is none on this machine
-            if address != "auto":
-                raise
-    ray.init(address="local", num_cpus=cpus, object_store_memory=_STORE, include_dashboard=False, **quiet)
 
 
 def _is_left_behind() -> bool:
@@ -115,9 +112,8 @@ def _not_reached(address: str, error: Exception) -> CkptkitError:
 
 
 PIECE = 1_000_000_000  # bytes up to which neighbours are one task
-_EACH = (
-    16  # tasks that every worker should get, so that none waits long for the last one: a task itself costs milliseconds
-)
+# Tasks that every worker should get, so that none waits long for the last one: a task itself costs milliseconds.
+_EACH = 16
 RETRIES = 5  # times that Ray starts a task again whose worker or node was lost
 _STOP_S = 60.0  # what the tasks that have begun when a run fails may take to end
 TaskInput = TypeVar("TaskInput")

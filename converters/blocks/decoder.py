@@ -24,13 +24,14 @@ def embeddings(
     dims: ModelDims,
     *,
     name: str = "embed_tokens",
+    norm: tuple[str, str] = ("decoder.final_layernorm", "norm"),
     embed_copies: tuple[str, ...] = (),
     head_copies: tuple[str, ...] = (),
 ) -> tuple[ParamMapping, ...]:
     """Token embedding, final norm, and the output layer unless it is tied to the embedding.
 
-    `name` is the HF module of the embedding. The copies name further tensors that a release may repeat embedding and
-    output layer under.
+    `name` is the HF module of the embedding, `norm` Megatron's and HF's of the norm. The copies name further tensors
+    that a release may repeat embedding and output layer under.
     """
     table = (dims.vocab, dims.hidden)
     # Some releases of tied models ship the output layer all the same.
@@ -45,7 +46,7 @@ def embeddings(
             copies=embed_copies,
             kind="Embedding",
         ),
-        ParamMapping("decoder.final_layernorm.weight", {dims.root + "norm.weight": (dims.hidden,)}),
+        ParamMapping(f"{norm[0]}.weight", {f"{dims.root}{norm[1]}.weight": (dims.hidden,)}),
         *((head,) if not dims.tied else ()),
     )
 
@@ -209,11 +210,9 @@ def moe_model(
     embedding and output layer in some releases.
     """
     at = [f"{dims.root}layers.{dims.layers + depth}." for depth in range(dims.mtp_layers)]
-    copies = {
-        "embed_copies": tuple(f"{place}embed_tokens.weight" for place in at),
-        "head_copies": tuple(f"{place}shared_head.head.weight" for place in at),
-    }
-    rules = [*embeddings(dims, name=embedding, **copies), *attention(dims), *dense_mlp(dims), *experts(dims)]
+    embeds, heads = (tuple(f"{place}{one}.weight" for place in at) for one in ("embed_tokens", "shared_head.head"))
+    first = embeddings(dims, name=embedding, embed_copies=embeds, head_copies=heads)
+    rules = [*first, *attention(dims), *dense_mlp(dims), *experts(dims)]
     for depth in range(dims.mtp_layers):
         layer, around = multi_token_prediction(dims, depth, norm=mtp_norm)
         rules += [*around, *attention(dims, layer), *experts(dims, layer)]

@@ -230,7 +230,9 @@ class ModelDims:
                 f"config.json: {self.top_k} experts a token out of {self.experts}, each of {self.expert_ffn} features",
                 "compare num_experts_per_tok and moe_intermediate_size with the release",
             )
-        _require_divided(self.heads, self.groups)
+        if self.heads % self.groups:
+            what = f"{self.heads} attention heads do not divide into {self.groups} key-value heads"
+            raise CkptkitError(f"config.json: {what}")
         if set(self.dense_layers) - set(range(self.layers)):
             raise CkptkitError(f"config.json: {len(self.dense_layers)} dense layers of {self.layers} layers")
 
@@ -292,11 +294,6 @@ def require_positive(sizes: object, *may_be_zero: str) -> None:
         if type(size) is int and size < (name not in may_be_zero):
             key = _KEYS.get(name, name)
             raise CkptkitError(f"config.json: {key} must be positive, not {size}", "compare it with the release")
-
-
-def _require_divided(heads: int, groups: int) -> None:
-    if heads % groups:
-        raise CkptkitError(f"config.json: {heads} attention heads do not divide into {groups} key-value heads")
 
 
 def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int, ...]:

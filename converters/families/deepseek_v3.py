@@ -14,7 +14,7 @@ from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import flag, integer, text_config_of, text_part
-from converters.family import EngineClass, ModelFamily, Release, TieFlag, these
+from converters.family import EngineClass, ModelFamily, Release, TieFlag
 from converters.rules import ParamMapping
 
 
@@ -70,7 +70,7 @@ _K25_RELEASE = replace(
 SGLANG = EngineClass(
     ("fused_qkv_a_proj_with_mqa",),
     dense=SGLANG_DENSE,
-    keys=these(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1),
+    keys=lambda text: {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
 )
 FAMILIES = (
     ModelFamily(

@@ -10,8 +10,9 @@ from the same tensors (docs/mappings.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -139,43 +140,28 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     return every, first
 
 
-def indexer(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    """The indexer in megatron-core's own modules (from 0.19 on), copied as it is. `dims.indexer` must be set."""
-    return _rules(dims, at, "self_attention.core_attention.indexer.", "linear_", rotary_last=False)
+def _indexer(dims: ModelDims, at: NamePrefix | None, *, slime: bool) -> tuple[ParamMapping, ...]:
+    """The indexer in megatron-core's own modules (from 0.19 on), copied as it is, or in slime's attention module.
 
-
-def slime_indexer(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    """The indexer in slime's own attention module, which turns the last dimensions of a head.
-
-    Source: slime `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`,
-    which move the dimensions in every model, also where the release turns them as halves (their sizes of 128 and 64 are
-    all models' own).
-    """
-    return _rules(dims, at, "self_attention.", "", rotary_last=True)
-
-
-def _rules(
-    dims: ModelDims, at: NamePrefix | None, prefix: str, linear: str, *, rotary_last: bool
-) -> tuple[ParamMapping, ...]:
-    """The rules; `prefix` stands before all Megatron names, `linear` before those of linear layers.
-
-    Every rank holds all of them.
+    Every rank holds all of it. slime's turns the last dimensions of a head. Source: slime
+    `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`, which move the
+    dimensions in every model, also where the release turns them as halves (their sizes of 128 and 64 are all models'
+    own).
     """
     sizes, mla = dims.indexer, dims.mla
     assert sizes is not None, "a family without an indexer has no such rules"
     assert mla is not None, "an indexer is part of latent attention"
     at, hf = at or decoder(dims, sizes.layers), "self_attn.indexer."
-    heads: Op = RotaryLast(sizes.head_dim, mla.rope) if rotary_last else Copy()
+    prefix = "self_attention." if slime else "self_attention.core_attention.indexer."
+    linear = prefix if slime else f"{prefix}linear_"
+    heads: Op = RotaryLast(sizes.head_dim, mla.rope) if slime else Copy()
+    queries = (sizes.heads * sizes.head_dim, mla.q_rank or dims.hidden)
     return (
-        at.rule(
-            f"{prefix}{linear}wq_b.weight",
-            {hf + "wq_b.weight": (sizes.heads * sizes.head_dim, mla.q_rank or dims.hidden)},
-            heads,
-        ),
-        at.rule(f"{prefix}{linear}wk.weight", {hf + "wk.weight": (sizes.head_dim, dims.hidden)}, heads),
+        at.rule(f"{linear}wq_b.weight", {hf + "wq_b.weight": queries}, heads),
+        at.rule(f"{linear}wk.weight", {hf + "wk.weight": (sizes.head_dim, dims.hidden)}, heads),
         at.rule(f"{prefix}k_norm.weight", {hf + "k_norm.weight": (sizes.head_dim,)}, heads),
         at.rule(f"{prefix}k_norm.bias", {hf + "k_norm.bias": (sizes.head_dim,)}, heads),
-        at.rule(f"{prefix}{linear}weights_proj.weight", {hf + "weights_proj.weight": (sizes.heads, dims.hidden)}),
+        at.rule(f"{linear}weights_proj.weight", {hf + "weights_proj.weight": (sizes.heads, dims.hidden)}),
     )
 
 
@@ -207,19 +193,14 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     return dims
 
 
-def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a DeepSeek V3 with an indexer, in megatron-core's names."""
-    return _with_indexer(dims, indexer)
-
-
-def slime_mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """The same in the names of slime's modules."""
-    return _with_indexer(dims, slime_indexer)
-
-
-def _with_indexer(dims: ModelDims, rules: Callable[..., tuple[ParamMapping, ...]]) -> tuple[ParamMapping, ...]:
+def mappings(dims: ModelDims, *, slime: bool = False) -> tuple[ParamMapping, ...]:
+    """All rules of a DeepSeek V3 with an indexer, in the names of megatron-core's modules or of slime's."""
     places = [multi_token_prediction(dims, depth)[0] for depth in range(dims.mtp_layers)]
-    return (*deepseek_v3.mappings(dims), *(rule for at in (None, *places) for rule in rules(dims, at)))
+    indexers = (rule for at in (None, *places) for rule in _indexer(dims, at, slime=slime))
+    return (*deepseek_v3.mappings(dims), *indexers)
+
+
+_DIALECTS = {"slime": partial(mappings, slime=True)}
 
 
 def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
@@ -237,7 +218,7 @@ FAMILIES = (
         ("DeepseekV32ForCausalLM",),
         read_dims,
         mappings,
-        {"slime": slime_mappings},
+        _DIALECTS,
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
         engines={"sglang": deepseek_v3.SGLANG},
@@ -247,7 +228,7 @@ FAMILIES = (
         ("GlmMoeDsaForCausalLM",),
         read_dims,
         mappings,
-        {"slime": slime_mappings},
+        _DIALECTS,
         release=Release(drafts=appended_drafts, classes={"Router": "GlmMoeDsaTopkRouter"}),
         engines={"sglang": deepseek_v3.SGLANG},
         unlike_transformers=_unlike_transformers,

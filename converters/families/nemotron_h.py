@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import attention
+from converters.blocks.decoder import attention, embeddings
 from converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
 from converters.config.bounds import MAX_LAYERS
 from converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, ModelDims, base_dims
@@ -78,15 +78,6 @@ def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
             f"time_step_limit {shortened(limit)}",
             "neither Megatron's mixer nor SGLang's limits its time steps; the releases have [0, Infinity]",
         )
-
-
-def layers_of_one_block(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """The rules of all decoder layers and of the multi-token prediction layers, each with its kind's block."""
-    kinds = ((MIXER, dims.mixers), (ATTENTION, dims.softmax_layers), (DENSE, dims.dense), (EXPERTS, dims.moe))
-    rules = [rule for kind, layers in kinds if layers for rule in _BLOCKS[kind](dims, decoder(dims, layers))]
-    for depth in range(dims.mtp_layers):
-        rules += _mtp(dims, depth)
-    return tuple(rules)
 
 
 def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
@@ -281,18 +272,10 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     """All rules of a nemotron_h model."""
-    table = (dims.vocab, dims.hidden)
-    embedding = ParamMapping(
-        "embedding.word_embeddings.weight",
-        {"backbone.embeddings.weight": table},
-        Copy(0),
-        vocab=True,
-        copies=(dims.head,) if dims.tied else (),
-        kind="Embedding",
-    )
-    head = ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True)
-    norm = ParamMapping("decoder.final_norm.weight", {"backbone.norm_f.weight": (dims.hidden,)})
-    return (embedding, norm, *(() if dims.tied else (head,)), *layers_of_one_block(dims))
+    kinds = ((MIXER, dims.mixers), (ATTENTION, dims.softmax_layers), (DENSE, dims.dense), (EXPERTS, dims.moe))
+    rules = [*embeddings(dims, name="embeddings", norm=("decoder.final_norm", "norm_f"))]
+    rules += (rule for kind, layers in kinds if layers for rule in _BLOCKS[kind](dims, decoder(dims, layers)))
+    return (*rules, *(rule for depth in range(dims.mtp_layers) for rule in _mtp(dims, depth)))
 
 
 def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
@@ -58,7 +57,7 @@ def _of_ranks(op: Op, shape: Shape) -> Iterator[Cuts]:
         if isinstance(op, Qkv) and op.groups % size:
             continue
         try:
-            part = shape_of(partial(_first_part, op, size), [shape])
+            part = shape_of(lambda tensors: op.shard(tensors[0], 0, size), [shape])  # noqa: B023 - called at once
         except CkptkitError:  # this size does not divide it
             continue
         for axis in [axis for axis, (whole, own) in enumerate(zip(shape, part, strict=True)) if whole != own]:
@@ -69,10 +68,6 @@ def _of_ranks(op: Op, shape: Shape) -> Iterator[Cuts]:
                     sorted({start for rank in range(size) for start in _starts(op.shard(places, rank, size).flatten())})
                 ),
             )
-
-
-def _first_part(op: Op, size: int, tensors: Sequence[Tensor]) -> Tensor:
-    return op.shard(tensors[0], 0, size)
 
 
 def _starts(places: Tensor) -> list[int]:

@@ -89,18 +89,18 @@ def _layout(group: Group, form: Any, inputs: Any) -> Layout:
     """The layout of one group's weights. Source: compressed-tensors `QuantizationArgs` and its compressors."""
     weights = group.weights
     static = isinstance(inputs, Mapping) and inputs.get("dynamic", False) is False
-    _hold(weights, {"symmetric": (True, None)})
+    _require(weights, {"symmetric": (True, None)})
     if form in _FP8 or (form == "mixed-precision" and weights.get("num_bits") == 8):
-        _hold(weights, {"num_bits": (8,), "strategy": ("tensor", "channel", "block")})
+        _require(weights, {"num_bits": (8,), "strategy": ("tensor", "channel", "block")})
         return compressed_fp8(_block(weights), static=static)
     if form == _MXFP8:
-        _hold(weights, {"num_bits": (8,), "strategy": ("group", None), "group_size": (32,)})
+        _require(weights, {"num_bits": (8,), "strategy": ("group", None), "group_size": (32,)})
         return mxfp8(FP8_SCALE)
     if form == _MXFP4:
-        _hold(weights, {"num_bits": (4,), "group_size": (32,)})
+        _require(weights, {"num_bits": (4,), "group_size": (32,)})
         return mxfp4(packed=True)
     if form == _NVFP4:
-        _hold(weights, {"num_bits": (4,), "strategy": ("tensor_group", None), "group_size": (16, None)})
+        _require(weights, {"num_bits": (4,), "strategy": ("tensor_group", None), "group_size": (16, None)})
         # "local" is dynamic within one scale of the tensor, which is stored.
         return compressed_nvfp4(static=isinstance(inputs, Mapping) and inputs.get("dynamic", False) in (False, "local"))
     raise _unsupported(f"format {form}" if form != FORMAT else "type 'float'")
@@ -117,10 +117,11 @@ def _block(weights: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return size[0], size[1]
 
 
-def _hold(weights: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
+def _require(weights: Mapping[str, Any] | QuantizationArgs, known: Mapping[str, tuple[Any, ...]]) -> None:
     for key, values in known.items():
-        if weights.get(key) not in values:
-            raise _unsupported(f"{key} {weights.get(key)!r}")
+        actual = weights.get(key) if isinstance(weights, Mapping) else getattr(weights, key)
+        if actual not in values:
+            raise _unsupported(f"{key} {getattr(actual, 'value', actual)!r}")
 
 
 def usual_int4(content: Mapping[str, Any]) -> PackedInt4 | None:
@@ -210,13 +211,6 @@ def _packed(weights: QuantizationArgs, unused: tuple[str, ...]) -> PackedInt4:
     if layout not in ("none", "sglang"):
         raise _unsupported(f"{EXPERTS_ZERO_POINTS} {layout!r}")
     return PackedInt4(group, bool(weights.symmetric), unused, layout == "sglang")
-
-
-def _require(weights: QuantizationArgs, known: Mapping[str, tuple[Any, ...]]) -> None:
-    for key, values in known.items():
-        actual = getattr(weights, key)
-        if actual not in values:
-            raise _unsupported(f"{key} {getattr(actual, 'value', actual)!r}")
 
 
 def _unsupported(what: str) -> CkptkitError:

@@ -16,6 +16,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.scheme import FORMAT
 from quant.patterns import REGEX, matcher
+from quant.selection.readers import BY_CLASS, SGLANG
 
 # What a group makes of its modules: packed integers, any other format, or nothing.
 Kind = Literal["packs", "other", "keeps"]
@@ -24,8 +25,6 @@ PACKED_BITS = (4, 8)
 _REORDERED = ("group", "dynamic", True)
 _REFUSES_REORDERED = (0, 19)  # of compressed-tensors
 _IN_ORDER = ("weight", "static")
-SGLANG = ("SGLang 0.5.16", "SGLang 0.5.23")
-_COMPRESSED_TENSORS = ("compressed-tensors", "transformers")
 _PLAIN = (None, "dense", "fakequant")  # formats in which weights are stored as they are
 _IN_WEIGHTS = ("weight_input", "weight_output")  # where a transform is a part of the stored weights
 # Models that none of these releases has a class for, by `model_type`. They run them with transformers' modules, and
@@ -191,7 +190,7 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
     reordered = any(weights.get("actorder") in _REORDERED for weights in packed)
     if reordered and package_release("compressed-tensors") >= _REFUSES_REORDERED:
         yield Refusal(
-            ("compressed-tensors", "transformers", *SGLANG),
+            (*BY_CLASS, *SGLANG),
             "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and every "
             "engine beside it",
             "quantize with actorder 'weight' or without; compressed-tensors up to 0.18 takes it",
@@ -215,7 +214,7 @@ def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iter
         is_there = "quantization_status" in content
         actual = f"is {status!r}" if is_there else "is missing, which compressed-tensors treats as 'initialized'"
         yield Refusal(
-            _COMPRESSED_TENSORS,
+            BY_CLASS,
             f"quantization_status {actual}, but format is {form!r}: transformers decompresses no weight, and computes "
             "with random numbers or with codes",
             "set `quantization_status` to 'compressed'",
@@ -223,14 +222,14 @@ def _not_compressed(content: Mapping[str, Any], groups: Sequence[Group]) -> Iter
     for group in groups:
         if group.kind == "packs" and group.format not in (None, FORMAT):
             yield Refusal(
-                _COMPRESSED_TENSORS,
+                BY_CLASS,
                 f"format of a config group is {group.format!r}, but its weights are packed integers: transformers "
                 "decompresses them by the format of the group",
                 f"set `format` of the group to {FORMAT!r} or null",
             )
         if group.weights and (classes := [one for one in group.targets if one.endswith("Attention")]):
             yield Refusal(
-                _COMPRESSED_TENSORS,
+                BY_CLASS,
                 f"targets name the class {shortened(classes[0])}, of which compressed-tensors quantizes no weights",
                 "take it out of `targets`: Linear has its projections",
             )
@@ -254,7 +253,7 @@ def _ignored(content: Mapping[str, Any]) -> Iterator[Refusal]:
     form = sparsity.get("format", "dense") if isinstance(sparsity, Mapping) else sparsity
     if form not in (None, "dense"):
         yield Refusal(
-            (*_COMPRESSED_TENSORS, "SGLang 0.5.16"),
+            (*BY_CLASS, "SGLang 0.5.16"),
             f"sparsity_config has format {form!r}, which compressed-tensors reads no more from 0.15 on, and "
             "transformers 5.12 and SGLang 0.5.16 ignore or refuse",
             "quantize again without sparsity; if the weights are not stored so, remove sparsity_config",

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
@@ -160,6 +160,7 @@ _INTEGERS = ("int64", "int32")
 class PackedInt4:
     """One variant of packed INT4."""
 
+    parts: ClassVar[tuple[str, ...]] = INT4_ENDINGS  # endings of a packed weight's parts
     group: int | None  # neighbours in a row that share a scale; None: one scale a row
     symmetric: bool
     unused: tuple[str, ...] = ()  # endings of tensors that quantize activations
@@ -173,11 +174,6 @@ class PackedInt4:
             f"INT4 (compressed-tensors pack-quantized, {'' if self.symmetric else 'a'}symmetric, "
             f"one scale for each {each})"
         )
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """Endings of a packed weight's parts."""
-        return INT4_ENDINGS
 
     def steps(self, release: Release) -> Iterator[Step]:
         """Yields a step for every packed weight, which turns its parts into the weight."""

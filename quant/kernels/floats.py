@@ -127,7 +127,8 @@ def _quantized(
     if not all(finite for _, finite in finished):
         raise not_finite(weight, weight.dtype, name)
     codes = job.codes if rounding.four_bit else job.codes.view(torch.float8_e4m3fn)
-    return Fp8Weight(codes, job.joined([scales for scales, _ in finished]))
+    # Of an empty matrix the scales of no blocks.
+    return Fp8Weight(codes, torch.cat([one for one, _ in finished] or [rounding.scales(weight.new_zeros(0, 0))[0]]))
 
 
 class _Job:
@@ -138,11 +139,6 @@ class _Job:
         columns = weight.shape[1] // 2 if rounding.four_bit else weight.shape[1]
         self.codes = torch.empty((len(weight), columns), dtype=torch.uint8, device=weight.device)
         self.quotient = weight.dtype if rounding.in_weight_dtype else torch.float32
-
-    def joined(self, scales: Sequence[Tensor]) -> Tensor:
-        """All scales; of an empty matrix those of no blocks."""
-        none = self.rounding.scales(self.weight.new_zeros(0, 0))[0]
-        return torch.cat(list(scales)) if scales else none
 
     def run_kernel(self, first: int, last: int) -> tuple[Tensor, bool]:
         """Quantizes these rows. Returns their scales, and whether all weights are finite."""

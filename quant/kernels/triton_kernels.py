@@ -403,9 +403,7 @@ def launcher(scheme: QuantScheme, rows: int, columns: int, dtype: torch.dtype) -
     )
 
 
-def working_on(device: torch.device) -> torch.cuda.device:
-    """Makes `device` the current one in a `with` block."""
-    return torch.cuda.device(device)
+working_on = torch.cuda.device  # makes a device the current one in a `with` block
 
 
 def done(device: torch.device) -> Callable[[], None]:

@@ -79,28 +79,23 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     if isinstance(subject, LowPrecisionList):
         return subject.portable()
     suspects = {pattern for one in subject.divergences(subject.readings) for pattern in one.patterns}
-    spares = {pattern for pattern in subject.ignore if _spares_packed(subject, pattern)}
+    readings = [subject.readings[reader] for reader in subject.readers]
+    spares = {
+        pattern
+        for pattern in subject.ignore
+        if any(subject.packed[index] for reading in readings for index in reading.covering(pattern))
+    }
     dropped = suspects | spares | (set(idle(subject)) if subject.whole else set())
     stays = [pattern for pattern in subject.ignore if pattern not in dropped]
     exposed = {one.tensor for one in subject.divergences(subject.read(stays))}
     pairs = list(zip(subject.matrices, subject.packed, strict=True))
     missing = {matrix.module: matrix.entry for matrix, packs in pairs if not packs and matrix.tensor in exposed}
-    found = tuple(dict.fromkeys([*stays, *entries_for(missing, {matrix.module for matrix, packs in pairs if packs})]))
-    found += tuple(_uncovered(subject, found))
+    packed = {matrix.module for matrix, packs in pairs if packs}
+    found = tuple(dict.fromkeys([*stays, *entries_for(missing, packed)]))
+    # Unpacked Linear layers, by transformers' names, that the old list covers and this one does not.
+    before, after = ({name for one in several for name in subject.spelled(one)} for several in (subject.ignore, found))
+    found += tuple(sorted(before - after - packed))
     return None if subject.divergences(subject.read(found)) else found
-
-
-def _uncovered(subject: IgnoreList, found: Sequence[str]) -> list[str]:
-    """Returns unpacked Linear layers, by transformers' names, that the old list covers and `found` does not."""
-    before = {name for pattern in subject.ignore for name in subject.spelled(pattern)}
-    after = {name for pattern in found for name in subject.spelled(pattern)}
-    packed = {matrix.module for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if packs}
-    return sorted(before - after - packed)
-
-
-def _spares_packed(subject: IgnoreList, pattern: str) -> bool:
-    readings = (subject.readings[reader] for reader in subject.readers)
-    return any(subject.packed[index] for reading in readings for index in reading.covering(pattern))
 
 
 def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -115,7 +110,7 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
                 folded[indices] = tuple(fold(subject.matrices[index].tensor for index in indices))
             table.setdefault(pattern, {})[reader] = folded[indices]
         if not any(table[pattern].values()):
-            spelled = tuple(fold(f"{name}.weight" for name in subject.spelled(pattern)))
+            spelled = tuple(fold(f"{name}.weight" for name in sorted(subject.spelled(pattern))))
             table[pattern] |= dict.fromkeys(set(table[pattern]) & {"compressed-tensors", "transformers"}, spelled)
     return table
 

@@ -159,17 +159,15 @@ class IgnoreList:
         """Whether all module names are known, so that an entry that covers none is useless."""
         return self.indexed or (self.tree.whole and not self.tree.drafts)
 
-    def spelled(self, pattern: str) -> list[str]:
-        """Returns the Linear layers that an entry covers, by transformers' names."""
-        return sorted(self._spelled(pattern))
-
     @cached_property
-    def _spelled(self) -> Callable[[str], frozenset[str]]:
+    def spelled(self) -> Callable[[str], frozenset[str]]:
+        """Says of an entry which Linear layers it covers, by transformers' names."""
         return covering(self.ignore, self.tree.spelled)
 
-    def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
-        """Returns where the checked readers disagree with what is packed."""
-        return divergences(self.matrices, self.packed, readings, self.readers, self.others)
+    def divergences(self, readings: Mapping[str, Reading], readers: Sequence[str] | None = None) -> list[Divergence]:
+        """Returns where readers, those that are checked, disagree with what is packed."""
+        checked = self.readers if readers is None else readers
+        return divergences(self.matrices, self.packed, readings, checked, self.others)
 
 
 # The keys that every reader of a method finds between them, other methods' is `ignore`.
@@ -235,14 +233,12 @@ class LowPrecisionList(IgnoreList):
             return usual
         return {reader: "error" if reader in asked else "warning" for reader in usual}
 
-    def divergences(self, readings: Mapping[str, Reading]) -> list[Divergence]:
-        """Returns where the checked readers disagree with what is quantized."""
-        return self._divergences(readings, self.readers)
-
-    def _divergences(self, readings: Mapping[str, Reading], readers: Sequence[str]) -> list[Divergence]:
+    def divergences(self, readings: Mapping[str, Reading], readers: Sequence[str] | None = None) -> list[Divergence]:
+        """Returns where readers, those that are checked, disagree with what is quantized."""
         content = quantization_of(self.config)
         own = {reader: set(row.entries(content)) for reader, row in self.rows.items()}
-        found = divergences(self.matrices, self.packed, readings, readers, (), NAMES)
+        checked = self.readers if readers is None else readers
+        found = divergences(self.matrices, self.packed, readings, checked, (), NAMES)
         return [
             replace(
                 one,
@@ -284,7 +280,7 @@ class LowPrecisionList(IgnoreList):
     def is_agreed(self) -> bool:
         """Whether engines and transformers agree on the list as it is."""
         is_one_list = "ignore" not in differing_configs(self.path)
-        return is_one_list and not self._divergences(self.readings, self._engines) and not list(self.refusals())
+        return is_one_list and not self.divergences(self.readings, self._engines) and not list(self.refusals())
 
     def portable(self) -> tuple[str, ...] | None:
         """Returns a list of whole module names on which engines and transformers agree; None when there is none.
@@ -303,7 +299,7 @@ class LowPrecisionList(IgnoreList):
         )
         found = tuple(dict.fromkeys([*sorted(names, key=_by_number), *idle]))
         agreed = not any(unreadable(row, entry) for row in self.rows.values() for entry in found)
-        return found if agreed and not self._divergences(self.read(found), self._engines) else None
+        return found if agreed and not self.divergences(self.read(found), self._engines) else None
 
     def refusals(self) -> Iterator[Refusal]:
         """Entries for which a reader raises."""

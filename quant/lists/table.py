@@ -99,11 +99,6 @@ def holds_expert(entry: str) -> Covers:
     return (lambda container: container in entry) if "experts" in entry else never(entry)
 
 
-def sglang_experts(entry: str) -> Covers:
-    """SGLang's fp8, of a layer's routed experts."""
-    return _either(whole_parts(entry), holds_expert(entry))
-
-
 def vllm_modelopt_experts(entry: str) -> Covers:
     """vLLM's ModelOpt, of a layer's routed experts."""
     return _either(holds_expert(entry), substring(entry))
@@ -337,7 +332,7 @@ LISTS: tuple[ListReader, ...] = (
     _R(VLLM, ("fp8",), _FP8_KEYS, exact, holds_expert, fused=exact),
     _vllm_modelopt(("mxfp8",), (_IGNORED,)),
     _vllm_modelopt(MODELOPT, _MODELOPT_KEYS),
-    _R(SGLANG, _FP8, _FP8_KEYS, whole_parts, sglang_experts),
+    _R(SGLANG, _FP8, _FP8_KEYS, whole_parts, lambda entry: _either(whole_parts(entry), holds_expert(entry))),
     _sglang_modelopt(_SGLANG_16, ("modelopt fp4", "modelopt fp8"), ("ignore",)),
     _sglang_modelopt(_SGLANG_23, ("modelopt fp4",), ("ignore", _NOT_CONVERTED, "exclude_modules")),
     _sglang_modelopt(_SGLANG_23, ("modelopt fp8",), ("ignore",)),

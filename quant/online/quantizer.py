@@ -139,7 +139,9 @@ class Session:
         if not self._open:
             raise CkptkitError("this update is finished", "begin a new one for every update")
         touched = dict.fromkeys(self._take(name, tensor) for name, tensor in named)
-        return [self._bucket(key) for key in touched if self._is_due(key)]
+        limit = self._limit
+        full = {key for key in touched if limit is not None and self._bytes[key] > limit and self._may_be_cut(key)}
+        return [self._bucket(key) for key in touched if self._left[key] == 0 or key in full]
 
     def finish(self, elsewhere: Iterable[str] = ()) -> list[Bucket]:
         """Ends the update and returns the buckets still waiting for experts that other ranks send.
@@ -168,10 +170,6 @@ class Session:
         self._bytes[key] = self._bytes.get(key, 0) + tensor.nbytes
         self._waiting.setdefault(key, []).append((known, tensor))
         return key
-
-    def _is_due(self, key: str) -> bool:
-        full = self._limit is not None and self._bytes[key] > self._limit and self._may_be_cut(key)
-        return self._left[key] == 0 or full
 
     def _may_be_cut(self, key: str) -> bool:
         """Whether a bucket may be sent in parts: experts in INT4. SGLang joins what is in any other bucket."""

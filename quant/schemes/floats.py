@@ -192,7 +192,10 @@ class FloatWeights:
         packed, second = _quantize(weights, scheme, names)
         ending = "" if scheme.layout is None else scheme.layout.codes
         for weight, tensor, one, name in zip(weights, tensors, packed, names, strict=True):
-            whole = _whole(one, second, scheme.layout)
+            whole = one
+            if second is not None and scheme.layout is not None:  # codes are multiplied by what two scales make
+                scales = one.scales.float()
+                whole = one._replace(scales=scales / second if scheme.layout.divides else scales * second)
             if scheme.exact:
                 check_exact(weight, whole, scheme.kind.block, name)
             on_cpu = Fp8Weight(whole.codes.cpu(), whole.scales.cpu())
@@ -235,14 +238,6 @@ def _quantize(
         return [quantize_mxfp4(weight, name) for weight, name in zip(weights, names, strict=True)], None
     block, rounding = scheme.kind.block, scheme.formula
     return [quantize_fp8(weight, block, rounding, name) for weight, name in zip(weights, names, strict=True)], None
-
-
-def _whole(packed: Fp8Weight, second: Tensor | None, layout: Layout | None) -> Fp8Weight:
-    """The same with what codes are multiplied by, where that is made of two scales."""
-    if second is None or layout is None:
-        return packed
-    scales = packed.scales.float()
-    return packed._replace(scales=scales / second if layout.divides else scales * second)
 
 
 def _compressed_tensors_config(scheme: FloatScheme, ignore: Sequence[str]) -> dict[str, Any]:

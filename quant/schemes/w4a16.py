@@ -288,18 +288,14 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     notes += tiles.ungated_notes("INT4", chosen, config, request.readers)
     before = stored_scheme(reference.config) if reference is not None else None
     if before is None or (before.group_size, before.symmetric) != (whole.group_size, whole.symmetric):
-        advice = _advice(whole, experts) if request.preset is None and before is None else None
+        advice = None
+        if request.preset is None and before is None and whole.grid == "qmax7":
+            less = "--search mse" if experts else "--asymmetric, or --search mse,"
+            trained = "qmax7 is for weights that training rounds so (slime, Kimi K2)"
+            advice = f"{trained}; for others {less} loses less: docs/int4.md"
         return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes, advice=advice)
     kept_scales = before.kept_scales or before.grid != whole.grid
     return PackedWeights(whole, names, request.device, reference, special, kept_scales, notes)
-
-
-def _advice(scheme: QuantScheme, experts: bool) -> str | None:
-    """What the figures of docs/int4.md say where no training rounds weights to the grid."""
-    if scheme.grid != "qmax7":
-        return None
-    less = "--search mse" if experts else "--asymmetric, or --search mse,"
-    return f"qmax7 is for weights that training rounds so (slime, Kimi K2); for others {less} loses less: docs/int4.md"
 
 
 def quantize_sample(weight: Tensor, scheme: QuantScheme) -> None:

@@ -92,31 +92,16 @@ def default_ignore(config: Mapping[str, Any], like: Collection[str] | None = Non
     spare embeddings and routers anyway; slime packs whatever is not named.
     """
     tree = class_tree(config)
-    entries = default_entries(tree, config)
-    if like is None:
-        return entries
-    matrices = matrices_named(like, tree, config)
-    packed = {matrix.module for matrix in matrices if matrix.module + PACKED in like}
-    return tuple(
-        dict.fromkeys(
-            [
-                *entries,
-                *entries_for(
-                    {matrix.module: matrix.entry for matrix in matrices if matrix.module not in packed}, packed
-                ),
-            ]
-        )
-    )
-
-
-def default_entries(tree: ClassTree, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """`default_ignore` of a model whose classes are known."""
     excluded = [*tree.others, *sorted(name for name in tree.linears - tree.packable if name != tree.head), tree.head]
-    entries = [matrix.entry for matrix in matrices_named((f"{name}.weight" for name in excluded), tree, config)]
-    outside = [
-        matrix.entry for matrix in matrices_named((f"{prefix}x.weight" for prefix in tree.outside), tree, config)
-    ]
-    return tuple(dict.fromkeys([*entries, *outside, *(draft.entry for draft in tree.drafts)]))
+    names = (f"{name}.weight" for name in (*excluded, *(f"{prefix}x" for prefix in tree.outside)))
+    entries = [matrix.entry for matrix in matrices_named(names, tree, config)]
+    entries += [draft.entry for draft in tree.drafts]
+    if like is not None:
+        matrices = matrices_named(like, tree, config)
+        packed = {matrix.module for matrix in matrices if matrix.module + PACKED in like}
+        unpacked = {matrix.module: matrix.entry for matrix in matrices if matrix.module not in packed}
+        entries += entries_for(unpacked, packed)
+    return tuple(dict.fromkeys(entries))
 
 
 def _check_quantizable(chosen: list[TensorSpec], scheme: QuantScheme) -> None:
@@ -192,7 +177,12 @@ def select_eight_bit(
     for layer in _by_layer(matrices, tree):
         chosen = [specs[matrix.tensor] for matrix in layer if matrix.tensor in wanted]
         if chosen and len(chosen) < len(layer):
-            _refuse_torn([matrix.tensor for matrix in layer], [spec.name for spec in chosen])
+            joined = [matrix.tensor for matrix in layer]
+            left, taken = (summarize(name for name in joined if (name in wanted) == is_in) for is_in in (False, True))
+            raise CkptkitError(
+                f"{left} would stay as it is beside {taken}, and engines hold them as one layer",
+                f"leave out all of them: {ignore_options(joined)}",
+            )
         fault = _fault(chosen, layer[0], block)
         if fault:
             ragged.update(dict.fromkeys((spec.name for spec in chosen), fault))
@@ -231,14 +221,6 @@ def _by_layer(matrices: Sequence[Matrix], tree: ClassTree) -> list[list[Matrix]]
             known = None if tree.draft_of(matrix.module) else tree
             layers.setdefault(matrix.vllm or fused_layer(matrix.module, known), []).append(matrix)
     return list(layers.values())
-
-
-def _refuse_torn(layer: Sequence[str], chosen: Sequence[str]) -> None:
-    kept = [name for name in layer if name not in set(chosen)]
-    raise CkptkitError(
-        f"{summarize(kept)} would stay as it is beside {summarize(chosen)}, and engines hold them as one layer",
-        f"leave out all of them: {ignore_options(layer)}",
-    )
 
 
 def _fault(specs: Sequence[TensorSpec], first: Matrix, block: tuple[int, int]) -> str | None:

@@ -80,15 +80,9 @@ def entries_for(excluded: Mapping[str, str], packed: Collection[str]) -> list[st
         groups.setdefault(entry, []).append(module)
     found: list[str] = []
     for entry, modules in groups.items():
-        found += _by_layer(modules) if _spares(entry, packed) else [entry]
+        spares_packed = any(map(matcher(entry), packed)) if entry.startswith("re:") else entry in packed
+        found += _by_layer(modules) if spares_packed else [entry]
     return list(dict.fromkeys(found))
-
-
-def _spares(entry: str, packed: Collection[str]) -> bool:
-    if not entry.startswith("re:"):
-        return entry in packed
-    match = matcher(entry)
-    return any(match(module) for module in packed)
 
 
 def _by_layer(modules: Iterable[str]) -> list[str]:
@@ -250,13 +244,15 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
     asked = asked and not module.endswith(_NEVER_ASKED)
     fused = fused_layer(module, tree) if asked else None
     sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
-    dense = tree.dense_for(module)
+    dense, vllm_class = tree.dense_for(module), family.engine("vllm")
+    # vLLM asks about a head or a router, which no other reader packs by class.
+    is_alone = module == tree.head or (vllm_class.packs_routers and tree.is_router(module))
     return Matrix(
         tensor,
         module in tree.linears,
         reason,
         sglang,
-        module if _alone_in_vllm(module, tree, family) else fused and family.engine("vllm").layer(_in_vllm(fused)),
+        module if is_alone else fused and vllm_class.layer(_in_vllm(fused)),
         dense.entry if dense else spell(module),
         module in tree.experts,
         transformers=release.own_name(module) if release and tree.outside and release.linears_outside else None,
@@ -271,11 +267,6 @@ def _stacked(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
     stacked = "|".join(map(re.escape, family.release.stacked if family.release else ()))
     entry = rf"re:.*\.(({blocks})\.experts\..*|({stacked})(\.weight)?$)"
     return Matrix(f"{module}.weight", False, tree.reason_to_keep(module), sglang, vllm, entry, expert=True)
-
-
-def _alone_in_vllm(module: str, tree: ClassTree, family: ModelFamily) -> bool:
-    """Whether vLLM asks about a head or a router, which no other reader packs by class."""
-    return module == tree.head or (family.engine("vllm").packs_routers and tree.is_router(module))
 
 
 def _in_vllm(layer: str) -> str:

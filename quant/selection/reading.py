@@ -199,7 +199,12 @@ def read_list(
         spelled, found = engine(entry), frozenset[str]()
         for kind, rule, index, table in tables:
             if spelled not in table:
-                table[spelled] = _covered_by(row, rule, spelled, index)
+                try:
+                    table[spelled] = frozenset(_covered(rule, spelled, index))
+                except CkptkitError:
+                    if COMPRESSED in row.methods:
+                        raise
+                    table[spelled] = frozenset()  # `unreadable` has it
             if hit := table[spelled]:
                 covered[kind] |= hit
                 found |= hit
@@ -274,15 +279,6 @@ def _covered(rule: Rule, entry: str, names: Names) -> Iterable[str]:
         having: list[Collection[str]] = [names.by_part.get(part.lower(), ()) for part in covers.parts.split(".")]
         where = min(having, key=len)
     return [name for name in where if covers(name)]
-
-
-def _covered_by(row: ListReader, rule: Rule, entry: str, names: Names) -> frozenset[str]:
-    try:
-        return frozenset(_covered(rule, entry, names))
-    except CkptkitError:
-        if COMPRESSED in row.methods:
-            raise
-        return frozenset()  # `unreadable` has it
 
 
 def _all_looked_up(

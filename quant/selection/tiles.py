@@ -136,7 +136,9 @@ def _faults(
     chosen: Sequence[TensorSpec], tree: ClassTree, config: Mapping[str, Any], group_size: int | None, tp: int, ep: int
 ) -> dict[str, str]:
     """What is wrong with each tensor that does not fit, by name. Shards of a fused layer are looked at together."""
-    heads = _key_value_heads(release_of(config).text(config))
+    text = release_of(config).text(config)
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
+    heads = heads if isinstance(heads, int) else 1
     found = {}
     for specs in _by_layer(chosen, tree).values():
         expert = specs[0].name.removesuffix(".weight") in tree.experts
@@ -146,11 +148,6 @@ def _faults(
         if fault:
             found.update(dict.fromkeys((spec.name for spec in specs), fault))
     return found
-
-
-def _key_value_heads(text: Mapping[str, Any]) -> int:
-    heads = text.get("num_key_value_heads") or text.get("num_attention_heads")
-    return heads if isinstance(heads, int) else 1
 
 
 def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, heads: int) -> str | None:

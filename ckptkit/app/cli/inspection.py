@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -16,9 +16,6 @@ from ckptkit.app.option import option
 from ckptkit.app.run_options import PATH, PATH_OR_URL
 from ckptkit.core.progress import closing, size
 from quant.selection.readers import ALL_READERS, LIST_READERS
-
-if TYPE_CHECKING:
-    from quant.lint.lint import LintReport
 
 _LISTED = 8  # files that inspect lists by name
 
@@ -109,13 +106,6 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
         echo(*lines(report))
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
-    _end_lint(report, readers, as_json)
-    if (report.failed or (strict and report.warnings)) and not report.fixed:
-        raise SystemExit(1)
-
-
-def _end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None:
-    """Ends `lint`, which was given these readers."""
     after: list[str] = []
     if report.fixed:
         known = common.reader_words([reader for reader in readers if reader in ALL_READERS])
@@ -123,6 +113,8 @@ def _end_lint(report: LintReport, readers: Sequence[str], as_json: bool) -> None
     elif report.findings and report.portable not in (None, tuple(report.patterns)):
         after = ["lint", report.path, *common.reader_words(readers), "--fix"]
     end(f"{report.packed} of {report.tensors} matrices are INT4", as_json, after)
+    if (report.failed or (strict and report.warnings)) and not report.fixed:
+        raise SystemExit(1)
 
 
 @click.command(cls=Verb, short_help="Write a digest of every tensor and side file.")

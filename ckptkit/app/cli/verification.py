@@ -200,7 +200,10 @@ def preflight(
     if script is None and not arguments and not any(paths):
         raise click.UsageError("give a launch script, or at least one of --hf-checkpoint, --load and --ref-load")
     if script not in (None, "-") and not Path(str(script)).is_file():
-        raise click.UsageError(_not_a_script(str(script)))
+        if Path(str(script)).is_dir():
+            hint = "give it as --hf-checkpoint, --load or --ref-load"
+            raise click.UsageError(f"{script!r} is a directory, not a launch script: {hint}")
+        raise click.UsageError(f"no such script: {script!r}; arguments of the launch come after --")
     report = run(arguments=arguments, script=script, **options)
     print_report(report, as_json, strict, reports, every)
 
@@ -225,13 +228,6 @@ def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> 
     if remark:
         echo(f"ckptkit gate: {remark}", err=True)
     raise SystemExit(code)
-
-
-def _not_a_script(given: str) -> str:
-    """Why the argument of `preflight` is not a launch, and how to give what it is."""
-    if Path(given).is_dir():
-        return f"{given!r} is a directory, not a launch script: give it as --hf-checkpoint, --load or --ref-load"
-    return f"no such script: {given!r}; arguments of the launch come after --"
 
 
 def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from ckptkit.app.job.engines import Seat, Setup, State, seat_label
 from ckptkit.app.job.predicted import SHARED, UNUSED, Cut, Order, Sent, canonical, missing_parts, shared_part_of
@@ -93,7 +94,7 @@ def judge(
         for seat, checksums in state.ranks.items()
     ]
     equal, unequal, cuts = _by_value(sent, ranks, known.cuts)
-    wrong = _Wrong()
+    wrong = defaultdict[tuple[str, str], list[str]](list)  # parameters, by rank and reason
     was, now = _Record.of(known.sources), _Record.of(sent.sources)
     unseen, not_sent = set[str](), set[str]()
     by_change = 0
@@ -106,16 +107,16 @@ def judge(
             # An output layer that nothing was sent for holds the embeddings that were sent.
             tied = _expected(sent, _EMBEDDINGS, rank) if param == _OUTPUT and _EMBEDDINGS in sent.sources else {}
             if tied and rank.checksums[param] not in tied.values():
-                wrong.note(rank.label, _HEAD, param)
+                wrong[rank.label, _HEAD].append(param)
         before = known.held.get((rank.url, rank.seat), {})
         for param in _params(sent.sources, rank.checksums):
             if (rank, param) in equal:
                 continue
             if whole and (lost_parts := missing_parts(param, sent.sources[param]) if param in sent.sources else []):
-                wrong.note(rank.label, f"{', '.join(lost_parts)} of it was not sent", param)
+                wrong[rank.label, f"{', '.join(lost_parts)} of it was not sent"].append(param)
                 continue
             if (rank, param) in unequal and rank.key(sent, param) in cuts:
-                wrong.note(rank.label, _reason(sent, rank, param, before), param)
+                wrong[rank.label, _reason(sent, rank, param, before)].append(param)
                 continue
             unseen.add(param)
             reason = _changed(was.parts(param), now.parts(param), before.get(param), rank.checksums[param])
@@ -126,13 +127,13 @@ def judge(
                 continue
             by_change += 1
             if reason:
-                wrong.note(rank.label, reason, param)
+                wrong[rank.label, reason].append(param)
     lost = was.own.keys() - now.own.keys()
     return Judged(
         [
             *([f"sent in an earlier update and not in this one: {summarize(lost)}"] if lost else []),
-            *wrong.lines(),
-            *_apart(sent, ranks, wrong.params),
+            *(f"{label}: {summarize(params)}: {reason}" for (label, reason), params in wrong.items()),
+            *_apart(sent, ranks, set(chain(*wrong.values()))),
         ],
         bool(equal or unequal),
         len(equal),
@@ -156,24 +157,6 @@ def changed_since(states: Mapping[str, State], known: Known) -> tuple[int, list[
                 label = ", ".join(filter(None, [url, seat_label(seat)]))
                 lines.append(f"{label}: {summarize(changed)}: not as at the last check")
     return count, lines
-
-
-class _Wrong:
-    """What is wrong, gathered by rank and reason."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str], list[str]] = defaultdict(list)
-
-    def note(self, label: str, reason: str, param: str) -> None:
-        self._found[label, reason].append(param)
-
-    @property
-    def params(self) -> set[str]:
-        return {param for params in self._found.values() for param in params}
-
-    def lines(self) -> Iterator[str]:
-        for (label, reason), params in self._found.items():
-            yield f"{label}: {summarize(params)}: {reason}"
 
 
 def _by_value(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -187,23 +187,10 @@ def _joined(parts: Sequence[Tensor], cut: Cut, index: int) -> Tensor:
     pieces = []
     for place, part in enumerate(parts):
         size = cut.others if place else cut.size
-        rows = _padded(part) if cut.padded else part
+        missing = -part.shape[0] % _VOCABULARY_ROWS if cut.padded else 0
+        rows = torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
         pieces.append(rows.chunk(size, cut.axis)[index // (cut.size // size)] if size > 1 else rows)
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-
-
-def _padded(part: Tensor) -> Tensor:
-    rows = -part.shape[0] % _VOCABULARY_ROWS
-    return torch.cat([part, part.new_zeros(rows, *part.shape[1:])]) if rows else part
-
-
-def digests(parts: Mapping[Order, Tensor], ways: Iterable[Cut], tp: int, digest: Digest) -> Predicted:
-    """The checksum of what each of `tp` ranks holds, for each way to cut."""
-    found: Predicted = {}
-    for cut in ways:
-        for at in {cut.at(rank) for rank in range(tp)}:
-            found[cut, at] = digest(piece(parts, cut, at))
-    return found
 
 
 _WIDE = ("torch.float32", "torch.float64")
@@ -298,7 +285,8 @@ class Sent:
             if parts.keys() == {(0,)} and checksum is not None and Cut() in ways:
                 ways.remove(Cut())
                 found[Cut(), (0, 0)] = checksum
-            found |= digests(parts, ways, size, self._digest)
+            places = [(cut, at) for cut in ways for at in {cut.at(rank) for rank in range(size)}]
+            found |= {(cut, at): self._digest(piece(parts, cut, at)) for cut, at in places}
         self.predicted[param] = found
         if known is None and all(bool((part == part.flatten()[0]).all()) for part in parts.values() if part.numel()):
             self.constant.add(param)

@@ -119,7 +119,11 @@ class VllmEngine:
         if self.server is not None and (info := self.server.ask("weight_info", may_lack=True)) is not None:
             version = info.get("weight_version")
         found: dict[Seat, dict[str, str]] = defaultdict(dict)
-        for key, checksum in self._checksums(setup).items():
+        if setup.digest is None and self.server is not None:
+            checksums = self.server.require("weight_checker", {"action": "checksum"})["checksums"]
+        else:
+            checksums = {key: checksum for rank in self._call(WEIGHTS) for key, checksum in rank.items()}
+        for key, checksum in checksums.items():
             if (match := _KEY.fullmatch(key)) is None:
                 raise CkptkitError(f"{self.name} names a checksum {key!r:.80}", "this release of vLLM is not known")
             dp, pp, pcp, tp = map(int, match.groups()[:4])
@@ -139,12 +143,6 @@ class VllmEngine:
         if not isinstance(config, Mapping):
             raise CkptkitError(f"{self.name} does not say how it was started", "it needs vLLM 0.25 or later")
         return config
-
-    def _checksums(self, setup: Setup) -> Mapping[str, str]:
-        if setup.digest is None and self.server is not None:
-            checksums: Mapping[str, str] = self.server.require("weight_checker", {"action": "checksum"})["checksums"]
-            return checksums
-        return {key: checksum for rank in self._call(WEIGHTS) for key, checksum in rank.items()}
 
     def _call(self, method: str) -> Sequence[Mapping[str, Any]]:
         """What each worker answers to a method of `WeightReader`."""

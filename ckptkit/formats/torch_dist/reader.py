@@ -397,17 +397,14 @@ class TorchDistCheckpoint:
         weights = {key: stored for key, stored in self.metadata.tensors.items() if not NOT_WEIGHTS.fullmatch(key)}
         for key, stored in weights.items():
             name = engine_name(key, weights)
-            if name != key and name in weights:
-                self._check_alias(stored, weights[name])
-                continue
-            yield from parts_of(name, stored)
-
-    def _check_alias(self, stored: StoredTensor, alias: StoredTensor) -> None:
-        if [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in alias.chunks]:
-            raise DamagedError(
-                f"{self.path}: {stored.key} and {alias.key} are two names of one norm but are stored apart",
-                "Megatron's specs would load different models: save again with one --transformer-impl, keep this save",
-            )
+            if name == key or name not in weights:
+                yield from parts_of(name, stored)
+            elif [chunk.blob for chunk in stored.chunks] != [chunk.blob for chunk in weights[name].chunks]:
+                raise DamagedError(
+                    f"{self.path}: {key} and {name} are two names of one norm but are stored apart",
+                    "Megatron's specs would load different models: save again with one --transformer-impl, keep this "
+                    "save",
+                )
 
     @property
     def hf_path(self) -> Path:
@@ -505,14 +502,14 @@ class TorchDistCheckpoint:
         return None
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:
-        return {name: self._read(self._logical[name], reader) for name in names}
-
-    def _read(self, parts: Sequence[Part], reader: Reader | None) -> Tensor:
-        if len(parts) == 1:
-            return parts[0].read(reader)
         import torch
 
-        return torch.cat([part.read(reader) for part in parts])
+        return {
+            name: parts[0]
+            if len(parts := [part.read(reader) for part in self._logical[name]]) == 1
+            else torch.cat(parts)
+            for name in names
+        }
 
 
 def _mapping(blob: Blob) -> Mapping[str, Any]:

@@ -111,14 +111,6 @@ _MAX_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
 AT_ONCE = ARENA - 2 * BLOCK  # bytes up to which a chunk is read as a whole
 
 
-@dataclass(frozen=True)
-class _Strided:
-    """How a tensor lies in its storage, in elements."""
-
-    stride: tuple[int, ...]
-    offset: int
-
-
 @dataclass(frozen=True, slots=True)
 class Blob:
     """`length` bytes from `offset` of `path`, written by torch.save; `content` holds them where they have been read."""
@@ -167,7 +159,7 @@ class Blob:
     def tensor_in(self, memory: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """As `tensor`, from the blob's bytes, read in one go: the tensor's description stands at both ends."""
         whole = replace(self, content=memory)
-        info, arguments = whole._described(whole.entries(), dtype, shape)
+        info, stride, offset = whole._described(whole.entries(), dtype, shape)
         begin = whole._begin(info)
         content = memory[begin : begin + info.file_size]
         if len(content) != info.file_size:
@@ -175,7 +167,7 @@ class Blob:
         self.check(info, crc32(content))
         # torch.save puts storages on multiples of 64 bytes, others may not.
         flat = elements(tensor_of(memory)[begin : begin + info.file_size], torch_dtype(dtype))
-        return flat.as_strided(shape, arguments.stride, flat.storage_offset() + arguments.offset).contiguous()
+        return flat.as_strided(shape, stride, flat.storage_offset() + offset).contiguous()
 
     def read(self, buffer: memoryview, start: int) -> int:
         """Fills `buffer` from `start`. Returns how many bytes there were. Raises CkptkitError, naming the file."""
@@ -197,17 +189,17 @@ class Blob:
 
     def dense(self, dtype: str, shape: tuple[int, ...]) -> FileExtent | None:
         """As `extent`, told by the description of the saved tensor alone, however small the blob is."""
-        info, arguments = self._described(self.entries(), dtype, shape)
+        info, stride, offset = self._described(self.entries(), dtype, shape)
         nbytes = math.prod(shape) * ITEMSIZE[dtype]
-        if arguments.offset or arguments.stride != dense_stride(shape) or info.file_size != nbytes:
+        if offset or stride != dense_stride(shape) or info.file_size != nbytes:
             return None
         # torch can be told to leave the checksum out, which it then writes as zero.
         return FileExtent(self.path, self.offset + self._begin(info), info.file_size, info.CRC or None)
 
     def _described(
         self, entries: Mapping[str, zipfile.ZipInfo], dtype: str, shape: tuple[int, ...]
-    ) -> tuple[zipfile.ZipInfo, _Strided]:
-        """The entry that holds a tensor's storage, and how the tensor lies in it."""
+    ) -> tuple[zipfile.ZipInfo, tuple[int, ...], int]:
+        """The entry that holds a tensor's storage, and the tensor's stride and offset in it, in elements."""
         storage, offset, size, stride = self._tensor_arguments(entries)
         kind = kind_of(storage[1]).rpartition(".")[2]
         if kind != STORAGE_CLASS.get(dtype) or size != shape:
@@ -222,7 +214,7 @@ class Blob:
             )
         if offset + reach(size, stride) > storage[4]:
             raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes", _DAMAGED)
-        return info, _Strided(stride, offset)
+        return info, stride, offset
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The zip's entries by name without the leading folder.

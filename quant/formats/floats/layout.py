@@ -150,15 +150,12 @@ _MXFP4 = "MXFP4 (4-bit floats, one power of two for each 32 weights)"
 _MXFP8 = "MXFP8 (float8_e4m3fn, one power of two for each 32 weights)"
 
 
-def _fp8_words(block: Block) -> str:
-    rows, columns = block
-    each = "tensor" if rows is None else "row" if columns is None else f"block of {rows} x {columns}"
-    return f"FP8 (float8_e4m3fn, one scale for each {each})"
-
-
 def _fp8(block: Block, *inputs: str, static: bool, scales: tuple[str, ...] = (FP8_SCALE,), **more: Any) -> Layout:
     """`inputs`: endings of scales of activations, which engines need where they are `static`."""
-    return Layout(_fp8_words(block), E4M3, block, scales, inputs=inputs, needs_input=static, **more)
+    rows, columns = block
+    each = "tensor" if rows is None else "row" if columns is None else f"block of {rows} x {columns}"
+    words = f"FP8 (float8_e4m3fn, one scale for each {each})"
+    return Layout(words, E4M3, block, scales, inputs=inputs, needs_input=static, **more)
 
 
 def fp8(block: Block, *, exponents: bool = False, static: bool = False, only: str = "") -> Layout:

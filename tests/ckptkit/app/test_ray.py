@@ -345,8 +345,8 @@ def test_small_files_are_cut_into_several_tasks_a_worker(task: TaskInput) -> Non
     for workers in (1, 2, 4):
         batches = batches_of(plan, workers)
         assert min(len(plan.files()), 16 * workers) <= len(batches) <= 32 * workers
-        assert [file for batch in batches for file in batch.files] == list(plan.files())
-        assert sum(batch.nbytes for batch in batches) == sum(plan.outputs[0].files.size(file) for file in plan.files())
+        assert [file for files in batches for file in files] == list(plan.files())
+        assert sum(batches.values()) == sum(plan.outputs[0].files.size(file) for file in plan.files())
 
 
 def recorded(out: Path) -> list[Path]:
