@@ -18,7 +18,7 @@ from verify.launch.options.names import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
-from verify.launch.shell.run import follow
+from verify.launch.shell.run import follow, substituted
 from verify.launch.shell.trainers import ranks_of
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.stacks.slime.sides import unread
@@ -50,7 +50,8 @@ def read_script(
     """
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
-    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments), script=script)
+    given = tuple(Value(word) for word in arguments)
+    shell = Shell(script, Path.cwd(), environment or {}, substituted, given, script=script)
     try:
         follow(shell, parse(text, place))
     except TooMuchError as error:
@@ -71,7 +72,7 @@ def read_command(
     text: str, variables: Mapping[str, tuple[Value, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
     """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
-    shell = Shell(script, Path.cwd(), environment, script=script)
+    shell = Shell(script, Path.cwd(), environment, substituted, script=script)
     for name, values in variables.items():
         shell.variables[name] = Variable(values, array=not values or any(value.maybe for value in values))
     try:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from verify.issue import Issue
-from verify.launch.shell.syntax import Node
+from verify.launch.shell.syntax import Node, Substitution
 
 # A script that needs more is not read to its end.
 MAX_STEPS = 20_000
@@ -112,11 +112,13 @@ class Shell:
     fails ends the script, unless it is `guarded` by a condition; `pipefail`: whether any command of a pipeline does so.
     `callers` and `loops` count the functions, sourced
     files and loops around a command. `script`: the file that was started, which `$0` names in every file it sources.
+    `run` gives the output of the commands in `$(...)`.
     """
 
     file: Path | None
     directory: Path | None
     environment: Mapping[str, str]
+    run: Callable[[Shell, Substitution], Value]
     arguments: tuple[Value, ...] = ()
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Node | None] = field(default_factory=dict)
@@ -147,6 +149,17 @@ class Shell:
         self.steps[0] += 1 + characters // _CHARACTERS_A_STEP
         if self.steps[0] > MAX_STEPS:
             raise TooMuchError(f"it runs more than {MAX_STEPS} commands before a trainer starts")
+
+    def deeper(self) -> None:
+        """Counts one more function, file or command inside of others. Raises TooMuchError after `MAX_DEPTH`."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise TooMuchError(f"more than {MAX_DEPTH} functions, files and commands stand inside one another")
+
+    @property
+    def exported(self) -> dict[str, Value]:
+        """The variables that a command sees."""
+        return {name: one.values[0] for name, one in self.variables.items() if one.exported and one.values}
 
     def branch(self) -> Shell:
         """A copy whose variables, functions and directory change apart from this one's."""
