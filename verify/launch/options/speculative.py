@@ -69,8 +69,11 @@ def of_mapping(content: Mapping[str, Any], place: str) -> Speculation:
     return Speculation("vllm", str(method).lower(), place, draft, tokens=tokens, mixed=mixed)
 
 
-def of_settings(settings: Settings, prefix: str) -> Speculation | None:
-    """The mapping `speculative_config` that verl and NeMo-RL hand on to vLLM."""
+def of_settings(settings: Settings, prefix: str, server: str | None) -> Speculation | None:
+    """The mapping `speculative_config` that verl, NeMo-RL and ROLL hand on to vLLM; None for another server."""
+    if server != "vllm":
+        return None
+    settings = settings.quietly()
     names = ("method", "model", "num_speculative_tokens", "use_heterogeneous_vocab")
     words = {name: settings.word(f"{prefix}.speculative_config.{name}") for name in names}
     given = {name: word.text for name, word in words.items() if word is not None}

@@ -89,8 +89,8 @@ def _done(shell: Shell, node: Node) -> Outcome:
         case syntax.While():
             flow = _loop(shell, node)
             return flow, shell.result if flow in ("exit", "return") else None
-        case syntax.Group(body, silent=True):
-            return _silent(shell, lambda: follow(shell, body))
+        case syntax.Group(loud, silent=True):
+            return _silent(shell, lambda: follow(shell, loud))
         case syntax.Group(body, subshell=True):  # its variables are gone afterwards
             return "", follow(shell.branch(), body)[1]
         case syntax.Group(body):
