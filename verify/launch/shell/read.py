@@ -190,9 +190,9 @@ def _is_new(gap: Gap) -> bool:
 
 def _matters(option: str) -> bool:
     """Whether anything that is looked at depends on the value of an option."""
-    return option == _RESOURCE or (
-        option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
-    )
+    if option in (_RESOURCE, "--save"):
+        return option == _RESOURCE
+    return option in OPTIONS or bool(unread([option, "1"], frozenset()))
 
 
 def _placed(word: Word, option: str, start: Start) -> Word:
@@ -244,12 +244,8 @@ def _runtime(before: Sequence[Value], unresolved: dict[str, None]) -> Iterator[t
             continue
         for key, variable in pairs:
             gap = next((gap for gap in text.gaps if gap.source in variable), None)
-            yield (
-                key,
-                UnresolvedWord(variable, text.file, text.line, str(gap))
-                if gap
-                else Word(variable, text.file, text.line),
-            )
+            known = Word(variable, text.file, text.line)
+            yield key, UnresolvedWord(variable, text.file, text.line, str(gap)) if gap else known
 
 
 def _lost(shell: Shell) -> Iterator[Issue]:
@@ -297,18 +293,15 @@ def _options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
         raise CkptkitError(f"{word.place}: {_RESOURCE} {word.text[:80]} is not JSON of roles", hint) from error
+    found: dict[str, int] = {}
     given = [_number(options, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
     if gpus.get("actor", 0) > 0 and given == [8, 1]:
         each = min(_number(options, _NODE, 8) or 8, gpus["actor"])
-        yield from _option(_EACH, each, word)
-        yield from _option(_NODES, max(1, gpus["actor"] // each), word)
+        found |= {_EACH: each, _NODES: max(1, gpus["actor"] // each)}
     if gpus.get("rollout", 0) > 0:
-        yield from _option("--rollout-num-gpus", gpus["rollout"], word)
-
-
-def _option(name: str, number: int, word: Word) -> Iterator[Word]:
-    yield Word(name, word.file, word.line)
-    yield Word(str(number), word.file, word.line)
+        found["--rollout-num-gpus"] = gpus["rollout"]
+    for pair in found.items():
+        yield from (Word(str(text), word.file, word.line) for text in pair)
 
 
 def _value(options: Sequence[Option], name: str) -> Word | None:

@@ -180,7 +180,9 @@ class Shell:
         if len(value.text) > MAX_CHARACTERS:
             raise TooMuchError(f"${name} has more than {MAX_CHARACTERS} characters")
         before = self.variables.get(name)
-        value = self._as_declared(name, value)
+        if name in self.special and not value.gaps:  # another value than the given one, by `declare -i` and its like
+            source = f"${{{name}}}"
+            value = replace(value, text=source, gaps=(Gap(source, self.special[name]),))
         self.variables[name] = Variable((value,), False, bool(before and before.exported))
 
     def assign_array(self, name: str, values: tuple[Value, ...]) -> None:
@@ -191,13 +193,6 @@ class Shell:
             self.assign(name, Value(""))
         else:
             self.variables[name] = Variable(values, True)
-
-    def _as_declared(self, name: str, value: Value) -> Value:
-        """The value that an assignment leaves: not the one that is given, where `declare -i` and its like were used."""
-        if name not in self.special or value.gaps:
-            return value
-        source = f"${{{name}}}"
-        return replace(value, text=source, gaps=(Gap(source, self.special[name]),))
 
     def drop(self, name: str) -> None:
         """Makes a variable one that is not set, whatever the environment says."""
