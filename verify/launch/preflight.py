@@ -25,7 +25,7 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.checks.architecture import differing_model
 from verify.launch.checks.paths import NOT_READ
 from verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
-from verify.launch.job import Given, Job, Launch, Stack
+from verify.launch.job import Given, Job, Launch
 from verify.launch.python.launcher import read_launcher
 from verify.launch.shell.read import read_script
 from verify.launch.sides import ENGINE
@@ -116,9 +116,18 @@ def judged(job: Job) -> Report:
     launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
     chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
     outcome = run_checks(launched, [one for one in chosen if not one.needs])
-    outcome.add(_checkpoints(launched, directories, checks, [one for one in chosen if one.needs]))
+    headers = Outcome()
+    for subject in directories:
+        headers.add(check_headers(subject))
+    gates = {one.code for one in checks if one.gate}
+    broken = next((one.code for one in headers.checks if one.code in gates and one.status == "failed"), None)
+    # Those that read weights too, where headers are sound.
+    headers.add(run_checks(launched, [one for one in chosen if one.needs], broken))
+    outcome.add(headers)
     if job.replaced:
         outcome.facts[NOTES] = [*job.replaced, *outcome.facts.get(NOTES, [])]
+    compared = outcome.facts.get(COMPARED, [])
+    lacks = ["some weights"] if outcome.facts.get(NOT_COMPARED) else []
     return Report(
         version=program_version(),
         command=("ckptkit", "preflight"),
@@ -132,8 +141,8 @@ def judged(job: Job) -> Report:
         reasons=outcome.reasons,
         model=next(filter(None, map(model_of, directories)), None),
         date=now(),
-        asked=[*looked_at(outcome.checks), *outcome.facts.get(COMPARED, [])],
-        not_asked=[*_not_compared(outcome), "engine"],
+        asked=[*looked_at(outcome.checks), *compared],
+        not_asked=[*(lacks if compared else ["weights"]), "engine"],
     )
 
 
@@ -153,6 +162,7 @@ def _directories(job: Job) -> Iterator[Subject]:
             continue
         seen.add((side.path, sizes))
         paths.add(side.path)
+        readers = job.stack.vllm_readers if sizes.server == "vllm" else None
         model = job.models.get(side.role, job.hf)
         usable = model if model and (model / "config.json").exists() else None
         yield Subject(
@@ -160,23 +170,11 @@ def _directories(job: Job) -> Iterator[Subject]:
             hf_path=usable if side.is_megatron else None,
             source_path=usable if side.is_hf and side.path != usable else None,
             arguments=sizes,
-            options=_options(job.stack, sizes),
+            options=VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers),
             # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
             updated=None if job.bridge else job.updates,
             sizes_at=job.sizes_at,
         )
-
-
-def _options(stack: Stack, sizes: LaunchArguments) -> VerifyOptions:
-    readers = stack.vllm_readers if sizes.server == "vllm" else None
-    return VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers)
-
-
-def _not_compared(outcome: Outcome) -> list[str]:
-    """What of the weights was not compared, as the verdict names it."""
-    if not outcome.facts.get(COMPARED):
-        return ["weights"]
-    return ["some weights"] if outcome.facts.get(NOT_COMPARED) else []
 
 
 def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
@@ -188,19 +186,6 @@ def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
         found = reasons.setdefault(reason, [])
         found += [code for code in codes.split(", ") if code not in ran and code not in found]
     return [f"{', '.join(sorted(codes))}: {reason}" for reason, codes in reasons.items() if codes]
-
-
-def _checkpoints(
-    launched: Subject, directories: Sequence[Subject], checks: Sequence[Check], last: Sequence[Check]
-) -> Outcome:
-    """What the directories come to; `last` are the checks that read weights too, where headers are sound."""
-    headers = Outcome()
-    for subject in directories:
-        headers.add(check_headers(subject))
-    gates = {one.code for one in checks if one.gate}
-    broken = next((one.code for one in headers.checks if one.code in gates and one.status == "failed"), None)
-    headers.add(run_checks(launched, last, broken))
-    return headers
 
 
 def check_headers(subject: Subject) -> Outcome:
@@ -243,21 +228,15 @@ def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
     arguments = [one for one in errors if one.code in _ARGUMENTS]
     if config is None or len(arguments) < _SEVERAL or len(errors) <= _FEW:
         return outcome
-    kept = _finding(arguments, errors, config, subject.path)
-    outcome.facts[FOLDED] = [_difference(one) for one in errors]
-    at = outcome.findings.index(errors[0])
-    left = [one for one in outcome.findings if one not in errors]
-    return replace(outcome, findings=[*left[:at], kept, *left[at:]])
-
-
-def _finding(arguments: list[Finding], errors: list[Finding], config: Path, path: Path) -> Finding:
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
     difference = differing_model([one.actual for one in arguments], tensors)
     expected, actual = f"the model of {config}/config.json", f"another one: {difference}"
     hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
-    return Finding(arguments[0].code, expected, actual, hint, file=str(path))
-
-
-def _difference(one: Finding) -> str:
-    about = f"{one.tensor}: " if one.tensor else ""
-    return f"{one.code}: {about}expected {one.expected}, found {one.actual}"
+    kept = Finding(arguments[0].code, expected, actual, hint, file=str(subject.path))
+    outcome.facts[FOLDED] = [
+        f"{one.code}: {f'{one.tensor}: ' * bool(one.tensor)}expected {one.expected}, found {one.actual}"
+        for one in errors
+    ]
+    at = outcome.findings.index(errors[0])
+    left = [one for one in outcome.findings if one not in errors]
+    return replace(outcome, findings=[*left[:at], kept, *left[at:]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,19 +31,8 @@ _OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_voc
 _NAMED = 3
 
 Shapes = Mapping[str, "tuple[int, ...] | None"]
-
-
-@dataclass(frozen=True)
-class _Difference:
-    """What one checkpoint holds otherwise than another: tensors, and arguments with both values."""
-
-    tensors: Sequence[str]
-    arguments: Sequence[tuple[str, str, str]] = ()
-
-    def __str__(self) -> str:
-        return differing_model(
-            [f"{name} = {found} and not {want}" for name, want, found in self.arguments], len(self.tensors)
-        )
+# What one checkpoint holds otherwise than another: tensors, and arguments with both values.
+_Differences = tuple[list[str], list[tuple[str, str, str]]]
 
 
 def differing_model(arguments: Sequence[str], tensors: int) -> str:
@@ -104,16 +93,17 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.note(f"{why}, so its architecture is not compared")
             continue
         try:
-            found = _from_config(side, config, hf) if config else _from_side(first, side)
+            tensors, arguments = _from_config(side, config, hf) if config else _from_side(first, side)
         except UnsupportedError:
             raise
         except CkptkitError as error:
             yield Issue("headers that can be read", error.message, error.hint or "copy it again", file=side.path)
             continue
-        if found.tensors or found.arguments:
+        if tensors or arguments:
             hint = f"give the {side.role} a checkpoint of the model that the launch trains"
-            names = found.tensors or None
-            yield Issue(f"the model of {of}", f"another one: {found}", hint, names, side.path, together=True)
+            found = [f"{name} = {value} and not {want}" for name, want, value in arguments]
+            actual = f"another one: {differing_model(found, len(tensors))}"
+            yield Issue(f"the model of {of}", actual, hint, tensors or None, side.path, together=True)
 
 
 def of_two_models(subject: Subject, one: Side, other: Side) -> bool:
@@ -122,10 +112,9 @@ def of_two_models(subject: Subject, one: Side, other: Side) -> bool:
     if not job.stack.one_model or job.hf or _incomparable(other, one):
         return False
     try:
-        found = _from_side(one, other)
+        return any(_from_side(one, other))
     except CkptkitError:
         return False
-    return bool(found.tensors or found.arguments)
 
 
 def _incomparable(side: Side, first: Side | None) -> str | None:
@@ -137,22 +126,22 @@ def _incomparable(side: Side, first: Side | None) -> str | None:
     return None
 
 
-def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Difference:
+def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Differences:
     """What a side holds otherwise than the launch's config says. Raises CkptkitError where it cannot be read."""
     critic, path = side.role == "critic", side.path or Path()
     if side.is_hf:
         want, have = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
         names = sorted(want.keys() | have.keys())
         pairs = [(name, str(want.get(name)), str(have.get(name))) for name in names if want.get(name) != have.get(name)]
-        return _Difference([], _of_role(pairs, critic))
+        return [], _of_role(pairs, critic)
     subject = Subject(path, hf_path=hf)
     expected, args = expected_of(subject), subject.megatron_files.args
     dims = dims_of(config) if args.get("mtp_num_layers") else replace(dims_of(config), mtp_layers=0)
     tensors = _other_shapes(expected.shapes, _shapes(subject), critic) if expected else []
-    return _Difference(tensors, _of_role(mismatches(dims, args) if args else (), critic))
+    return tensors, _of_role(mismatches(dims, args) if args else (), critic)
 
 
-def _from_side(first: Side, side: Side) -> _Difference:
+def _from_side(first: Side, side: Side) -> _Differences:
     """What a side holds otherwise than the first one in the same format. Raises CkptkitError as `_from_config`."""
     here, there = (Subject(one.path or Path()) for one in (first, side))
     want, have = ({name: shape for name, shape in _shapes(one).items() if LAYER.search(name)} for one in (here, there))
@@ -160,9 +149,9 @@ def _from_side(first: Side, side: Side) -> _Difference:
     tensors = _other_shapes(want, have, critic)
     if side.is_hf:
         # Packed tensors have names of their own.
-        return _Difference([name for name in tensors if name in want and name in have])
+        return [name for name in tensors if name in want and name in have], []
     args = here.megatron_files.args, there.megatron_files.args
-    return _Difference(tensors, _of_role(differing(*args) if all(args) else (), critic))
+    return tensors, _of_role(differing(*args) if all(args) else (), critic)
 
 
 def _shapes(subject: Subject) -> Shapes:

@@ -66,10 +66,6 @@ class _Side:
     module: str
     columns: bool = False
 
-    def broken_by(self, block: int) -> bool:
-        """Whether a rank's part ends inside a block of this size."""
-        return self.size % self.share != 0 or (self.size // self.share) % block != 0
-
     def is_finer(self, block: Sequence[int], hidden: int) -> bool:
         """Whether vLLM 0.33 splits the blocks of these experts until a rank's part divides by them, down to 32.
 
@@ -100,11 +96,13 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
     if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
         return
     keys = ("modules_to_not_convert", "ignored_layers")
-    names = [name for key in keys for name in _listed(quantization.get(key))]
+    # What is no list may name any layer.
+    stated = [one for key in keys if (one := quantization.get(key))]
+    names = [name for one in stated for name in (one if isinstance(one, list) else [None])]
     found = set[str]()
     for side in _sides(dims, cut):
         size = block[side.columns]
-        is_broken = side.layers and size > 1 and side.broken_by(size) and not side.plain(names)
+        is_broken = side.layers and size > 1 and side.size % (side.share * size) and not side.plain(names)
         if is_broken and side.what not in found:
             found.add(side.what)
             ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
@@ -115,11 +113,6 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
             severity: Severity = "warning" if finer else "error"
             actual = f"{side.what} = {side.size}, {side.size / side.share:g} a rank"
             yield Issue(expected, actual, hint, severity=severity)
-
-
-def _listed(entries: object) -> list[object]:
-    """The entries of a list; of what is no list an entry that may name any layer."""
-    return list(entries) if isinstance(entries, list) else [None] if entries else []
 
 
 def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
@@ -180,18 +173,6 @@ def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterat
         yield Issue(expected, f"{groups}", hint)
 
 
-def _trainer_fit(dims: ModelDims, cut: Cut) -> Iterator[Issue]:
-    """Heads over the ranks that share a sequence by Ulysses, or over those of DTensor, which replicates no head."""
-    where = f" ({cut.where})"
-    if cut.by == "ulysses":
-        yield from _heads(dims.heads, dims.groups, cut.ranks, where, "choose a size that divides the heads")
-        return
-    hint = "choose a tensor_parallel_size that divides both numbers of heads"
-    for name, heads in (("num_attention_heads", dims.heads), ("num_key_value_heads", dims.groups)):
-        if heads % cut.ranks:
-            yield Issue(f"{name} that divides over {cut.ranks} ranks{where}", f"{heads}", hint)
-
-
 def _placement(subject: Subject) -> Placement:
     """How the sizes of the job go with its GPUs. Raises Skip for a launch that counts none."""
     if (placement := job_of(subject).placement) is None:
@@ -232,8 +213,14 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:
-    dims = engine_dims(config)
-    if cut.by in ("ulysses", "dtensor"):
-        yield from _trainer_fit(dims, cut)
+    """Heads over the ranks that share a sequence by Ulysses, or over those of DTensor, which replicates none."""
+    dims, where = engine_dims(config), f" ({cut.where})"
+    if cut.by == "ulysses":
+        yield from _heads(dims.heads, dims.groups, cut.ranks, where, "choose a size that divides the heads")
+    elif cut.by == "dtensor":
+        hint = "choose a tensor_parallel_size that divides both numbers of heads"
+        for name, heads in (("num_attention_heads", dims.heads), ("num_key_value_heads", dims.groups)):
+            if heads % cut.ranks:
+                yield Issue(f"{name} that divides over {cut.ranks} ranks{where}", f"{heads}", hint)
     elif cut.ranks % cut.ep == 0:
         yield from engine_fit(dims, config, cut)

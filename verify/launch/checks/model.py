@@ -40,9 +40,8 @@ def _job(subject: Subject) -> Job:
     if not (job.arguments.of_model or job.arguments.refused):
         raise Skip("the launch gives no model arguments")
     if job.bridge:
-        raise Skip(
-            "--megatron-to-hf-mode bridge: miles builds the model from config.json, not from the model arguments"
-        )
+        how = "miles builds the model from config.json, not from the model arguments"
+        raise Skip(f"--megatron-to-hf-mode bridge: {how}")
     return job
 
 
@@ -79,9 +78,8 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     args |= {"rope_scaling_factor": LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
     tally.compared(0, compared(dims))
     for name, want, found in mismatches(dims, args):
-        if not given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
-            continue
-        yield _issue(name, want, found, given, root)
+        if given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
+            yield _issue(name, want, found, given, root)
     if code := [one.word.text for one in options_of(job.text.words) if one.name in MODULES]:
         tally.note(f"{'; '.join(code)}: what this code builds is not judged, only the arguments are")
 
@@ -106,10 +104,8 @@ def _issue(name: str, want: str, found: str, given: GivenArguments, root: object
 
 def _hint(name: str, given: GivenArguments) -> str:
     if name == "rope_scaling_factor" and given.get("use_rope_scaling", False):
-        known = "which slime, miles and Megatron-LM do not hand to the model"
-        return (
-            f"Megatron takes a factor of 8 whatever --rope-scaling-factor says, {known}: set it in the model provider"
-        )
+        known = "which slime, miles and Megatron-LM do not hand to the model: set it in the model provider"
+        return f"Megatron takes a factor of 8 whatever --rope-scaling-factor says, {known}"
     if name in WITHOUT_FLAG and name not in given.places:
         return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
     option = f"--{name.replace('_', '-')}"

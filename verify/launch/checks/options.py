@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator
+from itertools import islice
 
 from converters.config.values import language_part
 from verify.check import Skip, Tally, check
@@ -57,12 +58,16 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from job.text.issues
     own = job.stack.names()
     known, seen = own.keys() | OPTIONS | engine_settings(), set[str]()
-    for name, word in _bounded(job.written, tally):
+    if len(job.written) > _MAX_NAMES:
+        what = f"only the first {_MAX_NAMES} were looked through for misspellings"
+        tally.note(f"{len(job.written)} different options: {what}")
+    for name, word in islice(job.written.items(), _MAX_NAMES):
         for part in _parts(name):
-            if part in seen:
+            bare = part.strip("-")
+            if part in seen or part in known or len(bare) < _SHORTEST:
                 continue
             seen.add(part)
-            if (meant := _meant(part, own.keys(), known)) is not None:
+            if (meant := nearest(part, own, _FEW if len(bare) < _SHORT else _MANY)) is not None:
                 what = name if part == name else f"{part} in {name}"
                 hint = f"write {meant}, as {own[meant]} has it: {job.stack.unknown}"
                 yield Issue(meant, f"{what} is not known, at {word.place}", hint, file=word.file, severity="warning")
@@ -80,27 +85,11 @@ def _parts(name: str) -> Iterator[str]:
             yield part
 
 
-def _bounded(named: Mapping[str, Word], tally: Tally) -> list[tuple[str, Word]]:
-    """The options of a launch, as many as anybody writes; a note where there are more."""
-    if len(named) > _MAX_NAMES:
-        tally.note(f"{len(named)} different options: only the first {_MAX_NAMES} were looked through for misspellings")
-    return list(named.items())[:_MAX_NAMES]
-
-
-def _meant(name: str, own: Set[str], known: Set[str]) -> str | None:
-    """The stack's own name that another one was meant to be; None for a known one, and for one that is near to none."""
-    bare = name.strip("-")
-    if name in known or len(bare) < _SHORTEST:
-        return None
-    return nearest(name, own, _FEW if len(bare) < _SHORT else _MANY)
-
-
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
     """The combinations that the stack's reader found. Raises Skip where no such rule is known."""
     if (issues := job_of(subject).combinations) is None:
-        raise Skip(
-            "the launch is not one of slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
-        )
+        known = "slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
+        raise Skip(f"the launch is not one of {known}")
     return issues
 
 
@@ -154,12 +143,8 @@ def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _warning(given: GivenArguments, name: str, expected: str, actual: str, hint: str) -> Issue:
     word = given.places.get(name)
-    file = word.file if word else None
-    return Issue(expected, f"{actual}, {_where(given, name)}", hint, file=file, severity="warning")
-
-
-def _where(given: GivenArguments, name: str) -> str:
-    return f"at {given.places[name].place}" if name in given.places else "by default, as the launch does not give it"
+    where = f"at {word.place}" if word else "by default, as the launch does not give it"
+    return Issue(expected, f"{actual}, {where}", hint, file=word.file if word else None, severity="warning")
 
 
 def _dropout(given: GivenArguments) -> Iterator[Issue]:
@@ -187,9 +172,8 @@ def _attention(given: GivenArguments) -> Iterator[Issue]:
     if backend in _WHOLE and ranks > 1:
         message = f"attention_backend = {backend} with context_parallel_size = {ranks}"
         hint = "take flash or fused, or --context-parallel-size 1"
-        yield _warning(
-            given, "attention_backend", "a backend that shares a sequence out: flash, fused or auto", message, hint
-        )
+        expected = "a backend that shares a sequence out: flash, fused or auto"
+        yield _warning(given, "attention_backend", expected, message, hint)
 
 
 def _experts(given: GivenArguments) -> Iterator[Issue]:

@@ -102,14 +102,10 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     if subject.not_for_sglang:
         raise Skip(subject.not_for_sglang)
     config = engine_config(root)
-    if _method(config) != "compressed-tensors":
+    content = quantization_of(config)
+    if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
         raise Skip("--hf-checkpoint holds no INT4 weights of compressed-tensors")
     return root, config
-
-
-def _method(config: Mapping[str, Any]) -> object:
-    content = quantization_of(config)
-    return content.get("quant_method") if isinstance(content, Mapping) else None
 
 
 @check(
@@ -178,7 +174,12 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if content is None:
         if option is not None and option.known and option.value is not None:
-            yield _packed_once(root, option)
+            places = {option.name: option.word}
+            expected = f"an --hf-checkpoint in the format of {option.name}{at_places(places)}"
+            actual = "beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
+            hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {option.name} out"
+            file = first_file(places) or str(root / "config.json")
+            yield Issue(expected, f"{option.value.text.lower()} {actual}", hint, file=file, severity="warning")
         return
     server = subject.engine
     where, method = str(root / "config.json"), content["quant_method"]
@@ -207,13 +208,3 @@ def _of_verl(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterato
     expected = f"{_VERL_OPTION}=fp8, or a model in BF16"
     actual = f"{shortened(content['quant_method'])} without it: SGLang is built so, and sent every update in BF16"
     yield Issue(expected, actual, "set it, or give the model in BF16", file=str(root / "config.json"))
-
-
-def _packed_once(root: Path, option: Option) -> Issue:
-    """What SGLang's own option packs when it starts, and no update brings."""
-    value, places = str(option.value and option.value.text).lower(), {option.name: option.word}
-    expected = f"an --hf-checkpoint in the format of {option.name}{at_places(places)}"
-    actual = f"{value} beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
-    hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {option.name} out"
-    where = first_file(places) or str(root / "config.json")
-    return Issue(expected, actual, hint, file=where, severity="warning")

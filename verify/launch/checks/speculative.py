@@ -63,7 +63,13 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found = _speculation(subject)
     tally.compared(0)
     if found.draft is not None:
-        yield from _given(found, Path(found.draft), subject)
+        draft = Path(found.draft)
+        # For vLLM also the name of a method, or of a module.
+        is_name = not draft.is_absolute() and (found.server == "vllm" or _HUB.fullmatch(str(draft)))
+        if draft.is_dir():
+            yield from _model(found, draft, subject) if found.known else ()
+        elif not is_name and "://" not in str(draft):
+            yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
     elif found.known:
         yield from _tokens(found, None)
         yield from _without(found, subject)
@@ -74,9 +80,8 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     where, registry = f"{found.method}, at {found.place}", registries()[found.server]
     if found.method in registry.needs_model:
         option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
-        yield Issue(
-            f"{option} with {found.method}", f"{where}, without it", "give the draft model that was trained for it"
-        )
+        hint = "give the draft model that was trained for it"
+        yield Issue(f"{option} with {found.method}", f"{where}, without it", hint)
         return
     root = job_of(subject).hf
     if found.method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
@@ -97,17 +102,6 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
         lacks = "its files hold none" if stored is False else "its config.json speaks of none"
         actual = f"{where}, with {root}: {lacks}"
         yield Issue(expected, actual, "give a draft model, or leave speculative decoding out", file=root)
-
-
-def _given(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
-    if draft.is_dir():
-        yield from _model(found, draft, subject) if found.known else ()
-        return
-    if (not draft.is_absolute() and _HUB.fullmatch(str(draft))) or "://" in str(draft):
-        return
-    if found.server == "vllm" and not draft.is_absolute():
-        return  # the name of a method, or of a module
-    yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
 
 
 def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
@@ -158,9 +152,8 @@ def _class(
         yield Issue(expected, actual, hint, file=draft)
     elif is_language_model and sglang and (names or method == "EAGLE3"):
         actual = f"{stated}, the class of a language model, which {registry.release} loads in place of a draft class"
-        hint = (
-            f"name the draft class in architectures, as {stated}Eagle{'3' if method == 'EAGLE3' else ''} for {stated}"
-        )
+        named = f"{stated}Eagle{'3' if method == 'EAGLE3' else ''}"
+        hint = f"name the draft class in architectures, as {named} for {stated}"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif other:
         actual, hint = f"{stated}, the class of a draft model for {other}", f"name {other} as the method"

@@ -57,7 +57,12 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():
             continue
         try:
-            yield from _differing(engine, trainer, tally)
+            tally.compared(0)
+            for one in text_differences(trainer, engine, "in --hf-checkpoint"):
+                # Differences of presentation are right where the weights were trained further.
+                hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT, one.severity)
+                expected = f"the {one.what} of --hf-checkpoint"
+                yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:
             hint = error.hint or "copy them from the release"
             yield Issue("files that can be read", error.message, hint, file=root)
@@ -69,21 +74,10 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
     Source: slime `rollout/sglang_rollout.py` `GenerateState`; a rollout function of the user may do without.
     """
     words = job_of(subject).text.words
-    expected, hint = (
-        "files of a tokenizer, which engine and trainer load from --hf-checkpoint",
-        "copy the tokenizer files from the release",
-    )
+    expected = "files of a tokenizer, which engine and trainer load from --hf-checkpoint"
+    hint = "copy the tokenizer files from the release"
     if (given := last(options_of(words), *_SKIPPED)) is None:
         return Issue(expected, "no tokenizer file", f"{hint} of the model", file=engine.root)
     actual = f"no tokenizer file, and {given.name} spares the engine alone"
     hint += ", unless the launch has a rollout function of its own that takes and gives token ids"
     return Issue(expected, actual, hint, file=engine.root, severity="warning")
-
-
-def _differing(engine: SideFiles, trainer: SideFiles, tally: Tally) -> Iterator[Issue]:
-    """Differences of presentation are right where the weights were trained further."""
-    tally.compared(0)
-    for one in text_differences(trainer, engine, "in --hf-checkpoint"):
-        hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT, one.severity)
-        expected = f"the {one.what} of --hf-checkpoint"
-        yield Issue(expected, one.words, hint, file=trainer.root / one.file, severity=severity, count=one.count)

@@ -35,8 +35,11 @@ class Speculation:
 def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | None:
     """What the options of slime, miles or vime say; None where the engine does not speculate, or that is not known."""
     if server_of(words) == "vllm":
-        text = given.get("vllm_speculative_config", None)
-        return of_json(text, given.place("vllm_speculative_config")) if text else None
+        try:
+            content = json.loads(given.get("vllm_speculative_config", None) or "")
+        except (ValueError, RecursionError):
+            return None
+        return of_mapping(content, given.place("vllm_speculative_config")) if isinstance(content, dict) else None
     method = given.get("sglang_speculative_algorithm", None)
     if not method:
         return None
@@ -50,17 +53,11 @@ def of_options(given: GivenArguments, words: Sequence[Word]) -> Speculation | No
     )
 
 
-def of_json(text: str, place: str) -> Speculation | None:
-    """vLLM's `--speculative-config`; None where it is not a JSON object that can be read."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return of_mapping(content, place) if isinstance(content, dict) else None
-
-
 def of_mapping(content: Mapping[str, Any], place: str) -> Speculation:
-    """The same as a mapping. Source: vLLM `config/speculative.py`: without a method, the draft model decides it."""
+    """vLLM's `--speculative-config`, whose draft model decides the method where none is given.
+
+    Source: vLLM `config/speculative.py`.
+    """
     model, method = content.get("model"), content.get("method")
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
@@ -69,18 +66,17 @@ def of_mapping(content: Mapping[str, Any], place: str) -> Speculation:
     return Speculation("vllm", str(method).lower(), place, draft, tokens=tokens, mixed=mixed)
 
 
-def of_settings(settings: Settings, prefix: str) -> Speculation | None:
-    """The mapping `speculative_config` that verl and NeMo-RL hand on to vLLM."""
+def of_settings(settings: Settings, prefix: str, server: str | None) -> Speculation | None:
+    """The mapping `speculative_config` that verl, NeMo-RL and ROLL hand on to vLLM; None for another server."""
+    if server != "vllm":
+        return None
+    settings = settings.quietly()
     names = ("method", "model", "num_speculative_tokens", "use_heterogeneous_vocab")
     words = {name: settings.word(f"{prefix}.speculative_config.{name}") for name in names}
     given = {name: word.text for name, word in words.items() if word is not None}
     if not given or given.get("num_speculative_tokens") == "0":
         return None
     resolved = {name for name in names if settings.resolved(f"{prefix}.speculative_config.{name}")}
-    found = of_mapping(given, _place(words.values()))
+    found = of_mapping(given, next(word.place for word in words.values() if word is not None))
     tokens = found.tokens or "num_speculative_tokens" not in resolved
     return replace(found, known=resolved >= {"method", "model"}, tokens=tokens)
-
-
-def _place(words: Any) -> str:
-    return next((word.place for word in words if isinstance(word, Word)), "")

@@ -8,17 +8,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verify.launch.python.builtins import (
-    BUILTINS,
-    LENIENT,
-    MAX_ITEMS,
-    Environment,
-    items_of,
-    searched,
-    stripped,
-    truth_of,
-    unknown,
-)
 from verify.launch.python.values import (
     ENVIRONMENT,
     MAX_CHARACTERS,
@@ -40,7 +29,7 @@ from verify.launch.python.values import (
 
 # Calls a function: the callee, its arguments, those by name, and how the call is written.
 Call = Callable[[State, Module, Any, Sequence[Any], Mapping[str, Any], ast.Call], Any]
-_SHOWN = 80
+_SHOWN, _MAX_ITEMS = 80, 10_000
 _MAX_INTEGER = 2**63
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -69,6 +58,92 @@ _METHODS = frozenset(
         *("get", "items", "keys", "values", "removeprefix", "removesuffix", "title", "count", "index"),
     }
 )
+
+
+def unknown(node: ast.AST, why: str) -> Unknown:
+    """A value that is not known, as it is written."""
+    source = " ".join(ast.unparse(node).split())
+    return Unknown(source if len(source) <= _SHOWN else f"{source[:_SHOWN]}...", why)
+
+
+class Environment:
+    """`os.environ`: the variables that a launch starts with, and those that it sets. The state keeps them."""
+
+
+def _searched(node: ast.Call, pattern: Any, text: Any) -> Any:
+    """`re.search(pattern, text)`, of patterns that take no time: few repetitions, and none of a group."""
+    if not (isinstance(pattern, str) and isinstance(text, str)):
+        return unknown(node, "it depends on a value that is not known")
+    many = sum(pattern.count(sign) for sign in "*+{")
+    if many > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
+        return unknown(node, "a pattern that is not worked out here")
+    return getattr(re, ast.unparse(node.func).rpartition(".")[2])(pattern, text)
+
+
+def truth_of(value: Any) -> bool | None:
+    """Whether a value counts as true; None where nobody can tell."""
+    if isinstance(value, Text):
+        return True if any(isinstance(piece, str) for piece in value.pieces) else None
+    if isinstance(value, Unknown):
+        return None
+    if isinstance(value, Object | Function | Class | Module):
+        return True
+    return bool(value)
+
+
+def _items_of(many: Any) -> list[Any]:
+    """The items of a collection. Raises TooMuchPythonError for too many of them."""
+    if isinstance(many, dict):
+        return list(many)
+    if len(many) > _MAX_ITEMS:
+        raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
+    return list(many)
+
+
+def _stripped(text: Text, how: str) -> Any:
+    pieces = list(text.pieces)
+    if how in ("strip", "lstrip") and isinstance(pieces[0], str):
+        pieces[0] = pieces[0].lstrip()
+    if how in ("strip", "rstrip") and isinstance(pieces[-1], str):
+        pieces[-1] = pieces[-1].rstrip()
+    return text_of(pieces)
+
+
+def _range(*bounds: int) -> list[int]:
+    if len(range(*bounds)) > _MAX_ITEMS:
+        raise TooMuchPythonError(f"a range of more than {_MAX_ITEMS} numbers")
+    return list(range(*bounds))
+
+
+def _text(value: Any = "") -> Any:
+    return text_of(pieces_of(value))
+
+
+def _length(value: Any) -> Any:
+    return len(value) if not isinstance(value, Unknown | Text) else Unknown("len(...)", "its length is not known")
+
+
+# Those that take values of which not all is known.
+_LENIENT = frozenset({"str", "len", "print", "list", "tuple", "dict", "items", "get", "strip", "lstrip", "rstrip"})
+_BUILTINS: Mapping[str, Builtin] = {
+    "int": Builtin("int", int),
+    "float": Builtin("float", float),
+    "bool": Builtin("bool", bool),
+    "str": Builtin("str", _text),
+    "len": Builtin("len", _length),
+    "min": Builtin("min", min),
+    "max": Builtin("max", max),
+    "sum": Builtin("sum", sum),
+    "abs": Builtin("abs", abs),
+    "round": Builtin("round", round),
+    "sorted": Builtin("sorted", sorted),
+    "any": Builtin("any", any),
+    "all": Builtin("all", all),
+    "range": Builtin("range", _range),
+    "list": Builtin("list", lambda many=(): many if isinstance(many, Unknown) else list(many)),
+    "tuple": Builtin("tuple", lambda many=(): many if isinstance(many, Unknown) else tuple(many)),
+    "print": Builtin("print", lambda *_, **__: None),
+}
 
 
 class Expressions:
@@ -149,8 +224,8 @@ class Expressions:
             if name in names:
                 value = names[name]
                 return unknown(node, value.why) if isinstance(value, Unknown) else value
-        if name in BUILTINS:
-            return BUILTINS[name]
+        if name in _BUILTINS:
+            return _BUILTINS[name]
         return unknown(node, "it is not set in this file")
 
     def _attribute(self, node: ast.expr, value: Any, name: str) -> Any:
@@ -166,7 +241,7 @@ class Expressions:
         if isinstance(value, str | list | dict) and name in _METHODS:
             return Builtin(name, getattr(value, name))
         if isinstance(value, Text) and name in ("strip", "lstrip", "rstrip"):
-            return Builtin(name, lambda: stripped(value, name))
+            return Builtin(name, lambda: _stripped(value, name))
         if isinstance(value, Unknown):
             return unknown(node, value.why)
         return unknown(node, "an attribute that is not followed")
@@ -196,12 +271,12 @@ class Expressions:
             return unknown(node, reason)
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
             many, times = (left, right) if not isinstance(left, int) else (right, left)
-            if len(many) * max(0, times) > MAX_ITEMS:
+            if len(many) * max(0, times) > _MAX_ITEMS:
                 raise TooMuchPythonError("a list of more items than a model has layers")
         if isinstance(symbol, ast.Mod) and isinstance(left, str):
             return unknown(node, "a format that is not worked out here")
-        if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > MAX_ITEMS:
-            raise TooMuchPythonError(f"a list of more than {MAX_ITEMS} items")
+        if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > _MAX_ITEMS:
+            raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
         result = _BINARY[type(symbol)](left, right)
         if isinstance(result, int) and abs(result) > _MAX_INTEGER:
             return unknown(node, "a number that no option takes")
@@ -234,7 +309,7 @@ class Expressions:
         for element in elements:
             if isinstance(element, ast.Starred):
                 many = self.value(element.value)
-                yield from items_of(many) if is_known(many) else (unknown(element, "a list that is not known"),)
+                yield from _items_of(many) if is_known(many) else (unknown(element, "a list that is not known"),)
             else:
                 yield self.value(element)
 
@@ -267,7 +342,7 @@ class Expressions:
         function = self.value(node.func)
         arguments = list(self._elements(node.args))
         if ast.unparse(node.func) in ("re.search", "re.match", "re.fullmatch") and len(arguments) == 2:
-            return searched(node, *arguments)
+            return _searched(node, *arguments)
         if ast.unparse(node.func) == "getattr" and isinstance(arguments[0], Object) and isinstance(arguments[1], str):
             found = self._of_object(node, arguments[0], arguments[1])
             absent = arguments[1] not in self.state.objects[arguments[0].number] and isinstance(found, Unknown)
@@ -278,7 +353,7 @@ class Expressions:
             named |= one if isinstance(one, dict) else {}
         if isinstance(function, Builtin) and function.name == "join" and len(arguments) == 1:
             return self._joined(node, function, arguments[0])
-        if isinstance(function, Builtin) and function.name not in LENIENT:
+        if isinstance(function, Builtin) and function.name not in _LENIENT:
             if not (is_known(arguments) and is_known(named)):
                 return unknown(node, "it depends on a value that is not known")
             if function.name == "replace" and sum(len(one) for one in arguments if isinstance(one, str)) > _SHOWN:
@@ -295,7 +370,7 @@ class Expressions:
         """`" ".join(texts)`, of which some are not wholly known."""
         if isinstance(many, Unknown | Text):
             return unknown(node, "a list that is not known")
-        items = items_of(many)
+        items = _items_of(many)
         if is_known(items) and sum(len(item) for item in items) < MAX_CHARACTERS:
             return function.call(items)
         between = function.call(["", ""])
@@ -307,7 +382,7 @@ class Expressions:
         if isinstance(many, Unknown | Text) or not isinstance(generator.target, ast.Name | ast.Tuple):
             return unknown(node, "a list that is not known")
         found, before = [], dict(self.state.frames[-1])
-        for item in items_of(many):
+        for item in _items_of(many):
             self.bind(generator.target, item)
             truths = [truth_of(self.value(test)) for test in generator.ifs]
             if None in truths:
@@ -323,7 +398,7 @@ class Expressions:
             case ast.Name(id=name):
                 self.state.frames[-1][name] = value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                items = items_of(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
+                items = _items_of(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
                 for number, one in enumerate(targets):
                     self.bind(one, items[number] if items else unknown(target, "a value that is not known"))
             case ast.Attribute(value=inner, attr=name):

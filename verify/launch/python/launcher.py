@@ -62,9 +62,6 @@ class _Started:
     line: int
     environment: Mapping[str, Any]
 
-    def value(self, name: str, default: Any) -> Any:
-        return self.named.get(name, default)
-
 
 def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
     """What a launcher in Python gives to its trainer. `arguments` are its own: a command and options of its fields.
@@ -79,7 +76,9 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         started.append(_Started(dict(zip(names, given, strict=False)) | dict(named), node.lineno, variables))
         return None
 
-    folders = _folders(script, environment)
+    # Where the checkout may be: above the launcher, or where a variable says.
+    named = [Path(environment[name]).absolute() for name in _CHECKOUTS if environment.get(name)]
+    folders = [*script.absolute().parents, *named]
     root = next((folder for folder in folders if any((folder / mark).is_file() for mark in _MARKS)), None)
     watched = {_START: start} | dict.fromkeys(_QUIET, lambda *_: None)
     follower = Follower(root or script.absolute().parent, environment, watched)
@@ -107,12 +106,6 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         why = f"{script}: {missing}, so what it imports is not known: set SLIME_DIR or MILES_DIR to the checkout"
         return replace(texts[0], unresolved=(why,))
     return replace(texts[0], directory=root)
-
-
-def _folders(script: Path, environment: Mapping[str, str]) -> list[Path]:
-    """Where the checkout of a launcher may be: above it, or where a variable says."""
-    named = [Path(environment[name]).absolute() for name in _CHECKOUTS if environment.get(name)]
-    return [*script.absolute().parents, *named]
 
 
 def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> None:
@@ -190,11 +183,13 @@ def _launch(script: Path, folders: Sequence[Path], started: _Started) -> LaunchT
     """The text of one call of `execute_train`, as a command of a shell that has variables for what is not known."""
     variables: dict[str, tuple[Value, ...]] = {}
     environment = {name: value for name, value in started.environment.items() if isinstance(value, str)}
-    kind = started.value("megatron_model_type", MISSING)
-    file = _model_file(folders, kind) if isinstance(kind, str) else None
+    kind = started.named.get("megatron_model_type", MISSING)
+    names = (folder / "scripts" / "models" / f"{kind}{ending}" for folder in folders for ending in (".py", ".sh"))
+    # A name that no file can have is none here.
+    file = next((path for path in names if os.path.isfile(path)), None) if isinstance(kind, str) else None
     model = _model(script, file, kind, started.environment)
-    arguments = pieces_of(started.value("train_args", MISSING))
-    program = started.value("train_script", "train.py")
+    arguments = pieces_of(started.named.get("train_args", MISSING))
+    program = started.named.get("train_script", "train.py")
     name = program if isinstance(program, str) else "train.py"
     sourced = f"source {shlex.quote(str(file))} && " if file and file.suffix == ".sh" else ""
     pieces: tuple[Piece, ...] = (f"{sourced}python3 {shlex.quote(name)} ", *model, " ", *arguments)
@@ -203,13 +198,6 @@ def _launch(script: Path, folders: Sequence[Path], started: _Started) -> LaunchT
     read = read_command(text, variables, script, started.line, environment)
     words = tuple(_placed(read.words, _lines(files), script, started.line))
     return replace(read, words=words, environment=dict(_environment(started, script)))
-
-
-def _model_file(folders: Sequence[Path], kind: str) -> Path | None:
-    """The file with the arguments of a model, in the first of these checkouts that has one."""
-    names = (folder / "scripts" / "models" / f"{kind}{ending}" for folder in folders for ending in (".py", ".sh"))
-    # A name that no file can have is none here.
-    return next((path for path in names if os.path.isfile(path)), None)
 
 
 def _model(script: Path, file: Path | None, kind: Any, environment: Mapping[str, Any]) -> tuple[Piece, ...]:
@@ -251,9 +239,11 @@ def _shell(pieces: list[Piece], variables: dict[str, tuple[Value, ...]], script:
             continue
         source = piece.source if isinstance(piece, Unknown) else "".join(_sources(piece.pieces))
         shown = f"{{{source}}}"
-        # A part by itself may be any number of options.
+        # A part by itself may be any number of options, except behind an option, whose value it is.
+        before = text.split()[-1:]
+        is_value = any(word.startswith("--") and "=" not in word for word in before)
         many = whole and isinstance(after, str) and (after[:1].isspace() or not after)
-        gap = Gap(f"{shown}[@]" if many and not _is_value(text) else shown, piece.why)
+        gap = Gap(f"{shown}[@]" if many and not is_value else shown, piece.why)
         variables[name] = (Value(gap.source, (gap,), script, None, whole=True),)
         text += f"${{{name}}}"
     return text
@@ -265,12 +255,6 @@ def _special(text: str) -> bool:
     except ValueError:
         return True
     return any(sign in text for sign in "$`\\")
-
-
-def _is_value(before: str) -> bool:
-    """Whether the word before is an option, whose value then follows."""
-    words = before.split()
-    return bool(words) and words[-1].startswith("--") and "=" not in words[-1]
 
 
 def _sources(pieces: Sequence[Piece]) -> Iterator[str]:
@@ -303,7 +287,7 @@ def _placed(words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script
 
 def _environment(started: _Started, script: Path) -> Iterator[tuple[str, Word]]:
     """The variables that the launcher gives to the trainer."""
-    variables = started.value("extra_env_vars", None)
+    variables = started.named.get("extra_env_vars", None)
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if isinstance(name, str) and isinstance(value, str):
             yield name, Word(value, script, started.line)

@@ -7,6 +7,7 @@ one text, with keyword arguments where a model is derived from another one.
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,36 +17,18 @@ from verify.launch.python.values import Function, Module, State, Text, TooMuchPy
 
 TOOL = "model_args_utils.py"
 _FUNCTION = "model_args"
+_MAX_FILES = 10
 
 
-def model_arguments(tool: Path, name: str, environment: Mapping[str, Any], **given: Any) -> str | Text | Unknown:
-    """The arguments of the model `name` on one line, or why they are not known. `tool` is the file that is asked.
+def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> str | Text | Unknown:
+    """The arguments of the model `name` on one line, or why they are not known. `tool` is the file that is asked."""
+    count = itertools.count()
 
-    `given` are arguments of the function.
-    """
-    folder = models_of(tool)
-    siblings = _Siblings(tool, environment)
-    return siblings.load(folder / f"{name}.py", given)
-
-
-def models_of(tool: Path) -> Path:
-    """The folder of the models that a checkout of miles has."""
-    return tool.absolute().parents[3] / "scripts" / "models" if len(tool.absolute().parents) > 3 else tool.parent
-
-
-class _Siblings:
-    """Models that are derived from one another."""
-
-    def __init__(self, tool: Path, environment: Mapping[str, Any]) -> None:
-        self.tool, self.environment = tool, environment
-        self.depth = 0
-
-    def load(self, path: Path, given: Mapping[str, Any]) -> str | Text | Unknown:
-        """The arguments that a file gives."""
-        self.depth += 1
-        if self.depth > 10:
+    def load(path: Path, given: Mapping[str, Any]) -> str | Text | Unknown:
+        """The arguments that a file gives; models are derived from one another."""
+        if next(count) == _MAX_FILES:
             return Unknown(path.name, "its models are derived from one another in circles")
-        follower = Follower(self.tool.absolute().parent, self.environment, {"load_sibling_model_args": self._sibling})
+        follower = Follower(tool.absolute().parent, environment, {"load_sibling_model_args": sibling})
         follower.modules[Path()] = Module(Path())  # so that no file is the one that is started
         try:
             module = follower.module(path)
@@ -58,20 +41,21 @@ class _Siblings:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
         except (SyntaxError, TooMuchPythonError, RecursionError, MemoryError) as error:
             return Unknown(path.name, f"{path}: {why_unread(error)}")
-        return on_one_line(value) if isinstance(value, str | Text) else _why(path, value)
+        if isinstance(value, str | Text):
+            return _join_lines(value)
+        return value if isinstance(value, Unknown) else Unknown(path.name, f"{path} gives no text")
 
-    def _sibling(self, _: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
+    def sibling(_: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         """`load_sibling_model_args(__file__, NAME, ...)`."""
         if len(arguments) != 2 or not all(isinstance(one, str) for one in arguments):
             return Unknown(ast.unparse(node), "another model whose name is not known")
-        return self.load(Path(arguments[0]).parent / f"{arguments[1]}.py", named)
+        return load(Path(arguments[0]).parent / f"{arguments[1]}.py", named)
+
+    parents = tool.absolute().parents
+    return load((parents[3] / "scripts" / "models" if len(parents) > 3 else tool.parent) / f"{name}.py", {})
 
 
-def _why(path: Path, value: Any) -> Unknown:
-    return value if isinstance(value, Unknown) else Unknown(path.name, f"{path} gives no text")
-
-
-def on_one_line(text: str | Text) -> str | Text:
+def _join_lines(text: str | Text) -> str | Text:
     """A text with one blank between its words."""
     pieces = (text,) if isinstance(text, str) else text.pieces
     joined = text_of(_one_line(piece) if isinstance(piece, str) else piece for piece in pieces)

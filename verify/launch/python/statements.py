@@ -10,8 +10,7 @@ from typing import Any, Literal
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.storage.regular import read_regular
-from verify.launch.python.builtins import Environment, truth_of, unknown
-from verify.launch.python.expressions import Expressions
+from verify.launch.python.expressions import Environment, Expressions, truth_of, unknown
 from verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
@@ -22,7 +21,6 @@ from verify.launch.python.values import (
     Object,
     State,
     Text,
-    TooMuchPythonError,
     Unknown,
     is_known,
     merge_states,
@@ -164,7 +162,8 @@ class Follower:
         if isinstance(function, Class):
             return self.create(function, named, arguments)
         if isinstance(function, Function):
-            return self._returned(function, arguments, named, node)
+            ended, value = self._run(function, arguments, named)
+            return unknown(node, "it raises an exception") if ended == "raise" else value
         for value in (*arguments, *named.values()):
             if isinstance(value, Object) and name not in _HARMLESS:
                 why = f"the call of {name} at line {node.lineno} may change it"
@@ -201,12 +200,6 @@ class Follower:
             made = ast.copy_location(ast.Call(parts.get("default_factory", node), [], []), node)
             return self.expressions(module).value(made) if "default_factory" in parts else MISSING
         return self.expressions(module).value(node)
-
-    def _returned(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
-        kind, value = self._run(function, arguments, named)
-        if kind == "raise":
-            return unknown(node, "it raises an exception")
-        return None if kind == "" else value
 
     def _run(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any]) -> Ended:
         bound = [function.bound] if function.bound else []
@@ -434,6 +427,3 @@ def _targets(body: Sequence[ast.AST]) -> Iterator[ast.expr]:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 yield node
-
-
-__all__ = ["Follower", "TooMuchPythonError"]

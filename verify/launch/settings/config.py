@@ -190,20 +190,22 @@ def _parts(text: str) -> Iterator[tuple[bool, str]]:
     while (opened := text.find("${", start)) >= 0:
         if opened > start:
             yield False, text[start:opened]
-        closed = _closing(text, opened + 2)
+        if (closed := closing(text, opened + 2)) < 0:
+            raise UnresolvedError(f"{text} has no closing brace")
         yield True, text[opened + 2 : closed]
         start = closed + 1
     if start < len(text):
         yield False, text[start:]
 
 
-def _closing(text: str, start: int) -> int:
+def closing(text: str, start: int) -> int:
+    """Where the brace that is open at `start` is closed; -1 where it is not."""
     depth = 1
     for index in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[index], 0)
         if not depth:
             return index
-    raise UnresolvedError(f"{text} has no closing brace")
+    return -1
 
 
 def _arguments(text: str) -> list[str]:

@@ -44,22 +44,17 @@ def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
     defaults = tree.pop("defaults", None)
     if defaults is None or (isinstance(defaults, Word) and defaults.text == NULL):
         return Composed(tree, files=files + 1)
-    if _names_files(defaults):
-        return _inherited(path, tree, defaults, depth, files + 1)
-    return _listed(path, tree, defaults if isinstance(defaults, list) else [defaults], depth, files + 1)
+    entries: list[Tree] = defaults if isinstance(defaults, list) else [defaults]
+    # Names of files, as NeMo-RL has them, or a defaults list of Hydra.
+    names_files = any(isinstance(one, Word) and one.text.endswith((".yaml", ".yml")) for one in entries)
+    if names_files or isinstance(defaults, Word):
+        return _inherited(path, tree, entries, depth, files + 1)
+    return _listed(path, tree, entries, depth, files + 1)
 
 
-def _names_files(defaults: Tree) -> bool:
-    """Whether these are names of files, as NeMo-RL has them, and no defaults list of Hydra."""
-    if isinstance(defaults, Word):
-        return True
-    words = defaults if isinstance(defaults, list) else []
-    return any(isinstance(one, Word) and one.text.endswith((".yaml", ".yml")) for one in words)
-
-
-def _inherited(path: Path, tree: dict[str, Tree], defaults: Tree, depth: int, files: int) -> Composed:
+def _inherited(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
     base = Composed({}, files=files)
-    for word in defaults if isinstance(defaults, list) else [defaults]:
+    for word in defaults:
         if not isinstance(word, Word):
             raise CkptkitError(f"{path}: defaults with something that is not a file", "give names of YAML files")
         parent = path.parent / word.text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verify.launch.settings.config import NULL, Tree, merged
+from verify.launch.settings.config import NULL, Tree, closing, merged
 from verify.launch.words import UnresolvedWord, Word
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*?(?:\[\d+\])*)(?:=(.*))?", re.DOTALL)
@@ -59,13 +59,9 @@ def _with(tree: Mapping[str, Tree], keys: list[str], value: Tree) -> dict[str, T
         # Hydra merges a mapping into one that is there; a list replaces a list.
         return {**tree, first: merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value}
     below = tree.get(first)
-    return {**tree, first: _with(_mapping(below), rest, value)}
-
-
-def _mapping(node: Tree | None) -> Mapping[str, Tree]:
-    if isinstance(node, list):
-        return {str(index): one for index, one in enumerate(node)}
-    return node if isinstance(node, dict) else {}
+    if isinstance(below, list):
+        below = {str(index): one for index, one in enumerate(below)}
+    return {**tree, first: _with(below if isinstance(below, dict) else {}, rest, value)}
 
 
 def _without(tree: Mapping[str, Tree], keys: list[str]) -> dict[str, Tree]:
@@ -209,10 +205,8 @@ class _Reader:
         return UnresolvedWord(self.word.text, self.word.file, self.word.line, why)
 
     def interpolation(self) -> str:
-        start, depth = self.position, 0
-        while self.position < len(self.text):
-            depth += {"{": 1, "}": -1}.get(self.peek(), 0)
-            self.position += 1
-            if not depth and self.text[self.position - 1] == "}":
-                return self.text[start : self.position]
-        raise _RefusedError("${ that is never closed")
+        start = self.position
+        self.position = closing(self.text, start + 2) + 1
+        if not self.position:
+            raise _RefusedError("${ that is never closed")
+        return self.text[start : self.position]

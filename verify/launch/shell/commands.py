@@ -43,10 +43,8 @@ def _model_arguments(shell: Shell, tool: Value, model: Value) -> tuple[bool, Res
     if path is None or not path.is_file():
         return False, None
     environment: dict[str, Any] = dict(shell.environment)
-    for name, variable in shell.variables.items():
-        if variable.exported and variable.values:
-            value = variable.values[0]
-            environment[name] = value.text if value.known else Unknown(f"${name}", "a variable that is not known")
+    for name, value in shell.exported.items():
+        environment[name] = value.text if value.known else Unknown(f"${name}", "a variable that is not known")
     found = model_arguments(path, model.text, environment)
     if isinstance(found, str):
         _say(shell, f"{found}\n")
@@ -249,9 +247,9 @@ def _let(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     value = 0
     for word in words:
         try:
-            if not word.known:
+            if not word.known or "$(" in word.text:
                 raise ArithmeticFault("an expression that is not known")
-            value = calculate_in(shell, word.text, lambda _, part: unknown(part.source, "a command in an expression"))
+            value = calculate_in(shell, word.text)
         except ArithmeticFault as fault:
             if found := re.match(r"\s*([A-Za-z_]\w*)", word.text):
                 shell.forget(found[1], str(fault))
@@ -322,18 +320,11 @@ _COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] =
     "readlink": _absolute,
     "unset": _unset,
     "export": _export,
-    "declare": _nothing(True),
-    "typeset": _nothing(True),
-    "readonly": _nothing(True),
-    "local": _nothing(True),
     "set": _set,
     "shift": _shift,
     "let": _let,
     "shopt": _shopt,
-    "trap": _nothing(True),
     "wait": _nothing(None),
-    "sleep": _nothing(True),
-    ":": _nothing(True),
-    "true": _nothing(True),
     "false": _nothing(False),
+    **dict.fromkeys(("declare", "typeset", "readonly", "local", "trap", "sleep", ":", "true"), _nothing(True)),
 }

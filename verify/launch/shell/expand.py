@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,8 +13,6 @@ from verify.launch.shell.operators import changed_text
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
 from verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, TooMuchError, Value, together
 
-# Gives the output of the commands in `$(...)`.
-Run = Callable[[Shell, Substitution], Value]
 # What arithmetic assigns to: `n = 1`, `n += 1`, `A[0]++`, `--n`.
 _ASSIGNED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
@@ -64,23 +62,23 @@ class _Fields:
         self.text, self.gaps, self.there, self.maybe, self.origin, self.pieces = "", [], False, "", None, 0
 
 
-def expand(shell: Shell, words: Sequence[ShellWord], run: Run) -> list[Value]:
+def expand(shell: Shell, words: Sequence[ShellWord]) -> list[Value]:
     """The words that become of these."""
     found: list[Value] = []
     for word in words:
-        found += (made := _expand(shell, word, run))
+        found += (made := _expand(shell, word))
         shell.step(sum(len(value.text) for value in made) + len(made))
         if len(found) > MAX_WORDS:
             raise TooMuchError(f"a command has more than {MAX_WORDS} words")
     return found
 
 
-def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
+def _expand(shell: Shell, word: ShellWord) -> list[Value]:
     if why := _many_words(word):
         source = "".join(part.text if isinstance(part, Literal) else part.source for part in word.parts)
         return [Value(source, (Gap(source, why),), shell.file, word.line)]
     fields = _Fields(shell, word.line)
-    for number, part in enumerate(_with_defaults(shell, word.parts, run)):
+    for number, part in enumerate(_with_defaults(shell, word.parts)):
         match part:
             case Literal(text, split=True):
                 _add_split(fields, _literal(shell, text, False, number == 0), False)
@@ -95,7 +93,7 @@ def _expand(shell: Shell, word: ShellWord, run: Run) -> list[Value]:
                 # "${A[@]}" of an empty array is not a word, but `"${A[@]}"` is parsed with an empty literal before it.
                 fields.there = bool(values) or fields.text != ""
             case _:
-                for count, value in enumerate(_values(shell, part, run)):
+                for count, value in enumerate(_values(shell, part)):
                     if count:
                         fields.end()
                     _add_split(fields, value, getattr(part, "quoted", False))
@@ -191,36 +189,30 @@ def separators(shell: Shell) -> str:
     return known.values[0].text if known and known.values else " \t\n"
 
 
-def joined(shell: Shell, word: ShellWord | None, run: Run) -> Value:
-    """A word as the one text that an assignment or a `[[ ]]` takes: nothing is split."""
+def joined(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) -> Value:
+    """A word as the one text that an assignment or a `[[ ]]` takes: nothing is split.
+
+    `is_pattern`: as `case` and the right side of `==` take it, where what is quoted stands for itself.
+    """
     if word is None:
         return Value("")
     text, gaps, maybe = "", list[Gap](), ""
-    for number, part in enumerate(_with_defaults(shell, word.parts, run)):
-        values = [_literal(shell, part.text, part.quoted, number == 0)] if isinstance(part, Literal) else None
-        if isinstance(part, Literal) and not part.quoted and not part.split and _braced(part.text):
-            values = [Value(part.text, (Gap(part.text, BRACES),))]
-        star = isinstance(part, Parameter) and (part.index == "*" or part.name == "*")
+    for number, part in enumerate(_with_defaults(shell, word.parts)):
+        quoted = getattr(part, "quoted", False)
+        if not isinstance(part, Literal):
+            values = _values(shell, part)
+        elif not (quoted or part.split or is_pattern) and _braced(part.text):
+            values = [unknown(part.text, BRACES)]
+        else:
+            values = [_literal(shell, part.text, quoted, number == 0)]
+        star = isinstance(part, Parameter) and "*" in (part.index, part.name)
         between = separators(shell)[:1] if star else " "
-        for count, value in enumerate(_values(shell, part, run) if values is None else values):
-            text = together((text, value.text), between if count else "")
+        for count, value in enumerate(values):
+            piece = re.sub(r"[*?[]", r"[\g<0>]", value.text) if is_pattern and quoted else value.text
+            text = together((text, piece), between if count else "")
             gaps += value.gaps
             maybe = maybe or value.maybe
     shell.step(len(text))
-    return Value(text, tuple(gaps), shell.file, word.line, maybe)
-
-
-def as_pattern(shell: Shell, word: ShellWord, run: Run) -> Value:
-    """A word as a pattern, as `case` and the right side of `==` take it: what is quoted stands for itself."""
-    text, gaps, maybe = "", list[Gap](), ""
-    for number, part in enumerate(_with_defaults(shell, word.parts, run)):
-        quoted = getattr(part, "quoted", False)
-        values = [_literal(shell, part.text, quoted, number == 0)] if isinstance(part, Literal) else None
-        for count, value in enumerate(_values(shell, part, run) if values is None else values):
-            piece = re.sub(r"[*?[]", r"[\g<0>]", value.text) if quoted else value.text
-            text = together((text, piece), " " if count else "")
-            gaps += value.gaps
-            maybe = maybe or value.maybe
     return Value(text, tuple(gaps), shell.file, word.line, maybe)
 
 
@@ -229,27 +221,23 @@ def _is_list(part: Parameter) -> bool:
     return not part.length and (part.index == "@" or part.name == "@")
 
 
-def _values(shell: Shell, part: Part, run: Run) -> list[Value]:
+def _values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[Value]:
     """The values of one part, which are several for an array."""
     match part:
-        case Literal(text):
-            return [Value(text)]
         case Arithmetic(text, source):
-            return [_calculated(shell, text, source, run)]
+            try:
+                return [Value(str(calculate_in(shell, text)))]
+            except ArithmeticFault as fault:
+                return [unknown(source, str(fault))]
+        case Substitution(readable=False):
+            return [unknown(part.source, "the output of another command")]
         case Substitution():
-            if not part.readable:
-                return [unknown(part.source, "the output of another command")]
-            return [run(shell, part)]
-        case Parameter():
-            if part.quoted and (part.index == "*" or part.name == "*"):
-                return [_starred(shell, part)]
-            return _listed(shell, part, run)
-
-
-def _starred(shell: Shell, part: Parameter) -> Value:
+            return [shell.run(shell, part)]
     values = _listed(shell, part)
+    if not part.quoted or "*" not in (part.index, part.name):
+        return values
     text = together((value.text for value in values), separators(shell)[:1])
-    return Value(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))
+    return [Value(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))]
 
 
 def _maybes(values: Sequence[Value]) -> Iterator[str]:
@@ -266,18 +254,11 @@ def unknown(source: str, why: str) -> Value:
     return Value(source, (Gap(source, why),))
 
 
-def _calculated(shell: Shell, text: str, source: str, run: Run) -> Value:
-    try:
-        return Value(str(calculate_in(shell, text, run)))
-    except ArithmeticFault as fault:
-        return unknown(source, str(fault))
-
-
-def calculate_in(shell: Shell, text: str, run: Run) -> int:
+def calculate_in(shell: Shell, text: str) -> int:
     """The value of an arithmetic expression, whose variables are the shell's. Raises ArithmeticFault."""
     # `${A[i]}`, `${#A[@]}` and `$1` are expanded first, as bash does; plain names are left to the expression.
     lexer = Lexer(text, "arithmetic")
-    value = joined(shell, lexer.word(frozenset()), run) if re.search(r"\$[^A-Za-z_]", text) else Value(text)
+    value = joined(shell, lexer.word(frozenset())) if re.search(r"\$[^A-Za-z_]", text) else Value(text)
     if not value.known:
         raise ArithmeticFault(_reason(value))
 
@@ -305,15 +286,15 @@ def _reason(value: Value) -> str:
     return "; ".join(gap.why for gap in value.gaps) or value.maybe
 
 
-def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value]:
+def _listed(shell: Shell, part: Parameter) -> list[Value]:
     """The values of a parameter, after its operator."""
-    values = _looked_up(shell, part, run)
+    values = _looked_up(shell, part)
     if part.indirect:
-        return _indirect(shell, part, values, run)
+        return _indirect(shell, part, values)
     if part.length:
         return [_length(part, values or [])]
     if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
-        return _defaulted(shell, part, values, run)
+        return _defaulted(shell, part, values)
     if values is None and part.index in ("@", "*") and not shell.unresolved:
         # No array comes from the environment: one that the script does not set is empty.
         shell.empty.setdefault(part.name, str(shell.file or "the text"))
@@ -327,35 +308,35 @@ def _listed(shell: Shell, part: Parameter, run: Run | None = None) -> list[Value
         return values
     known = shell.lookup(part.name)
     if part.operator == ":" and (part.name in ("@", "*") or (part.index in ("@", "*") and known and known.array)):
-        return _slice(shell, part, values, run)
-    return [_changed(shell, part, value, run) for value in values]
+        return _slice(shell, part, values)
+    return [_changed(shell, part, value) for value in values]
 
 
-def _slice(shell: Shell, part: Parameter, values: list[Value], run: Run | None) -> list[Value]:
+def _slice(shell: Shell, part: Parameter, values: list[Value]) -> list[Value]:
     """`${A[@]:1:2}`; of `$@` the word 0 is the script."""
     if not all(value.known for value in values):
         return [unknown(part.source, _reasons(values))]
     if part.name in ("@", "*"):
         values = [Value(str(shell.file or "bash")), *values]
-    bounds = _bounds(shell, part, len(values), run)
+    bounds = _bounds(shell, part, len(values))
     return [unknown(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
 
 
-def _bounds(shell: Shell, part: Parameter, length: int, run: Run | None) -> slice | str:
+def _bounds(shell: Shell, part: Parameter, length: int) -> slice | str:
     """What `:start:count` takes of so many characters or words; a reason where nobody can tell."""
     start_text, colon, count_text = part.argument.partition(":")
     if "?" in part.argument or count_text.strip().startswith("-"):
         return "this change of a variable is not worked out here"
     try:
-        start = calculate_in(shell, start_text, run or _none)
-        count = calculate_in(shell, count_text, run or _none) if colon else length
+        start = calculate_in(shell, start_text)
+        count = calculate_in(shell, count_text) if colon else length
     except ArithmeticFault as fault:
         return str(fault)
     start += length if start < 0 else 0
     return slice(0, 0) if start < 0 or count < 0 else slice(start, start + count)
 
 
-def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | None:
+def _looked_up(shell: Shell, part: Parameter) -> list[Value] | None:
     if part.name in ("@", "*"):
         shell.argument_uses.append(0)
         return list(shell.arguments)
@@ -377,7 +358,7 @@ def _looked_up(shell: Shell, part: Parameter, run: Run | None) -> list[Value] | 
     known = shell.lookup(part.name)
     if known is None or part.index in ("@", "*"):
         return None if known is None else list(known.values)
-    return _element(shell, part, known.values, run)
+    return _element(shell, part, known.values)
 
 
 def _positional(shell: Shell, number: int) -> list[Value] | None:
@@ -392,11 +373,11 @@ def _positional(shell: Shell, number: int) -> list[Value] | None:
     return [Value("")] if shell.locals else None
 
 
-def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | None) -> list[Value] | None:
+def _element(shell: Shell, part: Parameter, values: Sequence[Value]) -> list[Value] | None:
     index = 0
     if part.index is not None:
         try:
-            index = calculate_in(shell, part.index, run or _none)
+            index = calculate_in(shell, part.index)
         except ArithmeticFault as fault:
             return [unknown(part.source, str(fault))]
     # What is not known may be several elements.
@@ -410,10 +391,6 @@ def _element(shell: Shell, part: Parameter, values: Sequence[Value], run: Run | 
     return [values[index]] if -len(values) <= index < len(values) else None
 
 
-def _none(_: Shell, part: Substitution) -> Value:
-    return unknown(part.source, "a command inside a parameter")
-
-
 def _length(part: Parameter, values: Sequence[Value]) -> Value:
     if not all(value.known for value in values):
         return unknown(part.source, "not all of it is known")
@@ -421,7 +398,7 @@ def _length(part: Parameter, values: Sequence[Value]) -> Value:
     return Value(str(len(values) if many else len(values[0].text if values else "")))
 
 
-def _indirect(shell: Shell, part: Parameter, values: list[Value] | None, run: Run | None) -> list[Value]:
+def _indirect(shell: Shell, part: Parameter, values: list[Value] | None) -> list[Value]:
     """`${!A[@]}`: the indices of an array; `${!A}`: what the variable has that `$A` names."""
     if part.index in ("@", "*"):
         if not all(value.known for value in values or ()):
@@ -432,7 +409,7 @@ def _indirect(shell: Shell, part: Parameter, values: list[Value] | None, run: Ru
         why = "which variable it is can not be told here"
         shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops where it is none"] = None
         return [unknown(part.source, why)]
-    return _listed(shell, replace(part, name=name.text, index=None, indirect=False), run)
+    return _listed(shell, replace(part, name=name.text, index=None, indirect=False))
 
 
 def _is_empty(part: Parameter, values: Sequence[Value] | None) -> bool | None:
@@ -446,30 +423,24 @@ def _is_empty(part: Parameter, values: Sequence[Value] | None) -> bool | None:
     return None if any(not value.known for value in values) else len(values) == 1 and not values[0].text
 
 
-def _with_defaults(shell: Shell, parts: Sequence[Part], run: Run) -> Iterator[Part]:
+def _with_defaults(shell: Shell, parts: Sequence[Part]) -> Iterator[Part]:
     """The parts of a word, where those of a default stand in the place of `${A:-default}` and `${A:+other}`."""
     for part in parts:
-        if (
-            not isinstance(part, Parameter)
-            or part.length
-            or part.indirect
-            or part.operator not in (":-", "-", ":+", "+")
-        ):
+        if not isinstance(part, Parameter) or part.length or part.indirect or part.operator not in _DEFAULTS:
             yield part
             continue
-        empty = _is_empty(part, _looked_up(shell, part, run))
-        if empty is not (part.operator[-1] == "-"):
+        if _is_empty(part, _looked_up(shell, part)) is not (part.operator[-1] == "-"):
             yield part
             continue
         where = str(shell.file or "the command line")
         inner = Lexer(part.argument, where).argument(part.quoted)
-        for one in _with_defaults(shell, inner, run):
+        for one in _with_defaults(shell, inner):
             yield replace(one, split=True) if isinstance(one, Literal) and not one.quoted else one
         if part.quoted and not inner:
             yield Literal("", True)
 
 
-def _defaulted(shell: Shell, part: Parameter, values: list[Value] | None, run: Run | None) -> list[Value]:
+def _defaulted(shell: Shell, part: Parameter, values: list[Value] | None) -> list[Value]:
     """`${A:=default}` and `${A:?message}`, and the value of a parameter that takes no default."""
     if not (empty := _is_empty(part, values)):
         maybe = next(_maybes(values or ()), "") if empty is None else ""
@@ -479,23 +450,23 @@ def _defaulted(shell: Shell, part: Parameter, values: list[Value] | None, run: R
     if part.operator[-1] == "?":
         return [unknown(part.source, "the script stops, since it is not set")]
     word = ShellWord(Lexer(part.argument, str(shell.file or "the command line")).argument(part.quoted), 0)
-    default = joined(shell, word, run or _none)
+    default = joined(shell, word)
     shell.assign(part.name, default)
     return [Value(default.text, default.gaps, maybe=default.maybe)]
 
 
-def _changed(shell: Shell, part: Parameter, value: Value, run: Run | None) -> Value:
+def _changed(shell: Shell, part: Parameter, value: Value) -> Value:
     """`${A#pattern}`, `${A/pattern/text}`, `${A:1:2}`, `${A,,}`."""
     if value.gaps:
         return Value(part.source, value.gaps)
     trims = part.operator in ("#", "##", "%", "%%")
     shell.step(min(len(value.text), 1_000) ** 2 // 10 if trims else len(value.text))
     if part.operator == ":":
-        bounds = _bounds(shell, part, len(value.text), run)
+        bounds = _bounds(shell, part, len(value.text))
         changed = None if isinstance(bounds, str) else value.text[bounds]
     elif trims:
         word = Lexer(part.argument, str(shell.file or "the command line")).word(frozenset())
-        pattern = as_pattern(shell, word, run or _none)
+        pattern = joined(shell, word, is_pattern=True)
         changed = changed_text(value.text, part.operator, pattern.text) if pattern.known else None
     else:
         changed = changed_text(value.text, part.operator, part.argument)

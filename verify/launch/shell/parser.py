@@ -5,27 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from verify.launch.shell import syntax
 from verify.launch.shell.lexer import Lexer
-from verify.launch.shell.syntax import (
-    AndOr,
-    Assignment,
-    Calculation,
-    Case,
-    For,
-    ForArithmetic,
-    Function,
-    Group,
-    If,
-    Literal,
-    Node,
-    Pipeline,
-    Redirected,
-    ShellWord,
-    Simple,
-    Substitution,
-    Test,
-    While,
-)
+from verify.launch.shell.syntax import Literal, Node, ShellWord
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
 _REDIRECT = re.compile(r"\d*(?:&>>|&>|<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)(?!\()")
@@ -110,7 +92,7 @@ class _Parser:
             operators.append(self.lexer.take(2))
             self._blank_lines()
             parts.append(self._pipeline())
-        return AndOr(tuple(parts), tuple(operators), line) if operators else parts[0]
+        return syntax.AndOr(tuple(parts), tuple(operators), line) if operators else parts[0]
 
     def _blank_lines(self) -> None:
         self.lexer.skip_blanks()
@@ -131,7 +113,7 @@ class _Parser:
             self.lexer.take(2 if self.lexer.peek(2) == "|&" else 1)
             self._blank_lines()
             commands.append(self._command())
-        return Pipeline(tuple(commands), negated, line) if negated or commands[1:] else commands[0]
+        return syntax.Pipeline(tuple(commands), negated, line) if negated or commands[1:] else commands[0]
 
     def _command(self) -> Node:
         compound: dict[str, Callable[[int], Node]] = {
@@ -149,12 +131,12 @@ class _Parser:
         if read := compound.get(self._reserved()):
             node = read(line)
         elif self.lexer.peek(2) == "((":
-            node = Calculation(self.lexer.calculation(), line)
+            node = syntax.Calculation(self.lexer.calculation(), line)
         elif self.lexer.peek() == "(":
             node = self._parentheses(line)
         else:
             return self._simple(line)
-        return Redirected(node, line) if self._redirections() else node
+        return syntax.Group((node,), line, silent=True) if self._redirections() else node
 
     def _parentheses(self, line: int) -> Node:
         self.lexer.take()
@@ -162,13 +144,13 @@ class _Parser:
         if self.lexer.peek() != ")" or not body:
             raise self.lexer.error("( is never closed, or holds nothing", line)
         self.lexer.take()
-        return Group(body, True, line)
+        return syntax.Group(body, line, subshell=True)
 
     def _group(self, line: int) -> Node:
         self.lexer.take()
         body = self.list_until(frozenset({"}"}))
         self._expect("}", line)
-        return Group(body, False, line)
+        return syntax.Group(body, line)
 
     def _if(self, line: int) -> Node:
         branches: list[tuple[tuple[Node, ...], tuple[Node, ...]]] = []
@@ -182,7 +164,7 @@ class _Parser:
             self.lexer.take(4)
             branches.append(((), self.list_until(ends)))
         self._expect("fi", line)
-        return If(tuple(branches), line)
+        return syntax.If(tuple(branches), line)
 
     def _for(self, line: int) -> Node:
         self.lexer.take(len(self._reserved()))
@@ -191,7 +173,7 @@ class _Parser:
             parts = [part.strip() for part in self.lexer.calculation().split(";")]
             if len(parts) != 3:
                 raise self.lexer.error("for (( without two semicolons", line)
-            return ForArithmetic(parts[0], parts[1], parts[2], self._body(line), line)
+            return syntax.ForArithmetic(parts[0], parts[1], parts[2], self._body(line), line)
         name = self.lexer.word().plain or ""
         words: list[ShellWord] | None = None
         self._blank_lines()
@@ -202,7 +184,7 @@ class _Parser:
             while self.lexer.at_word():
                 words.append(self.lexer.word())
                 self.lexer.skip_blanks()
-        return For(name, None if words is None else tuple(words), self._body(line), line)
+        return syntax.For(name, None if words is None else tuple(words), self._body(line), line)
 
     def _body(self, line: int) -> tuple[Node, ...]:
         self._expect("do", line)
@@ -213,7 +195,7 @@ class _Parser:
     def _while(self, line: int) -> Node:
         until = self.lexer.take(5) == "until"
         condition = self.list_until(frozenset({"do"}))
-        return While(condition, self._body(line), until, line)
+        return syntax.While(condition, self._body(line), until, line)
 
     def _case(self, line: int) -> Node:
         self.lexer.take(4)
@@ -226,7 +208,7 @@ class _Parser:
             branches.append(self._branch(line))
             self._separators()
         self._expect("esac", line)
-        return Case(subject, tuple(branches), line)
+        return syntax.Case(subject, tuple(branches), line)
 
     def _branch(self, line: int) -> tuple[tuple[ShellWord, ...], tuple[Node, ...], str]:
         if self.lexer.peek() == "(":
@@ -254,7 +236,7 @@ class _Parser:
         if re.match(r"\(\s*\)", self.lexer.text[self.lexer.position :][:10]):
             self._empty_parentheses()
         self._blank_lines()
-        return Function(name, self._command(), line)
+        return syntax.Function(name, self._command(), line)
 
     def _empty_parentheses(self) -> None:
         self.lexer.take()
@@ -274,12 +256,12 @@ class _Parser:
                 words.append(ShellWord((Literal(self.lexer.take()),), self.lexer.line))
             elif re.match(r"\]\](?:[\s;&|)]|$)", self.lexer.peek(3)):
                 self.lexer.take(2)
-                return Test(tuple(words), line)
+                return syntax.Test(tuple(words), line)
             else:
                 words.append(self.lexer.word(frozenset(" \t\n)")))
 
     def _simple(self, line: int) -> Node:
-        assignments: list[Assignment] = []
+        assignments: list[syntax.Assignment] = []
         words: list[ShellWord] = []
         here: ShellWord | None = None
         target: ShellWord | None = None
@@ -290,33 +272,31 @@ class _Parser:
                 here, target = text or here, output or target
             elif not self.lexer.at_word():
                 break
-            elif (found := self._assignment()) and (not words or words[0].plain in _DECLARES):
-                words = self._assign(found, assignments, words)
+            elif (found := _ASSIGNED.match(self.lexer.text, self.lexer.position)) and (
+                not words or words[0].plain in _DECLARES
+            ):
+                # Behind `export` and its like the name also stays a word.
+                words += [ShellWord((Literal(found[1]),), self.lexer.line)] if words else []
+                assignments.append(self._assignment(found))
             else:
                 words.append(self.lexer.word())
                 if len(words) == 1 and words[0].plain and self.lexer.peek() == "(":
                     return self._definition(words[0].plain, line)
         if not words and not assignments and here is None and self.lexer.peek() not in ("", "\n", ";", "&", "|", ")"):
             raise self.lexer.error(f"unexpected {self.lexer.peek()!r}")
-        return Simple(tuple(assignments), tuple(words), line, here, target)
+        return syntax.Simple(tuple(assignments), tuple(words), line, here, target)
 
     def _definition(self, name: str, line: int) -> Node:
         self._empty_parentheses()
         self._blank_lines()
-        return Function(name, self._command(), line)
+        return syntax.Function(name, self._command(), line)
 
-    def _assignment(self) -> re.Match[str] | None:
-        return _ASSIGNED.match(self.lexer.text, self.lexer.position)
-
-    def _assign(self, found: re.Match[str], assignments: list[Assignment], words: list[ShellWord]) -> list[ShellWord]:
-        """Reads an assignment; behind `export` and its like the name also stays a word."""
+    def _assignment(self, found: re.Match[str]) -> syntax.Assignment:
         line, name, append = self.lexer.line, found[1], bool(found[3])
         self.lexer.take(len(found[0]))
         if self.lexer.peek() == "(":
-            assignments.append(Assignment(name, append, line, array=self._array(), index=found[2]))
-        else:
-            assignments.append(Assignment(name, append, line, value=self.lexer.word(), index=found[2]))
-        return [*words, ShellWord((Literal(name),), line)] if words else words
+            return syntax.Assignment(name, append, line, array=self._array(), index=found[2])
+        return syntax.Assignment(name, append, line, value=self.lexer.word(), index=found[2])
 
     def _array(self) -> tuple[ShellWord, ...]:
         line, words = self.lexer.line, list[ShellWord]()
@@ -359,8 +339,3 @@ class _Parser:
         begin = self.heredoc_end or (len(self.lexer.text) if newline < 0 else newline + 1)
         text, self.heredoc_end = self.lexer.heredoc(mark, literal, operator == "<<-", begin)
         return text, None
-
-
-def nested(part: Substitution, name: str) -> tuple[Node, ...]:
-    """The commands inside `$(...)` or backticks."""
-    return parse(part.text, name, part.line)

@@ -18,7 +18,7 @@ from verify.launch.options.names import nearest
 from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
-from verify.launch.shell.run import follow
+from verify.launch.shell.run import follow, substituted
 from verify.launch.shell.trainers import ranks_of
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.stacks.slime.sides import unread
@@ -50,7 +50,8 @@ def read_script(
     """
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
-    shell = Shell(script, Path.cwd(), environment or {}, tuple(Value(word) for word in arguments), script=script)
+    given = tuple(Value(word) for word in arguments)
+    shell = Shell(script, Path.cwd(), environment or {}, substituted, given, script=script)
     try:
         follow(shell, parse(text, place))
     except TooMuchError as error:
@@ -71,7 +72,7 @@ def read_command(
     text: str, variables: Mapping[str, tuple[Value, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
     """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
-    shell = Shell(script, Path.cwd(), environment, script=script)
+    shell = Shell(script, Path.cwd(), environment, substituted, script=script)
     for name, values in variables.items():
         shell.variables[name] = Variable(values, array=not values or any(value.maybe for value in values))
     try:
@@ -189,9 +190,9 @@ def _is_new(gap: Gap) -> bool:
 
 def _matters(option: str) -> bool:
     """Whether anything that is looked at depends on the value of an option."""
-    return option == _RESOURCE or (
-        option != "--save" and (option in OPTIONS or bool(unread([option, "1"], frozenset())))
-    )
+    if option in (_RESOURCE, "--save"):
+        return option == _RESOURCE
+    return option in OPTIONS or bool(unread([option, "1"], frozenset()))
 
 
 def _placed(word: Word, option: str, start: Start) -> Word:
@@ -243,12 +244,8 @@ def _runtime(before: Sequence[Value], unresolved: dict[str, None]) -> Iterator[t
             continue
         for key, variable in pairs:
             gap = next((gap for gap in text.gaps if gap.source in variable), None)
-            yield (
-                key,
-                UnresolvedWord(variable, text.file, text.line, str(gap))
-                if gap
-                else Word(variable, text.file, text.line),
-            )
+            known = Word(variable, text.file, text.line)
+            yield key, UnresolvedWord(variable, text.file, text.line, str(gap)) if gap else known
 
 
 def _lost(shell: Shell) -> Iterator[Issue]:
@@ -296,18 +293,15 @@ def _options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
         raise CkptkitError(f"{word.place}: {_RESOURCE} {word.text[:80]} is not JSON of roles", hint) from error
+    found: dict[str, int] = {}
     given = [_number(options, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
     if gpus.get("actor", 0) > 0 and given == [8, 1]:
         each = min(_number(options, _NODE, 8) or 8, gpus["actor"])
-        yield from _option(_EACH, each, word)
-        yield from _option(_NODES, max(1, gpus["actor"] // each), word)
+        found |= {_EACH: each, _NODES: max(1, gpus["actor"] // each)}
     if gpus.get("rollout", 0) > 0:
-        yield from _option("--rollout-num-gpus", gpus["rollout"], word)
-
-
-def _option(name: str, number: int, word: Word) -> Iterator[Word]:
-    yield Word(name, word.file, word.line)
-    yield Word(str(number), word.file, word.line)
+        found["--rollout-num-gpus"] = gpus["rollout"]
+    for pair in found.items():
+        yield from (Word(str(text), word.file, word.line) for text in pair)
 
 
 def _value(options: Sequence[Option], name: str) -> Word | None:

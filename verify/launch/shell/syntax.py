@@ -167,19 +167,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """`{ ... }`, or with `subshell` `( ... )`."""
+    """`{ ... }`, or with `subshell` `( ... )`; `silent`: its output goes to a file."""
 
     body: tuple[Node, ...]
-    subshell: bool
     line: int
-
-
-@dataclass(frozen=True)
-class Redirected:
-    """A compound command whose output goes to a file."""
-
-    body: Node
-    line: int
+    subshell: bool = False
+    silent: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,18 +200,4 @@ class Test:
     line: int
 
 
-Node = (
-    Simple
-    | Pipeline
-    | AndOr
-    | If
-    | For
-    | ForArithmetic
-    | While
-    | Case
-    | Group
-    | Redirected
-    | Function
-    | Calculation
-    | Test
-)
+Node = Simple | Pipeline | AndOr | If | For | ForArithmetic | While | Case | Group | Function | Calculation | Test

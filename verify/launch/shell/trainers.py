@@ -41,8 +41,7 @@ def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], l
     at = _trainer_at(words)
     if at is None:
         return None
-    environment = {name: one.values[0] for name, one in shell.variables.items() if one.exported and one.values}
-    before = tuple(words[:at])
+    environment, before = shell.exported, tuple(words[:at])
     for word in before:
         if found := _SET.fullmatch(word.text):
             environment[found[1]] = Value(found[2], word.gaps, word.file, word.line, word.maybe)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from verify.issue import Issue
-from verify.launch.shell.syntax import Node
+from verify.launch.shell.syntax import Node, Substitution
 
 # A script that needs more is not read to its end.
 MAX_STEPS = 20_000
@@ -112,11 +112,13 @@ class Shell:
     fails ends the script, unless it is `guarded` by a condition; `pipefail`: whether any command of a pipeline does so.
     `callers` and `loops` count the functions, sourced
     files and loops around a command. `script`: the file that was started, which `$0` names in every file it sources.
+    `run` gives the output of the commands in `$(...)`.
     """
 
     file: Path | None
     directory: Path | None
     environment: Mapping[str, str]
+    run: Callable[[Shell, Substitution], Value]
     arguments: tuple[Value, ...] = ()
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Node | None] = field(default_factory=dict)
@@ -148,6 +150,17 @@ class Shell:
         if self.steps[0] > MAX_STEPS:
             raise TooMuchError(f"it runs more than {MAX_STEPS} commands before a trainer starts")
 
+    def deeper(self) -> None:
+        """Counts one more function, file or command inside of others. Raises TooMuchError after `MAX_DEPTH`."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise TooMuchError(f"more than {MAX_DEPTH} functions, files and commands stand inside one another")
+
+    @property
+    def exported(self) -> dict[str, Value]:
+        """The variables that a command sees."""
+        return {name: one.values[0] for name, one in self.variables.items() if one.exported and one.values}
+
     def branch(self) -> Shell:
         """A copy whose variables, functions and directory change apart from this one's."""
         return replace(self, variables=dict(self.variables), functions=dict(self.functions))
@@ -167,7 +180,9 @@ class Shell:
         if len(value.text) > MAX_CHARACTERS:
             raise TooMuchError(f"${name} has more than {MAX_CHARACTERS} characters")
         before = self.variables.get(name)
-        value = self._as_declared(name, value)
+        if name in self.special and not value.gaps:  # another value than the given one, by `declare -i` and its like
+            source = f"${{{name}}}"
+            value = replace(value, text=source, gaps=(Gap(source, self.special[name]),))
         self.variables[name] = Variable((value,), False, bool(before and before.exported))
 
     def assign_array(self, name: str, values: tuple[Value, ...]) -> None:
@@ -178,13 +193,6 @@ class Shell:
             self.assign(name, Value(""))
         else:
             self.variables[name] = Variable(values, True)
-
-    def _as_declared(self, name: str, value: Value) -> Value:
-        """The value that an assignment leaves: not the one that is given, where `declare -i` and its like were used."""
-        if name not in self.special or value.gaps:
-            return value
-        source = f"${{{name}}}"
-        return replace(value, text=source, gaps=(Gap(source, self.special[name]),))
 
     def drop(self, name: str) -> None:
         """Makes a variable one that is not set, whatever the environment says."""

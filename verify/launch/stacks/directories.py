@@ -21,25 +21,25 @@ def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
     return hf_directory(role, settings.place(key), path, why, HF)
 
 
-def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> dict[str, Side]:
-    """What teachers load, by their roles: one for every key that matches, without those that are turned off.
+def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> list[Side]:
+    """What teachers load: one for every key that matches, without those that are turned off.
 
     A teacher only scores what others generate. Nothing else of the launch depends on one that is downloaded at the
     start, or whose architecture is not known here: a note says so.
     """
-    found: dict[str, Side] = {}
+    found: list[Side] = []
     for key in sorted(name for name in settings.config.names() if keys.search(name)):
         enabled = settings.word(f"{key.partition('.')[0]}.enabled")
         if settings.word(key) is None or (enabled and enabled.text.lower() == "false"):
             continue
-        role = "teacher" if "teacher" not in found else f"teacher {len(found) + 1}"
+        role = f"teacher {len(found) + 1}" if found else "teacher"
         quiet = settings.quietly()
         side = hf_side(role, quiet, key, key)
         config = hf_config_of(side.path) if side and side.path else None
         if side and config and "not known" in config:
             settings.notes.append(f"{settings.place(key)} {side.path}: {config}; the {role} is not looked at")
         elif side:
-            found[role] = side
+            found.append(side)
         settings.notes += [f"{line} (the {role}, on which no other role depends)" for line in quiet.unread]
         settings.notes += quiet.notes
     return found

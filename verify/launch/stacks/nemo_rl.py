@@ -51,12 +51,17 @@ def read(launch: Launch) -> Job:
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
-    prefixes = _pretrained_keys(settings)
+    # Where a pretrained checkpoint is given, the one that counts first.
+    pretrained = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
+    prefixes = [one for one in pretrained if settings.word(f"{one}.path") or not settings.resolved(f"{one}.path")]
     if megatron:
         start = _given(settings, prefixes[0]) if prefixes else _converted(settings)
     else:
         start = hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
-    roles = ["actor", *(["reference"] if _reference(settings) else [])]
+    # GRPO and its kin load a reference for a KL penalty, DPO always.
+    penalty = "reference_policy_kl_penalty"
+    has_reference = settings.word(f"dpo.{penalty}") or settings.above_zero(f"loss_fn.{penalty}")
+    roles = ["actor", *(["reference"] if has_reference else [])]
     sides: list[Side] = []
     resumed = False
     # Weights of pretrained_checkpoint need not be those of the model that gives config and tokenizer.
@@ -66,25 +71,23 @@ def read(launch: Launch) -> Job:
         resumed = actor is not start
         sides += [actor, *(replace(start, role=role) for role in roles[1:])]
     engine = _engine(settings)
-    sizes = _sizes(settings) if megatron else Sizes()
-    cuts = () if megatron else tuple(_dtensor(settings, roles))
-    arguments = sizes.arguments(engine.sizes, settings, _MEGATRON) if megatron else engine.sizes
-    hf = settings.model(_MODEL)
+    sizes, arguments, cuts = None, engine.sizes, [] if megatron else list(_dtensor(settings, roles))
+    if megatron:
+        # NeMo-RL stops where one is not given.
+        _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
+        sizes = Sizes.read(settings, _MEGATRON)
+        arguments = sizes.arguments(engine.sizes, settings, _MEGATRON)
     return Job(
         STACK,
-        sides=(*sides, *([engine.side] if engine.side else []), *teachers.values()),
-        hf=hf,
-        models={role: side.path for role, side in teachers.items()},
+        sides=tuple(filter(None, (*sides, engine.side, *teachers))),
+        hf=settings.model(_MODEL),
         adapter=None if megatron else _trained(settings.quietly()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
         placement=Placement(
-            tuple(_groups(settings, roles, sizes if megatron else None)),
-            cuts=(*(cut for cut in cuts if cut.ranks > 1), *engine.cuts),
+            tuple(_groups(settings, roles, sizes)), cuts=(*(cut for cut in cuts if cut.ranks > 1), *engine.cuts)
         ),
-        speculation=of_settings(settings.quietly(), f"{_GENERATION}.vllm_kwargs")
-        if engine.sizes.server == "vllm"
-        else None,
+        speculation=of_settings(settings, f"{_GENERATION}.vllm_kwargs", engine.sizes.server),
     )
 
 
@@ -112,28 +115,15 @@ def _dtensor(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
         yield Cut(role, "dtensor", ranks or 1, settings.place(key))
 
 
-def _reference(settings: Settings) -> bool:
-    """Whether there is one: GRPO and its kin load it for a KL penalty, DPO always."""
-    if settings.word("dpo.reference_policy_kl_penalty"):
-        return True
-    return settings.above_zero("loss_fn.reference_policy_kl_penalty")
-
-
-def _pretrained_keys(settings: Settings) -> list[str]:
-    """Where a pretrained checkpoint is given, the one that counts first."""
-    prefixes = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
-    return [one for one in prefixes if settings.word(f"{one}.path") or not settings.resolved(f"{one}.path")]
-
-
 def _given(settings: Settings, prefix: str) -> Side | None:
     key = f"{prefix}.path"
     word, layout = settings.word(key), settings.word(f"{prefix}.format")
     if word is None or not settings.resolved(f"{prefix}.format"):
         return None
-    path, place = Path(word.text), settings.place(key)
-    mark = _MARKS.get(layout.text if layout else "")
+    path, place, stated = Path(word.text), settings.place(key), layout.text if layout else ""
+    mark = _MARKS.get(stated)
     if mark is None:
-        actual, hint = layout.text if layout else "no such setting", "say which of the two it is"
+        actual, hint = stated or "no such setting", "say which of the two it is"
         expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
         issue = path_issue(place, path, expected, actual, hint, about=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
@@ -143,7 +133,7 @@ def _given(settings: Settings, prefix: str) -> Side | None:
     actual = "no such directory" if not path.exists() else f"no {mark} in {found or path}"
     other = next((name for name, one in _MARKS.items() if one != mark and found and (found / one).exists()), None)
     hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
-    expected = f"an iteration with {mark}, which {layout.text if layout else ''} needs"
+    expected = f"an iteration with {mark}, which {stated} needs"
     issue = path_issue(place, path, expected, actual, hint, about=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
@@ -165,7 +155,9 @@ def _converted(settings: Settings) -> Side | None:
     model = settings.word(_MODEL)
     if not settings.resolved(_MODEL) or model is None:
         return hf_side("actor", settings, _MODEL, "--hf-checkpoint, which NeMo-RL converts at the start")
-    cache = _cache(settings.config.environment)
+    environment = settings.config.environment
+    own, home = (environment.get(name, "").strip() for name in ("NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"))
+    cache = Path(own) if own else Path(home or Path.home() / ".cache" / "huggingface") / "nemo_rl"
     name = f"model_{model.text.replace('/', '_')}" if Path(model.text).exists() else model.text
     copy = cache / name / "iter_0000000"
     if not copy.exists() or settings.switch(f"{_MEGATRON}.force_reconvert_from_hf"):
@@ -184,14 +176,6 @@ def _newer(model: Path, copy: Path) -> Path | None:
     made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=0.0)
     files = [*model.glob("config.json"), *model.glob("*.safetensors")]
     return next((path for path in files if path.stat().st_mtime > made), None) if made else None
-
-
-def _cache(environment: Mapping[str, str]) -> Path:
-    """Where NeMo-RL keeps what it converted."""
-    if own := environment.get("NRL_MEGATRON_CHECKPOINT_DIR", "").strip():
-        return Path(own)
-    home = environment.get("HF_HOME", "").strip()
-    return Path(home or Path.home() / ".cache" / "huggingface") / "nemo_rl"
 
 
 def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
@@ -328,12 +312,6 @@ def _missing(settings: Settings, *keys: str) -> None:
     for key in keys:
         if settings.resolved(key) and settings.word(key) is None:
             settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
-
-
-def _sizes(settings: Settings) -> Sizes:
-    """Those of Megatron. NeMo-RL stops where one is not given."""
-    _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
-    return Sizes.read(settings, _MEGATRON)
 
 
 def _engine(settings: Settings) -> Engine:

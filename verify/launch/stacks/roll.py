@@ -12,7 +12,7 @@ Source: ROLL `configs/base_config.py`, `configs/worker_config.py`, `pipeline/bas
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from verify.launch.words import UnresolvedWord
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
+# Where the sizes of a role are.
+_SIZES = {role: f"{worker}.strategy_args.strategy_config" for role, worker in _ROLES.items()}
 _ELSEWHERE = re.compile(
     r"^(?!teacher\.).*\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|"
     r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
@@ -71,37 +73,32 @@ def read(launch: Launch) -> Job:
     is_gae = settings.text("adv_estimator", "gae") == "gae"
     critic = ["critic"] if is_gae and settings.word("critic.strategy_args.strategy_name") is not None else []
     roles = ["actor", *(["reference"] if _reference(settings) else []), *critic]
-    sides = {role: _loaded(settings, role, _key(settings, role), _megatron(settings, role)) for role in roles}
-    goes_on = False
+    strategies = {role: settings.text(f"{_ROLES[role]}.strategy_args.strategy_name") for role in roles}
+    megatron = [role for role, name in strategies.items() if name.startswith("megatron")]
+    sides = {role: _loaded(settings, role, _key(settings, role), role in megatron) for role in roles}
     if first := sides["actor"]:
         first = replace(first, issues=(*first.issues, *_lost(settings)))
         sides["actor"] = _resumed(settings, first)
-        goes_on = sides["actor"] is not first
+    same = first and sides["actor"] is first and sides.get("reference")
     engine = _engine(settings)
-    groups = [
-        _sizes(settings, role).group(role, _devices(settings, _ROLES[role]))
-        for role in roles
-        if _megatron(settings, role)
-    ]
-    shared = tuple(_sequences(settings, roles))
+    sizes = {role: Sizes.read(settings, _SIZES[role]) for role in megatron}
+    groups = [size.group(role, _devices(settings, _ROLES[role])) for role, size in sizes.items()]
+    fsdp = [role for role, name in strategies.items() if name.startswith("fsdp2")]
+    keys = {role: f"{_ROLES[role]}.model_args.ulysses_size" for role in fsdp}
+    shared = [cut for role, key in keys.items() for cut in Cut.ulysses(settings, role, key)]
     groups += [cut.group(_devices(settings, _ROLES[cut.role]), "ulysses_size") for cut in shared]
-    hf = settings.model(_key(settings, "actor")) if sides["actor"] else None
-    same = all(sides.get(role) for role in ("actor", "reference")) and not goes_on
-    every = [*(side for side in sides.values() if side), *([engine.side] if engine.side else []), *teachers.values()]
+    arguments = {role: size.arguments(engine.sizes, settings, _SIZES[role]) for role, size in sizes.items()}
     return Job(
         STACK,
-        sides=tuple(every),
-        hf=hf,
-        models=({"critic": settings.model(_key(settings, "critic"))} if "critic" in roles else {})
-        | {role: side.path for role, side in teachers.items()},
-        sizes={role: _arguments(settings, role, engine.sizes) for role in roles} | {ENGINE: engine.sizes},
+        sides=tuple(filter(None, (*sides.values(), engine.side, *teachers))),
+        hf=settings.model(_key(settings, "actor")) if first else None,
+        models={"critic": settings.model(_key(settings, "critic"))} if critic else {},
+        sizes=dict.fromkeys((*roles, ENGINE), engine.sizes) | arguments,
         sharing=(("actor", "reference"),) if same else (),
         combinations=tuple(_adapters(settings.quietly(), engine.sizes.server)),
         placement=Placement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
         adapter=_trained(settings.quietly(), engine.sizes.server),
-        speculation=of_settings(settings.quietly(), _config(ENGINE, "")[:-1])
-        if engine.sizes.server == "vllm"
-        else None,
+        speculation=of_settings(settings, _SIZES[ENGINE], engine.sizes.server),
     )
 
 
@@ -120,26 +117,14 @@ def _adapters(settings: Settings, server: str | None) -> Iterator[Issue]:
         yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint, "error")
 
 
-def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
-    """The ranks that share a sequence in FSDP."""
-    for role in roles:
-        if settings.text(f"{_ROLES[role]}.strategy_args.strategy_name").startswith("fsdp2"):
-            yield from Cut.ulysses(settings, role, f"{_ROLES[role]}.model_args.ulysses_size")
-
-
 def _reference(settings: Settings) -> bool:
     """Whether there is one: for a KL term, whose coefficient is 0.2 where none is given; never with LoRA."""
-    if (
-        given(settings.text("actor_train.model_args.lora_target"))
-        or settings.word("reference.strategy_args.strategy_name") is None
-    ):
+    if given(settings.text("actor_train.model_args.lora_target")):
+        return False
+    if settings.word("reference.strategy_args.strategy_name") is None:
         return False
     wanted = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
     return wanted or settings.above_zero("init_kl_coef", 0.2)
-
-
-def _megatron(settings: Settings, role: str) -> bool:
-    return settings.text(f"{_ROLES[role]}.strategy_args.strategy_name").startswith("megatron")
 
 
 def _one_of_three_missing(settings: Settings) -> bool:
@@ -164,9 +149,8 @@ def _lost(settings: Settings) -> list[PathIssue]:
         word = settings.word(key)
         if word and word.text != pretrain:
             expected = f"the model that the {role} loads"
-            actual = (
-                f"{word.text}, which ROLL replaces by pretrain = {pretrain}, since another role has none of its own"
-            )
+            why = "since another role has none of its own"
+            actual = f"{word.text}, which ROLL replaces by pretrain = {pretrain}, {why}"
             hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
             found.append(path_issue(settings.place(key), Path(word.text), expected, actual, hint, about=LOAD))
     return found
@@ -208,21 +192,6 @@ def _resumed(settings: Settings, start: Side) -> Side:
         return Side("actor", "megatron", dist, f"to resume: {key}", start.issues)
     settings.unread.append(f"{place} {path}: files of one rank each are not looked at")
     return start
-
-
-def _config(role: str, name: str) -> str:
-    return f"{_ROLES[role]}.strategy_args.strategy_config.{name}"
-
-
-def _sizes(settings: Settings, role: str) -> Sizes:
-    return Sizes.read(settings, _config(role, "")[:-1])
-
-
-def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
-    """All that cuts the model of a role."""
-    if not _megatron(settings, role):
-        return engine
-    return _sizes(settings, role).arguments(engine, settings, _config(role, "")[:-1])
 
 
 def _devices(settings: Settings, worker: str) -> Gpus:
@@ -279,11 +248,11 @@ def _engine(settings: Settings) -> Engine:
     if not name:
         return Engine()
     key = _key(settings, ENGINE)
-    dummy = settings.text(_config(ENGINE, "load_format")) == "dummy"
+    dummy = settings.text(f"{_SIZES[ENGINE]}.load_format") == "dummy"
     weights = "its weights come from the actor" if dummy else "its first weights too"
     why = f"{name} takes config and tokenizer from {key}, {weights}"
     engine = Engine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
-    keys = [_config(ENGINE, "tensor_parallel_size"), _config(ENGINE, "pipeline_parallel_size")]
+    keys = [f"{_SIZES[ENGINE]}.{one}_parallel_size" for one in ("tensor", "pipeline")]
     if name != "vllm":
         keys = [f"{prefix}.num_gpus_per_worker"]
     tp, *rest = (settings.size(one) for one in keys)
@@ -320,28 +289,22 @@ def read_supervised(launch: Launch) -> Job:
         workers = {"actor": "student", "teacher": "teacher"}
         own = all(settings.word(f"{one}.{_OWN}") for one in workers.values())
         keys = {role: f"{one}.{_OWN}" if own else f"{one}_pretrain" for role, one in workers.items()}
-    sides: dict[str, Side] = {}
-    sizes: dict[str, Sizes] = {}
+    sides: list[Side] = []
+    sizes: dict[str, LaunchArguments] = {}
+    groups: list[Group] = []
     for role, key in keys.items():
         prefix = f"{workers[role]}.strategy_args"
         megatron = settings.text(f"{prefix}.strategy_name").startswith("megatron")
         if role == "teacher":
-            sides |= teacher_sides(settings, re.compile(rf"^{re.escape(key)}$"))
+            sides += teacher_sides(settings, re.compile(rf"^{re.escape(key)}$"))
         elif side := _loaded(settings, role, key, megatron):
-            sides[role] = _resumed(settings, side)
+            sides.append(_resumed(settings, side))
         if megatron:
-            sizes[role] = Sizes.read(settings, f"{prefix}.strategy_config")
-    return Job(
-        SUPERVISED,
-        sides=tuple(sides.values()),
-        hf=settings.model(keys["actor"]),
-        models={"teacher": sides["teacher"].path} if "teacher" in sides else {},
-        sizes={
-            role: size.arguments(LaunchArguments(), settings, f"{workers[role]}.strategy_args.strategy_config")
-            for role, size in sizes.items()
-        },
-        placement=Placement(tuple(size.group(role, _devices(settings, workers[role])) for role, size in sizes.items())),
-    )
+            size = Sizes.read(settings, f"{prefix}.strategy_config")
+            sizes[role] = size.arguments(LaunchArguments(), settings, f"{prefix}.strategy_config")
+            groups.append(size.group(role, _devices(settings, workers[role])))
+    placement = Placement(tuple(groups))
+    return Job(SUPERVISED, sides=tuple(sides), hf=settings.model(keys["actor"]), sizes=sizes, placement=placement)
 
 
 SUPERVISED = replace(

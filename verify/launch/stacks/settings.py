@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.issue import Issue
-from verify.launch.settings.config import Config, UnresolvedError, flat
+from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.words import Word, is_new_at_start
 from verify.report import Severity
 
@@ -174,10 +174,6 @@ class Settings:
             note = f"{self.place(key)} is {hub.why}"
             self.notes += [] if note in self.notes else [note]
         return hub.path
-
-    def written(self) -> dict[str, Word]:
-        """Every single value of the configuration as it is written, by its dotted key."""
-        return dict(flat(self.config.tree, lists=False))
 
     def not_looked_at(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""

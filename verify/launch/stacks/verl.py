@@ -66,28 +66,35 @@ def read(launch: Launch) -> Job:
     megatron = _is_megatron(settings)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     gpus = Gpus.read(settings, "trainer.nnodes", "trainer.n_gpus_per_node")
-    groups = [_sizes(settings, role).group(role, gpus) for role in roles] if megatron else []
+    # The reference takes the actor's sizes where it has none of its own.
+    prefixes = {role: (_ROLES[role][1], *([f"{_AR}.actor.megatron"] * (role == "reference"))) for role in roles}
+    cut = {role: Sizes.read(settings, *prefixes[role]) for role in roles if megatron}
+    groups = [size.group(role, gpus) for role, size in cut.items()]
     shared = () if megatron else tuple(_sequences(settings, roles))
     groups += [cut.group(gpus, "ulysses_sequence_parallel_size") for cut in shared]
-    first = {role: _initial(settings, role) if megatron else _from_hf(settings, role, False) for role in roles}
+    first = {role: _initial(settings, role, megatron) for role in roles}
     resumed = resumed_step(settings)
     sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
-    engine = _rollout(settings, _rollout_gpus(settings) or gpus)
-    sizes = {role: _arguments(settings, role, engine.sizes) if megatron else engine.sizes for role in roles}
+    engine = _rollout(settings, gpus)
+    sizes = dict.fromkeys((*roles, ENGINE), engine.sizes)
+    for role, size in cut.items():
+        over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
+        sizes[role] = size.arguments(engine.sizes, settings, over)
     unlike = tuple(_unlike(settings, roles)) if megatron else ()
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
-    sharing = [] if resumed.path else _sharing_weights(first)
-    hf = settings.model(_MODEL) if settings.resolved(_MODEL) else None
+    # Before anything is resumed; Megatron weights are those of `model.path` too.
+    actor = first["actor"]
+    sharing = [("actor", "reference")] if actor and first.get("reference") else []
+    sharing += [("actor", ENGINE)] if actor and actor.is_megatron else []
     return Job(
         STACK,
-        sides=(*sides, *([engine.side] if engine.side else []), *teachers.values()),
-        hf=hf,
-        models=({"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {})
-        | {role: side.path for role, side in teachers.items()},
-        sizes=sizes | {ENGINE: engine.sizes},
-        sharing=tuple(sharing),
+        sides=tuple(filter(None, (*sides, engine.side, *teachers))),
+        hf=settings.model(_MODEL) if settings.resolved(_MODEL) else None,
+        models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
+        sizes=sizes,
+        sharing=() if resumed.path else tuple(sharing),
         placement=Placement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
         speculation=_speculation(settings.quietly()),
         adapter=_trained(settings.quietly()),
@@ -154,7 +161,7 @@ def _speculation(settings: Settings) -> Speculation | None:
         sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
         method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
         return Speculation(name, method, settings.place(f"{mtp}.enable_rollout"))
-    return of_settings(settings, f"{rollout}.engine_kwargs.vllm") if name == "vllm" else None
+    return of_settings(settings, f"{rollout}.engine_kwargs.vllm", name)
 
 
 def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
@@ -167,13 +174,6 @@ def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
     }
     for role in roles:
         yield from Cut.ulysses(settings, role, *own[role])
-
-
-def _sharing_weights(first: Mapping[str, Side | None]) -> list[tuple[str, str]]:
-    """Roles with the same weights before anything is resumed; Megatron weights are those of `model.path` too."""
-    actor, reference = first.get("actor"), first.get("reference")
-    pairs = [("actor", "reference")] if actor and reference else []
-    return [*pairs, ("actor", ENGINE)] if actor and actor.is_megatron else pairs
 
 
 def _is_megatron(settings: Settings) -> bool:
@@ -205,42 +205,34 @@ def _critic(settings: Settings) -> bool:
 
 def _notes(settings: Settings, roles: Sequence[str]) -> None:
     if "reference" not in roles and settings.word(f"{_AR}.ref.megatron.dist_checkpointing_path"):
-        why = (
-            "the reference is the actor without its adapter"
-            if _lora(settings)
-            else ("neither use_kl_loss nor use_kl_in_reward asks for one")
-        )
+        why = "neither use_kl_loss nor use_kl_in_reward asks for one"
+        why = "the reference is the actor without its adapter" if _lora(settings) else why
         settings.notes.append(f"no reference is loaded: {why}")
     if not settings.text("algorithm.adv_estimator") and "critic" not in roles:
         settings.notes.append(f"algorithm.adv_estimator is not given; verl's default, gae, also loads {_CRITIC_MODEL}")
     key = f"{_AR}.actor.megatron.use_mbridge"
     if settings.word(key) and not settings.switch(key):
-        settings.notes.append(
-            f"{settings.place(key)} is false: verl stops at that since it loads through a bridge only"
-        )
+        why = "verl stops at that since it loads through a bridge only"
+        settings.notes.append(f"{settings.place(key)} is false: {why}")
 
 
-def _from_hf(settings: Settings, role: str, megatron: bool = True) -> Side | None:
-    key = _ROLES[role][0]
-    return hf_side(role, settings, key, f"{key}, through a bridge" if megatron else f"{key}, without Megatron")
-
-
-def _initial(settings: Settings, role: str) -> Side | None:
+def _initial(settings: Settings, role: str, megatron: bool) -> Side | None:
     """What a role loads before anything is resumed."""
-    model, megatron, about = _ROLES[role]
-    switch, key = f"{megatron}.use_dist_checkpointing", f"{megatron}.dist_checkpointing_path"
+    model, prefix, about = _ROLES[role]
+    if not megatron:
+        return hf_side(role, settings, model, f"{model}, without Megatron")
+    switch, key = f"{prefix}.use_dist_checkpointing", f"{prefix}.dist_checkpointing_path"
     word = settings.word(key)
     if not (settings.resolved(switch) and settings.resolved(key)):
         return None
     if settings.switch(switch):
         if word is None:
-            issue = path_issue(
-                settings.place(switch), Path(), f"{key} with it", "no such setting", f"give {key}", about=about
-            )
+            expected, actual, hint = f"{key} with it", "no such setting", f"give {key}"
+            issue = path_issue(settings.place(switch), Path(), expected, actual, hint, about=about)
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
         why = f"verl loads the directory of {key} itself"
         return torch_dist_side(role, settings.place(key), Path(word.text), why, about)
-    side = _from_hf(settings, role)
+    side = hf_side(role, settings, model, f"{model}, through a bridge")
     if word is None or side is None:
         return side
     actual = f"it is ignored, and {model} is loaded, since use_dist_checkpointing is not set"
@@ -275,25 +267,6 @@ def _after(settings: Settings, resumed: Resumed, role: str, side: Side, megatron
     return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
 
 
-def _rollout_gpus(settings: Settings) -> Gpus | None:
-    """The GPUs of a rollout that has its own, as fully_async_policy and one_step_off_policy give it."""
-    keys = "rollout.nnodes", "rollout.n_gpus_per_node"
-    if all(settings.word(key) is None and settings.resolved(key) for key in keys):
-        return None
-    return Gpus.read(settings, *keys)
-
-
-def _sizes(settings: Settings, role: str) -> Sizes:
-    """Those of a role: the reference takes the actor's where it has none of its own."""
-    return Sizes.read(settings, _ROLES[role][1], *([f"{_AR}.actor.megatron"] if role == "reference" else []))
-
-
-def _arguments(settings: Settings, role: str, engine: LaunchArguments) -> LaunchArguments:
-    """All that cuts the model of a role."""
-    over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
-    return _sizes(settings, role).arguments(engine, settings, over)
-
-
 def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
     """Sizes of the reference or the critic that differ from the actor's.
 
@@ -313,7 +286,13 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
 
 
 def _rollout(settings: Settings, gpus: Gpus) -> Engine:
-    """The engine. Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node."""
+    """The engine. Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
+
+    fully_async_policy and one_step_off_policy give it GPUs of its own.
+    """
+    own = "rollout.nnodes", "rollout.n_gpus_per_node"
+    if any(settings.word(key) is not None or not settings.resolved(key) for key in own):
+        gpus = Gpus.read(settings, *own)
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name")
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
@@ -425,7 +404,10 @@ def read_sft(launch: Launch) -> Job:
         side: Side | None = torch_dist_side("actor", settings.place(key), Path(word.text), key, LOAD)
     else:
         side = hf_side("actor", settings, _TUNED, f"{_TUNED}, through a bridge" if megatron else _TUNED)
-    _resumes_elsewhere(settings)
+    if settings.text("trainer.resume_mode", "auto") != "disable":
+        word = settings.word("trainer.resume_from_path") or settings.word("trainer.default_local_dir")
+        if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
+            settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
     settings.not_looked_at(_TUNED_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
@@ -439,15 +421,6 @@ def read_sft(launch: Launch) -> Job:
         sizes={"actor": sizes.arguments(LaunchArguments(), settings, "engine")} if sizes else {},
         placement=Placement(tuple(groups), cuts=cuts),
     )
-
-
-def _resumes_elsewhere(settings: Settings) -> None:
-    """Says that a run goes on from steps that are there, whose layout is not looked at."""
-    if settings.text("trainer.resume_mode", "auto") == "disable":
-        return
-    word = settings.word("trainer.resume_from_path") or settings.word("trainer.default_local_dir")
-    if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
-        settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
 
 
 def _fits_sft(tree: Mapping[str, Tree]) -> bool:

@@ -86,6 +86,7 @@ class _Sizes:
         moe_dp = ("sglang_moe_dp_size", "sglang_moe_data_parallel_size")
         self.plain_experts = not any(given.get(name, 1) != 1 for name in moe_dp)
         self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
+        self.shares_nodes = bool(given.get("colocate", False))
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.where = words[0].file if words else None
         self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
@@ -137,7 +138,7 @@ class _Sizes:
         vime takes the trainer's number instead where they share GPUs.
         """
         given, total, name = self.given, self._rollout(), _ENGINE[0]
-        first = 0 if self._shares_nodes or given.get("debug_rollout_only", False) else self.world
+        first = 0 if self.shares_nodes or given.get("debug_rollout_only", False) else self.world
         is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))
         words = _spelled(given, ("rollout_num_gpus", "num_gpus_per_node", *_JOB, *_ENGINE))
         gpus = Gpus(total, "those of the rollout", self.node, first or 0)
@@ -152,7 +153,8 @@ class _Sizes:
         """Sizes of an engine that must divide one another."""
         names = ("rollout_num_gpus", *_JOB, *_ENGINE)
         if self.engine and self.engine_pp and self.engine % self.engine_pp:
-            expected = f"rollout_num_gpus_per_engine that divides by {self.pp_name} = {self.engine_pp}"
+            name = "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
+            expected = f"rollout_num_gpus_per_engine that divides by {name} = {self.engine_pp}"
             actual = f"rollout_num_gpus_per_engine = {self.engine}"
             yield self.issue(expected, actual, "the trainer stops: change one of them", names)
             return
@@ -170,21 +172,12 @@ class _Sizes:
         """Engines on the trainer's nodes, whose size the launch gives twice."""
         names, node, each = ("num_gpus_per_node", "colocate", *_JOB), self.node, self.each
         is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.places)
-        shared = self._shares_nodes and self.server != "vllm" and self.engine and is_read
+        shared = self.shares_nodes and self.server != "vllm" and self.engine and is_read
         if shared and (self.actor_nodes or 0) > 1 and node and each and node != each:
             default = "" if "num_gpus_per_node" in self.given.places else ", by default"
             expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
             hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
-
-    @property
-    def _shares_nodes(self) -> bool:
-        return bool(self.given.get("colocate", False))
-
-    @property
-    def pp_name(self) -> str:
-        """What the launch's engine calls its pipeline stages."""
-        return "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
 
     def _rollout(self) -> int | None:
         """The GPUs of local engines, or None if there are none, or how many is not known."""
@@ -192,7 +185,7 @@ class _Sizes:
         if not all(map(self.given.lacks, elsewhere)):
             return None
         given = self.given.get("rollout_num_gpus", 0)
-        if self._shares_nodes and (given == 0 or self.is_miles):
+        if self.shares_nodes and (given == 0 or self.is_miles):
             return self.world
         return given or None
 

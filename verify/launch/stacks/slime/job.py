@@ -232,9 +232,7 @@ def _adapter(given: GivenArguments) -> Iterator[Issue]:
         hint = "the engine generates with the base model, which is not the policy that is trained: leave it out"
         names, expected = ("lora_train_only", "lora_rank"), "an engine with the adapter of --lora-rank"
         yield given.issue(names, expected, hint, "warning")
-    plain = (
-        given.known("lora_rank", 0) == 0 and given.lacks("lora_adapter_path") and given.lacks("multi_lora_n_adapters")
-    )
+    plain = given.known("lora_rank", 0) == 0 and all(map(given.lacks, ("lora_adapter_path", "multi_lora_n_adapters")))
     for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora"):
         if plain and given.has(name):
             hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
@@ -258,9 +256,8 @@ def _raw(given: GivenArguments, hf: Path | None) -> Iterator[Issue]:
     is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
     if is_wrapped and given.known("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
         expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
-        hint = (
-            "miles has no raw converter for this model and stops at the first update: give --megatron-to-hf-mode bridge"
-        )
+        why = "miles has no raw converter for this model and stops at the first update"
+        hint = f"{why}: give --megatron-to-hf-mode bridge"
         if given.known("train_backend", "megatron") == "megatron":
             yield given.issue(("megatron_to_hf_mode",), expected, hint)
 

@@ -62,9 +62,8 @@ def _passed_over(load: Path, ref_load: Path, step: int | None, option: str, mode
     actual = f"an HF directory without a tracker: miles takes {option} {ref_load} instead, silently"
     hint = f"give {load} as --ref-load, and leave --load out"
     issue = path_issue("--load", load, f"{TRACKER}, without which miles passes over it", actual, hint)
-    return replace(
-        side, why=f"--load {load} has no tracker, so {option} is taken; {side.why}", issues=(issue, *side.issues)
-    )
+    why = f"--load {load} has no tracker, so {option} is taken; {side.why}"
+    return replace(side, why=why, issues=(issue, *side.issues))
 
 
 def trainer(role: str, option: str, root: Path, step: int | None, mode: str | None = None) -> Side:
@@ -91,20 +90,17 @@ def trainer(role: str, option: str, root: Path, step: int | None, mode: str | No
     why = f"the tracker of {option} says {path.name}"
     if not step:
         return Side(role, "megatron", path, why)
-    issues = (_step_without_effect(root, step),) if option == "--load" else ()
+    # Megatron's name of `release` has no number in it.
+    hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} if that iteration is meant"
+    actual = f"release, which Megatron loads whatever --ckpt-step {step} says"
+    issue = path_issue("--ckpt-step", root / TRACKER, "a tracker that says an iteration", actual, hint, "warning")
+    issues = (issue,) if option == "--load" else ()
     return Side(role, "megatron", path, f"{why}, beside which step {step} has no effect", issues)
 
 
 def takes_step(root: Path) -> bool:
     """Whether `--ckpt-step` chooses an iteration of a directory. Megatron loads release/ whatever the step is."""
     return (root / TRACKER).exists() and tracker_text(root) != "release"
-
-
-def _step_without_effect(root: Path, step: int) -> PathIssue:
-    """`--ckpt-step` where the tracker says `release`: Megatron's name of that directory has no number in it."""
-    hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} if that iteration is meant"
-    actual = f"release, which Megatron loads whatever --ckpt-step {step} says"
-    return path_issue("--ckpt-step", root / TRACKER, "a tracker that says an iteration", actual, hint, "warning")
 
 
 def of_fsdp(load: Path, step: int | None) -> Path | None:

@@ -31,11 +31,12 @@ _OWN = {"hf": "--hf-checkpoint", "load": "--load", "ref_load": "--ref-load"}
 _PATHS = _OWN | {"critic": "--critic-load", "teacher": "--opd-teacher-load"}
 _STEPS = {"ckpt_step": "--ckpt-step", "ref_step": "--ref-ckpt-step", "teacher_step": "--opd-teacher-ckpt-step"}
 CUSTOM, MEGATRON = "--custom-config-path", "--megatron-config-path"
-_FILE_PATHS = frozenset({"load", "ref_load", "hf_checkpoint", "critic_load", "opd_teacher_load"})
-_FILE_STEPS = frozenset({"ckpt_step", "ref_ckpt_step", "opd_teacher_ckpt_step"})
 # Other settings that change what is loaded, or how it is cut.
 _FILE_MATTERS = re.compile(r"parallel_size|checkpoint|ckpt|load$|layout|num_layers|mtp_num|lora|virtual_pipeline")
-_FILE_HARMLESS = re.compile(r"recompute|no_load|finetune|save|exit_on_missing|activation")
+_FILE_HARMLESS = re.compile(
+    r"recompute|no_load|finetune|save|exit_on_missing|activation|"
+    r"^(?:load|ref_load|hf_checkpoint|critic_load|opd_teacher_load|(?:ref_|opd_teacher_)?ckpt_step)$"  # read
+)
 _ROLES = ("actor", "critic")
 
 
@@ -51,17 +52,14 @@ class RoleFiles:
     read: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
 
-    def path(self, role: str, name: str) -> Word | None:
-        """The path that a setting gives to a role; None where no file gives it one."""
-        return self._given(role, name) if name in _FILE_PATHS else None
+    def get(self, role: str, name: str) -> Word | None:
+        """What a setting gives to a role; None where no file gives it anything."""
+        return self.roles.get(role, {}).get(name, self.common.get(name))
 
     def step(self, role: str, name: str) -> int | None:
         """The iteration that a setting gives. Raises CkptkitError where it is not a number."""
-        word = self._given(role, name) if name in _FILE_STEPS else None
+        word = self.get(role, name)
         return _iteration(name, word) if word else None
-
-    def _given(self, role: str, name: str) -> Word | None:
-        return self.roles.get(role, {}).get(name, self.common.get(name))
 
 
 def _iteration(name: str, word: Word) -> int:
@@ -79,14 +77,10 @@ def role_files(words: Sequence[Word]) -> RoleFiles:
     roles = dict(_of_roles(megatron)) if megatron else {}
     every = [(name, word) for name, word in common.items() if option_of(name) not in READ]
     every += [pair for role in roles.values() for pair in role.items()]
-    unread = [f"{word.place}: {name}: {word.text}: not looked at" for name, word in every if _matters(name)]
+    matters = [(name, word) for name, word in every if _FILE_MATTERS.search(name) and not _FILE_HARMLESS.search(name)]
+    unread = [f"{word.place}: {name}: {word.text}: not looked at" for name, word in matters]
     read = frozenset(option for option, path in ((CUSTOM, custom), (MEGATRON, megatron)) if path)
     return RoleFiles(common, roles, read, tuple(dict.fromkeys(unread)))
-
-
-def _matters(name: str) -> bool:
-    known = name in _FILE_PATHS | _FILE_STEPS or _FILE_HARMLESS.search(name) is not None
-    return not known and _FILE_MATTERS.search(name) is not None
 
 
 def _named(options: Sequence[Option], name: str) -> Path | None:
@@ -248,7 +242,7 @@ def _trainers(paths: Paths, words: bool) -> Iterator[Side]:
     shared = paths.ref_step if falls_back and paths.ref_step is not None and not paths.bridge else paths.ckpt_step
     if paths.bridge and paths.hub and fallback is None and falls_back:
         yield _download(paths.hub, "actor")
-    elif load or ref_load or (fallback and words) or paths.files.path("actor", "load"):
+    elif load or ref_load or (fallback and words) or paths.files.get("actor", "load"):
         option = "--ref-load" if ref_load else "--hf-checkpoint"
         chosen = fallback is not None and loading.takes_step(fallback) and shared == paths.ckpt_step
         side = loading.actor(load, fallback, shared, option, mode, None if chosen else paths.ckpt_step)
@@ -279,7 +273,7 @@ def _of_fsdp(paths: Paths) -> Iterator[Side]:
 def _of_file(paths: Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
     """The side whose path a file of settings gives; None where none does. The actor's file gives the reference's."""
     files, of = paths.files, "actor" if role == "reference" else role
-    word = files.path(of, name)
+    word = files.get(of, name)
     if word is None or (role == "critic" and "critic" not in files.roles):
         return None
     own = files.step(of, "ref_ckpt_step") if role == "reference" else None
