@@ -12,6 +12,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal
 
+from verify.evidence.folding import by_key
+
 # The formats know what a report is, which so finds them by name, as `verify.check` finds the checks.
 _WRITERS = "verify.reports"
 SCHEMA = "ckptkit-report/2"
@@ -142,9 +144,7 @@ class Report:
         if "values" in self.asked and "source" in missing:
             missing.remove("source")
             parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
-        without: dict[str, list[str]] = {}
-        for name in missing:
-            without.setdefault(NOT_GIVEN.get(name, "not asked"), []).append(name)
+        without = by_key((NOT_GIVEN.get(name, "not asked"), name) for name in missing)
         return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 
     @property

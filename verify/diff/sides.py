@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from verify.checks.config.config import (
     is_another_model,
     plain_differences,
 )
+from verify.evidence.folding import by_key
 from verify.evidence.reading import as_hf_view
 from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
@@ -156,9 +156,7 @@ def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], lis
         differences = list(config_differences(a, b, Tally()))
     else:
         differences = list(plain_differences(a, b, Tally()))
-    by_severity: dict[str, list[ConfigDifference]] = defaultdict(list)
-    for one in differences:
-        by_severity[one.severity].append(one)
+    by_severity = by_key((one.severity, one) for one in differences)
     lines = {severity: f"config.json differs: {_listed(ones)}" for severity, ones in by_severity.items()}
     notes = [f"{lines['warning']}, which may be a default that one of them spells out"] if "warning" in lines else []
     return [lines["error"]] if "error" in lines else [], notes

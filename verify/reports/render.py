@@ -13,6 +13,7 @@ from rich.text import Text
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
+from verify.evidence.folding import by_key
 from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from verify.reports.text import groups, headline, is_itself, names_its_file, other_reasons, subject_of, totals, wrong_of
 
@@ -99,10 +100,8 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
 
 def _explained(report: Report, cause: str) -> str:
     """The findings that follow from this one, those that say the same together."""
-    found: dict[str, list[str]] = {}
-    for anchor, one in zip(anchors(report.findings), report.findings, strict=True):
-        if one.cause == cause:
-            found.setdefault(one.actual, []).append(anchor)
+    named = zip(anchors(report.findings), report.findings, strict=True)
+    found = by_key((one.actual, anchor) for anchor, one in named if one.cause == cause)
     counted = {actual: f"{names[0]} and {len(names) - 1} more" for actual, names in found.items() if len(names) > 1}
     return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
 
@@ -121,10 +120,8 @@ def _closing(report: Report, every: bool) -> list[str]:
     ]
     if not every:
         told = {split_reason(reason)[0] for reason in report.reasons}
-        skipped: dict[str, list[str]] = {}
-        for check in report.checks:
-            if check.status == "skipped" and check.reason not in told:
-                skipped.setdefault(check.reason or "", []).append(check.code)
+        left_out = (check for check in report.checks if check.status == "skipped" and check.reason not in told)
+        skipped = by_key((check.reason or "", check.code) for check in left_out)
         lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
     lines.append(totals(report))
     more = [] if every else ["`--all` lists the checks"]

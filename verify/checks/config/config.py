@@ -266,7 +266,8 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, f"{marks + 1} stages", hint, file=where)
         return
     layers, size = dims.layers, "num_hidden_layers"
-    if pattern is not None or (options is None and subject.holds_hybrid):
+    stored = subject.megatron_files if options is None and subject.is_megatron else None
+    if pattern is not None or (stored and stored.readable and stored.hybrid):
         layers, size = 2 * layers, "layers of HybridModel (two for one of num_hidden_layers)"
     try:
         stages = (options.pipeline(layers, pp) if options else Pipeline(layers, pp)).stages

@@ -21,7 +21,6 @@ from verify.skip import Inapplicable, Unable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AGAIN = "export the draft model again from the run"
 _CONFIG = "config.json"
 
 
@@ -60,7 +59,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except UnsupportedError:
         raise
     except CkptkitError as error:
-        yield Issue("a draft model as its trainer saved it", error.message, error.hint or _AGAIN)
+        yield Issue("a draft model as its trainer saved it", error.message, error.hint or "")
         return
     tally.compared(0, len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]

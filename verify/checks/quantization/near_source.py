@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from quant.formats.part_names import SCALE
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.quantization.int4 import not_quantized, packed_weights
 from verify.checks.values.source import may_differ
 from verify.evidence.expected import is_quantized
-from verify.evidence.floats.rounding import FloatRounding, float_rounding_of, float_weights
+from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
@@ -52,9 +52,8 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("nothing is stored in floats of 8 or 4 bits that the source has")
     rounding = subject.once(float_rounding_of)
     tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
-    for reason in dict.fromkeys(stored.broken.values()):
-        names = [name for name, why in stored.broken.items() if why == reason]
-        yield Issue("codes and scales that fit", reason, _HINT, names=names)
+    for name, reason in stored.broken.items():
+        yield Issue("codes and scales that fit", reason, _HINT, names=[name])
     wrong = {name: one for name, one in rounding.items() if one.wrong}
     for found in group_by_pattern(wrong):
         worst = max(found, key=lambda name: wrong[name].times)
@@ -62,11 +61,7 @@ def _floats(subject: Subject, tally: Tally) -> Iterator[Issue]:
         where = f"{worst}, {one.rows}," if one.rows else worst
         actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
         yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found)
-    yield from _inexact(rounding, subject)
-
-
-def _inexact(rounding: Mapping[str, FloatRounding], subject: Subject) -> Iterator[Issue]:
-    """FP8 that repeats MXFP4 but for numbers that its scales do not reach."""
+    # FP8 that repeats MXFP4 but for numbers that its scales do not reach.
     changed = {name: one for name, one in rounding.items() if one.changed and not one.wrong}
     for names in group_by_pattern(changed):
         several = [changed[name] for name in names]

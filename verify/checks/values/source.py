@@ -30,7 +30,7 @@ from verify.evidence.expected import (
 )
 from verify.evidence.extremes import Extremes, digest_of, same_bytes
 from verify.evidence.floats.rounding import float_weights
-from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
+from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
@@ -295,10 +295,11 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values, quantized = subject.once(read_values), subject.once(float_weights).judged
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     fp32 = fp32_names(usable_config(subject))
-    changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
-    for name, one in values.differences.items():
-        if one.source.dtype != one.actual.dtype and name not in quantized:
-            changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
+    changed = by_key(
+        ((one.source.dtype, one.actual.dtype, name in fp32), name)
+        for name, one in values.differences.items()
+        if one.source.dtype != one.actual.dtype and name not in quantized
+    )
     for (before, after, state), found in changed.items():
         for names in group_by_pattern(found):
             severity, hint = _cast(before, after, state)
@@ -343,24 +344,19 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from moved
     placed = {name for one in moved for name in one.names or ()}
     left = {name: one for name, one in differing.items() if name not in placed and one.same_shape}
-    yield from _untouched(subject, left)
-    yield from _unlike(left, values)
-    yield from _still(values, tally)
-
-
-def _untouched(subject: Subject, differing: Mapping[str, TensorDiff]) -> Iterator[Issue]:
-    """Values that no training moves."""
     indices = (subject.once(expected_of) or Expected({})).indices
     has_codes = is_quantized(usable_config(subject) or {})
     names = [
         name
-        for name, one in differing.items()
+        for name, one in left.items()
         if name in indices
         or name.endswith("inv_freq")
         or not (has_codes or name.endswith(_COUNTER) or one.source.dtype in _FLOATS)
     ]
     hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
     yield Issue("the source's values, which no training moves", "other values", hint, names=names)
+    yield from _unlike(left, values)
+    yield from _still(values, tally)
 
 
 def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:

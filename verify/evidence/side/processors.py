@@ -30,11 +30,6 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "feature_extractor": (PREPROCESSOR,),
     VIDEO_PART: (VIDEO, PREPROCESSOR),
 }
-_CLASSES = {
-    "image_processor": "AutoImageProcessor",
-    "feature_extractor": "AutoFeatureExtractor",
-    VIDEO_PART: "AutoVideoProcessor",
-}
 _BUILDING_HERE = "building the processor"
 _SCRATCH = re.compile(r"\S*ckptkit-processor-\w+")
 _LIMIT_S = 180
@@ -223,7 +218,7 @@ class _Processor:
             with TemporaryDirectory(prefix="ckptkit-processor-") as scratch:
                 (Path(scratch) / "config.json").write_text(json.dumps({"model_type": model}))
                 (Path(scratch) / FILES[part][0]).write_text(json.dumps(settings))
-                reader = getattr(transformers, _CLASSES[part])
+                reader = getattr(transformers, f"Auto{part.title().replace('_', '')}")
                 made = reader.from_pretrained(scratch, trust_remote_code=False, local_files_only=True)
             parameters = inspect.signature(type(made).__init__).parameters
             values = made.to_dict()
