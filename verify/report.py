@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from verify.evidence.folding import by_key
 
@@ -172,9 +172,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
-        by_status = {
-            status: sum(check.status == status for check in self.checks) for status in ("passed", "failed", "skipped")
-        }
+        ended = Counter(check.status for check in self.checks)
         checks = [
             {key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks
         ]
@@ -192,7 +190,7 @@ class Report:
             "not_asked": list(self.not_asked),
             "counts": {
                 "checks": len(self.checks),
-                **by_status,
+                **{status: ended[status] for status in get_args(Status)},
                 "tensors_compared": sum(check.tensors_compared for check in self.checks),
                 "bytes_compared": sum(check.bytes_compared for check in self.checks),
             },

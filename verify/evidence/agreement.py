@@ -11,10 +11,10 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
-from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
+from quant.selection.matrices import forbidden, matrices_named, matrices_of
 from quant.selection.portable import Question, advice, described, is_untargeted, severities
 from quant.selection.readers import INT4_READERS, counting
-from quant.selection.tree import ClassTree, class_tree
+from quant.selection.tree import class_tree
 from verify.evidence.folding import by_key
 from verify.issue import Issue
 
@@ -46,7 +46,11 @@ def agreement(
     CkptkitError as `groups_of` and `class_tree` do.
     """
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
-    matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
+    # Linear layers that are stored under no name of their own, such as fused experts; a tied head is not stored.
+    linears = sorted(tree.linears - {tree.head})
+    absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
+    named = matrices_named((f"{name}.weight" for name in absent), tree, config)
+    matrices = [*matrices_of(specs, tree, config), *named]
     packed = [matrix.module in stored for matrix in matrices]
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
     question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)
@@ -74,16 +78,3 @@ def agreement(
     ]
     unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in ruled_out]
     return Agreement(len(stored) + len(missing), ruled_out, sorted(unwanted), sorted(missing), issues)
-
-
-def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """Linear layers of the model that are stored under no name of their own, such as fused experts.
-
-    The output layer is left out: a tied one is not stored.
-    """
-    absent = (
-        name
-        for name in sorted(tree.linears - {tree.head})
-        if f"{name}.weight" not in specs and name + PACKED not in specs
-    )
-    return matrices_named((f"{name}.weight" for name in absent), tree, config)

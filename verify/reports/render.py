@@ -60,11 +60,15 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
     ]
     # A launch may find no checkpoint.
     where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
+    reasons = other_reasons(report)
+    sections: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
+    shown = (name for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND))
+    sections |= {name: report.facts[name] for name in shown}
     return lay_out(
         TextReport(
             found,
             (printable(report.verdict), where),
-            _sections(report, every),
+            sections,
             _closing(report, every),
             "--all shows them",
             headline(report),
@@ -104,12 +108,6 @@ def _explained(report: Report, cause: str) -> str:
     found = by_key((one.actual, anchor) for anchor, one in named if one.cause == cause)
     counted = {actual: f"{names[0]} and {len(names) - 1} more" for actual, names in found.items() if len(names) > 1}
     return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
-
-
-def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
-    reasons = other_reasons(report)
-    given: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
-    return given | {name: lines for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND)}
 
 
 def _closing(report: Report, every: bool) -> list[str]:

@@ -7,7 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -26,15 +26,10 @@ class Symptom:
     near: tuple[str, ...] = ()
     effect: bool = False
     loads: bool = False
-    _regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.pattern is not None:
-            object.__setattr__(self, "_regex", re.compile(self.pattern))
 
     def matches(self, line: str) -> bool:
         """Whether a line with one of the needles has it, `near` aside."""
-        return self._regex is None or self._regex.search(line) is not None
+        return self.pattern is None or re.search(self.pattern, line) is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,8 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         there = subject.source.config  # an adapter may part the output layer from the embedding
     else:
         there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
-    hint, where = "" if subject.options.adapter is None else "write what the merged weights need", ""
-    if subject.is_hf:
-        where = "config.json"
+    hint = "" if subject.options.adapter is None else "write what the merged weights need"
+    where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):
         tally.compared(0)
         values, source = subject.found(read_values), describe_model(there)

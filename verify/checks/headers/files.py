@@ -201,8 +201,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
     for (want, found), group in wrong.items():
         for names in group_by_pattern(group):
-            hint = "check this tensor and the sizes in config.json against the release"
-            yield Issue(want, found, hint, names=names, file=home_of(subject, names[0]))
+            yield Issue(want, found, names=names, file=home_of(subject, names[0]))
 
 
 def home_of(subject: Subject, name: str) -> str:

@@ -150,8 +150,7 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for want, actual in _layout_faults(
         found, stated if isinstance(stated, Mapping) else {}, _uneven_args(common.get("args"))
     ):
-        hint = "Megatron asks for keys as content_metadata in common.pt has it: take both from one save"
-        yield Issue(want, actual, hint, names=found[actual], together=True, file=subject.megatron_files.weights)
+        yield Issue(want, actual, names=found[actual], together=True, file=subject.megatron_files.weights)
 
 
 _LAYOUTS = {

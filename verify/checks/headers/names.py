@@ -36,7 +36,7 @@ from verify.evidence.expected import (
     usable_config,
 )
 from verify.evidence.files import HfFiles
-from verify.evidence.folding import LAYER, MTP_LAYER, layer_of
+from verify.evidence.folding import LAYER, MTP_LAYER, by_key, layer_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
@@ -228,8 +228,21 @@ _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the
 
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors that stand in two shards, and weight files that the index does not name."""
-    for homes in dict.fromkeys(map(tuple, files.twice.values())):
-        yield _twice(files, homes, [name for name, found in files.twice.items() if tuple(found) == homes])
+    index = files.index or {}
+    for homes, names in by_key((tuple(found), name) for name, found in files.twice.items()).items():
+        # Which copies the index names, and what else is only in the other files.
+        named = sorted({index[name] for name in names if name in index})
+        home = named[0] if len(named) == 1 and named[0] in homes else None
+        actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
+        others = [file for file in homes if file != home]
+        needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
+        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there"
+        if home is None:
+            hint = "let the index name one of them for all of these tensors, and write the other without them"
+        elif needed:
+            hint = f"write {needed[0]} again without these tensors: others are only there"
+        actual = f"{actual}; {_newest(files.root, [*homes])}"
+        yield Issue("each tensor in one shard", actual, f"{hint}; {_ASIDE}", names=names, together=True)
     stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
@@ -246,23 +259,6 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         hint = f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}"
         actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
         yield Issue(_ONLY, actual, hint, file="" if stray[1:] else stray[0], count=len(stray))
-
-
-def _twice(files: HfFiles, homes: tuple[str, ...], names: Sequence[str]) -> Issue:
-    """Tensors that the same files hold: which copies the index names, and what else is only in the other files."""
-    named = sorted({(files.index or {})[name] for name in names if name in (files.index or {})})
-    home = named[0] if len(named) == 1 and named[0] in homes else None
-    actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
-    others = [file for file in homes if file != home]
-    needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
-    if home is None:
-        hint = f"let the index name one of them for all of these tensors, and write the other without them; {_ASIDE}"
-    elif needed:
-        hint = f"write {needed[0]} again without these tensors: others are only there; {_ASIDE}"
-    else:
-        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
-    actual = f"{actual}; {_newest(files.root, [*homes])}"
-    return Issue("each tensor in one shard", actual, hint, names=names, together=True)
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:

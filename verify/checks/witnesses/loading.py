@@ -219,15 +219,11 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
 )
 def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against each place that the engine wrote it to."""
-    hint = (
-        "compare the checkpoint with its source (--source): if CK202 passes, the loader of "
-        f"{engine.label} put these values there"
-    )
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
     for report, draft in _reports(engine, subject):
         tally.compared(report.bytes, report.tensors)
-        yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: hint, draft)
+        yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: "", draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
         if report.computed and not report.differing:
