@@ -88,11 +88,6 @@ Run = Callable[[Subject, Tally], Iterator[Finding]]
 Unless = Callable[[Subject], str | None]
 
 
-def always(subject: Subject) -> str | None:
-    """For a check that applies to every subject."""
-    return None
-
-
 def only(kind: Kind, otherwise: str) -> Unless:
     """For a check of one kind of checkpoint; `otherwise` says why it does not apply to the other."""
     return without(lambda subject: subject.kind == kind, otherwise)
@@ -123,7 +118,7 @@ class Check:
     needs: tuple[str, ...] = ()
     gate: bool = False
     preflight: bool = False
-    unless: Unless = always
+    unless: Unless | None = None
     explained_by: tuple[str, ...] = ()
     begin: Callable[[Subject], object] | None = None
 
@@ -137,7 +132,7 @@ class Check:
         for witness, option in WITNESSES.items():
             if witness in self.needs and witness not in subject.against:
                 return f"{option} was not given"
-        if (reason := self.unless(subject)) is not None:
+        if self.unless is not None and (reason := self.unless(subject)) is not None:
             return reason
         return "no --source was given" if "source" in self.needs and subject.source_path is None else None
 
@@ -152,7 +147,7 @@ class _When(TypedDict, total=False):
     needs: tuple[str, ...]
     gate: bool
     preflight: bool
-    unless: Unless
+    unless: Unless | None
     explained_by: tuple[str, ...]
     begin: Callable[[Subject], object]
 

@@ -38,13 +38,11 @@ class SymptomRow:
 @cache
 def symptom_rows() -> tuple[SymptomRow, ...]:
     """Returns the rows of docs/symptoms.md, a copy of which is installed beside this file."""
-    text = (Path(__file__).parent / "symptoms.md").read_text()
-    return tuple(SymptomRow(code, title, _lines(body)) for code, title, body in _SECTION.findall(text))
-
-
-def _lines(body: str) -> dict[str, str]:
-    items = (" ".join(item.split()).partition(": ") for item in re.split("^- ", body, flags=re.MULTILINE)[1:])
-    return {label: text for label, _, text in items}
+    rows = []
+    for code, title, body in _SECTION.findall((Path(__file__).parent / "symptoms.md").read_text()):
+        items = (" ".join(item.split()).partition(": ") for item in re.split("^- ", body, flags=re.MULTILINE)[1:])
+        rows.append(SymptomRow(code, title, {label: text for label, _, text in items}))
+    return tuple(rows)
 
 
 def explain(words: str = "") -> str:

@@ -10,7 +10,9 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from verify.evidence.folding import by_key
 
 # The formats know what a report is, which so finds them by name, as `verify.check` finds the checks.
 _WRITERS = "verify.reports"
@@ -142,9 +144,7 @@ class Report:
         if "values" in self.asked and "source" in missing:
             missing.remove("source")
             parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
-        without: dict[str, list[str]] = {}
-        for name in missing:
-            without.setdefault(NOT_GIVEN.get(name, "not asked"), []).append(name)
+        without = by_key((NOT_GIVEN.get(name, "not asked"), name) for name in missing)
         return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 
     @property
@@ -172,9 +172,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
-        by_status = {
-            status: sum(check.status == status for check in self.checks) for status in ("passed", "failed", "skipped")
-        }
+        ended = Counter(check.status for check in self.checks)
         checks = [
             {key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks
         ]
@@ -192,7 +190,7 @@ class Report:
             "not_asked": list(self.not_asked),
             "counts": {
                 "checks": len(self.checks),
-                **by_status,
+                **{status: ended[status] for status in get_args(Status)},
                 "tensors_compared": sum(check.tensors_compared for check in self.checks),
                 "bytes_compared": sum(check.bytes_compared for check in self.checks),
             },

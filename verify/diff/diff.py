@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +23,7 @@ from verify.evidence.compare import common_dtype
 from verify.evidence.compare import compare as compare_tensors
 from verify.evidence.expected import fp32_names
 from verify.evidence.extremes import digest_of, same_bytes
-from verify.evidence.folding import parts_apart
+from verify.evidence.folding import by_key, parts_apart
 from verify.evidence.moved import Stages, explain_moves, group_pairs
 from verify.evidence.reading import common_groups, threads
 
@@ -206,10 +205,7 @@ def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:
     A tensor that differs from its namesake may have the bits of any other name of B. One whose name B lacks counts as
     renamed where its bits stand under a name that A lacks. Constant tensors never count.
     """
-    homes: dict[Content, list[Pair]] = defaultdict(list)
-    for pair in pairs:
-        if pair.content_b is not None:
-            homes[pair.content_b].append(pair)
+    homes = by_key((pair.content_b, pair) for pair in pairs if pair.content_b is not None)
     moved: dict[str, str] = {}
     taken: set[str] = set()
     for pair in pairs:

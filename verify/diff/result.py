@@ -125,7 +125,18 @@ class Diff:
             "cast": [_specs(pair) for pair in self.cast],
             "redundant": list(self.redundant),
             "moved": [{"what": move.text, "a": list(move.names), "b": list(move.others)} for move in self.moves],
-            "kinds": [_kind_json(kind) for kind in self.kinds],
+            "kinds": [
+                {
+                    "tensors": fold(kind.names),
+                    "count": len(kind.names),
+                    "max": _finite(kind.largest),
+                    "mean": _finite(kind.mean),
+                    "cosine": kind.cosine,
+                    "relative": _finite(kind.relative),
+                    "worst": kind.worst.name,
+                }
+                for kind in self.kinds
+            ],
             "differing": [_specs(pair) | _numbers(pair.distance) for pair in self.differing],
             "only_a": [_specs(pair) for pair in self.only_a],
             "only_b": [_specs(pair) for pair in self.only_b],
@@ -153,18 +164,6 @@ def _kind(pairs: Sequence[Pair]) -> Kind:
         cosine=min(cosines, default=None),
         relative=max(badness(pair)[0] for pair in pairs),
     )
-
-
-def _kind_json(kind: Kind) -> dict[str, Any]:
-    return {
-        "tensors": fold(kind.names),
-        "count": len(kind.names),
-        "max": _finite(kind.largest),
-        "mean": _finite(kind.mean),
-        "cosine": kind.cosine,
-        "relative": _finite(kind.relative),
-        "worst": kind.worst.name,
-    }
 
 
 def _specs(pair: Pair) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,12 @@ from converters.registry import family_of, named_family_of
 from converters.stored import as_stored
 from verify.check import Tally
 from verify.checks.config.config import (
-    ConfigDifference,
     config_differences,
     describe_model,
     is_another_model,
     plain_differences,
 )
+from verify.evidence.folding import by_key
 from verify.evidence.reading import as_hf_view
 from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
@@ -57,10 +56,16 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
         refuse_hf(hf, a)
     both = [opened_at(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
     stored = [one.checkpoint for one in both]
-    sides, why = _under_common_names(stored, places)
+    (left, right), why = stored, list[str]()
+    try:
+        left, right = as_hf_view(left, places[0].path, right.specs), as_hf_view(right, places[1].path, left.specs)
+    except CkptkitError as error:
+        if places[0].kind != places[1].kind:
+            raise
+        why = [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
     files, more = compare_files(config_or_empty(stored[0]), config_or_empty(stored[1]), *places)
-    notes = [*why, *_padding(stored, places), *_borrowed(stored, sides, places), *more]
-    return Sides(sides[0], sides[1], (both[0].words, both[1].words), tuple(notes), tuple(files))
+    notes = [*why, *_padding(stored, places), *_borrowed(stored, [left, right], places), *more]
+    return Sides(left, right, (both[0].words, both[1].words), tuple(notes), tuple(files))
 
 
 def _config_for(place: Location, hf: str | Path | None, other: Location) -> str | Path | None:
@@ -68,19 +73,6 @@ def _config_for(place: Location, hf: str | Path | None, other: Location) -> str 
     if hf or not place.is_megatron or not other.is_hf or (place.root / "hf" / "config.json").exists():
         return hf
     return other.path
-
-
-def _under_common_names(
-    stored: list[Checkpoint], places: tuple[Location, Location]
-) -> tuple[list[Checkpoint], list[str]]:
-    a, b = stored
-    try:
-        sides = [as_hf_view(a, places[0].path, b.specs), as_hf_view(b, places[1].path, a.specs)]
-    except CkptkitError as error:
-        if places[0].kind != places[1].kind:
-            raise
-        return stored, [f"tensors keep their names on disk, since there are no common ones: {error.message}"]
-    return sides, []
 
 
 def _padding(stored: list[Checkpoint], places: tuple[Location, Location]) -> Iterator[str]:
@@ -156,17 +148,14 @@ def _configs(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[str], lis
         differences = list(config_differences(a, b, Tally()))
     else:
         differences = list(plain_differences(a, b, Tally()))
-    by_severity: dict[str, list[ConfigDifference]] = defaultdict(list)
-    for one in differences:
-        by_severity[one.severity].append(one)
-    lines = {severity: f"config.json differs: {_listed(ones)}" for severity, ones in by_severity.items()}
+    by_severity = by_key((one.severity, one) for one in differences)
+    lines = {}
+    for severity, ones in by_severity.items():
+        more = f" and {len(ones) - _LISTED} more" if ones[_LISTED:] else ""
+        listed = (f"{one.name} {_shown(one.here)} and {_shown(one.there)}" for one in ones[:_LISTED])
+        lines[severity] = f"config.json differs: {', '.join(listed)}{more}"
     notes = [f"{lines['warning']}, which may be a default that one of them spells out"] if "warning" in lines else []
     return [lines["error"]] if "error" in lines else [], notes
-
-
-def _listed(differences: list[ConfigDifference]) -> str:
-    more = f" and {len(differences) - _LISTED} more" if len(differences) > _LISTED else ""
-    return ", ".join(f"{one.name} {_shown(one.here)} and {_shown(one.there)}" for one in differences[:_LISTED]) + more
 
 
 def _shown(value: Any) -> str:

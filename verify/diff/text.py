@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
 from verify.diff.result import Diff, Kind, Pair
+from verify.evidence.folding import by_key
 
 _SHOWN = 20  # lines of a kind of difference
 
@@ -96,10 +96,8 @@ def _kind(kind: Kind) -> str:
 
 
 def _dtypes(pairs: Sequence[Pair]) -> list[str]:
-    by_dtype: dict[str, list[str]] = defaultdict(list)
-    for pair in pairs:
-        if pair.a and pair.b:
-            by_dtype[f"{pair.a.dtype} in A, {pair.b.dtype} in B"].append(pair.name)
+    both = ((pair.name, pair.a, pair.b) for pair in pairs)
+    by_dtype = by_key((f"{a.dtype} in A, {b.dtype} in B", name) for name, a, b in both if a and b)
     return [f"{_folded(names)}: {dtypes}" for dtypes, names in by_dtype.items()]
 
 

@@ -1,12 +1,8 @@
-"""Compares what is packed in an INT4 checkpoint with what every reader expects by its `ignore` list.
-
-It imports transformers, which takes seconds: callers that may not need it import it late.
-"""
+"""Compares what is packed in an INT4 checkpoint with what every reader expects by its `ignore` list."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +11,12 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
-from quant.selection.matrices import Matrix, forbidden, matrices_named, matrices_of
-from quant.selection.portable import Divergence, Question, advice, described, is_untargeted, severities
+from quant.selection.matrices import forbidden, matrices_named, matrices_of
+from quant.selection.portable import Question, advice, described, is_untargeted, severities
 from quant.selection.readers import INT4_READERS, counting
-from quant.selection.tree import ClassTree, class_tree
+from quant.selection.tree import class_tree
+from verify.evidence.folding import by_key
 from verify.issue import Issue
-from verify.report import Severity
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
 _BY_CLASS = frozenset(INT4_READERS) - {"slime"}
@@ -50,64 +46,35 @@ def agreement(
     CkptkitError as `groups_of` and `class_tree` do.
     """
     ignore, tree, stored = listed(quantization_of(config), "ignore"), class_tree(config), set(packed_in(specs))
-    matrices = [*matrices_of(specs, tree, config), *_absent(specs, tree, config)]
+    # Linear layers that are stored under no name of their own, such as fused experts; a tied head is not stored.
+    linears = sorted(tree.linears - {tree.head})
+    absent = [name for name in linears if f"{name}.weight" not in specs and name + PACKED not in specs]
+    named = matrices_named((f"{name}.weight" for name in absent), tree, config)
+    matrices = [*matrices_of(specs, tree, config), *named]
     packed = [matrix.module in stored for matrix in matrices]
     in_floats = {name.removesuffix(".weight") for name, spec in specs.items() if spec.dtype.startswith("float8")}
     question = Question(matrices, packed, config, tuple(INT4_READERS), targets_of(groups_of(config)), in_floats)
     found = question.divergences(ignore)
-    tensors: dict[str, set[str]] = defaultdict(set)
-    for one in found:
-        tensors[one.tensor].add(one.reader)
     # What every reader with classes expects otherwise, so that the list's spelling is not the cause.
-    everybody = {tensor for tensor, who in tensors.items() if who >= _BY_CLASS}
+    tensors = by_key((one.tensor, one.reader) for one in found)
+    everybody = {tensor for tensor, who in tensors.items() if _BY_CLASS.issubset(who)}
     readers = counting(asked, engine)
     pairs = [
         (matrix, forbidden(matrix, tree, readers)) for matrix, packs in zip(matrices, packed, strict=True) if packs
     ]
     ruled_out = {matrix.module: reason for matrix, reason in pairs if reason}
     reported = everybody | {f"{module}.weight" for module in ruled_out}
-    others = [one for one in found if one.tensor not in reported]
+    by_reader, issues = severities(config, ignore, tree, asked, engine, updated=updated), list[Issue]()
+    others = [one for one in found if one.tensor not in reported and one.reader in by_reader]
+    hint = advice(others, question, ignore) if others else ""
+    for reader, its in by_key((one.reader, one) for one in others).items():
+        severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
+        expected = "an ignore list that every reader interprets in the same way"
+        issues.append(Issue(expected, "; ".join(described(its)), hint, severity=severity))
     missing = [
         matrix.module
         for matrix, packs in zip(matrices, packed, strict=True)
         if matrix.tensor in everybody and not packs
     ]
     unwanted = [module for module in stored if f"{module}.weight" in everybody and module not in ruled_out]
-    return Agreement(
-        len(stored) + len(missing),
-        ruled_out,
-        sorted(unwanted),
-        sorted(missing),
-        list(
-            _issues(others, question, ignore, asked, severities(config, ignore, tree, asked, engine, updated=updated))
-        ),
-    )
-
-
-def _absent(specs: Mapping[str, TensorSpec], tree: ClassTree, config: Mapping[str, Any]) -> list[Matrix]:
-    """Linear layers of the model that are stored under no name of their own, such as fused experts.
-
-    The output layer is left out: a tied one is not stored.
-    """
-    absent = (
-        name
-        for name in sorted(tree.linears - {tree.head})
-        if f"{name}.weight" not in specs and name + PACKED not in specs
-    )
-    return matrices_named((f"{name}.weight" for name in absent), tree, config)
-
-
-def _issues(
-    found: Sequence[Divergence],
-    question: Question,
-    ignore: Sequence[str],
-    asked: Sequence[str] | None,
-    by_reader: Mapping[str, Severity],
-) -> Iterator[Issue]:
-    found = [one for one in found if one.reader in by_reader]
-    hint = advice(found, question, ignore) if found else ""
-    for reader in dict.fromkeys(one.reader for one in found):
-        its = [one for one in found if one.reader == reader]
-        severity: Severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
-        expected = "an ignore list that every reader interprets in the same way"
-        yield Issue(expected, "; ".join(described(its)), hint, severity=severity)
+    return Agreement(len(stored) + len(missing), ruled_out, sorted(unwanted), sorted(missing), issues)

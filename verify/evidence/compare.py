@@ -76,8 +76,8 @@ def compare(name: str, tensor: Tensor, source: Tensor, dtype: torch.dtype | None
     step = max(1, _PIECE // max(1, here.shape[1]))
     for start in range(0, len(here) if tensor.numel() else 0, step):
         pair = here[start : start + step], there[start : start + step]
-        wrong = _unequal(*pair, dtype)
         a, b = (one.to(torch.float64) for one in pair)
+        wrong = a != b if dtype is None else as_integers(pair[0].to(dtype)) != as_integers(pair[1].to(dtype))
         d = a - b
         sizes = d.abs()
         if not math.isfinite(float(sizes.max())):
@@ -143,12 +143,6 @@ def _rows(tensor: Tensor) -> Tensor:
 
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.reshape(tensor.shape[0], -1) if tensor.dim() > 1 and tensor.numel() else real.reshape(-1, 1)
-
-
-def _unequal(a: Tensor, b: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if dtype is None:
-        return a.double() != b.double()
-    return as_integers(a.to(dtype)) != as_integers(b.to(dtype))
 
 
 def _unlike(norms: Tensor) -> list[int]:

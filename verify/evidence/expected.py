@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
-from ckptkit.core.plan import Plan
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
@@ -33,7 +31,7 @@ from quant.formats.part_names import (
     WEIGHT_ZERO_POINT,
 )
 from quant.formats.release import Floats
-from verify.evidence.folding import group_by_pattern
+from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.skip import OfNoFamily, Skip, Unable
 
@@ -149,7 +147,8 @@ def expected_of(subject: Subject) -> Expected | None:
     """
     if (config := usable_config(subject)) is None:
         return None
-    names = _stored(subject)
+    unread = subject.unread_names
+    names: Mapping[str, Any] = {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
     rules = rules_in(config, names) if subject.is_megatron else list(rules_of(config))
     if subject.is_megatron:
         vocab = frozenset(rule.megatron for rule in rules if rule.mapping.vocab)
@@ -167,7 +166,8 @@ def expected_of(subject: Subject) -> Expected | None:
     kinds = subject.kinds if names is subject.specs else list(group_by_pattern(names))
     if is_fused(kind[0] for kind in kinds):
         specs = {name: TensorSpec(name, shape, "bfloat16") for name, shape in plain.items()}
-        shapes = {name: spec.shape for name, spec in _outputs(fuse(specs, config, "config.json", names)).items()}
+        steps = fuse(specs, config, "config.json", names).steps
+        shapes = {spec.name: spec.shape for step in steps for spec in step.outputs}
     if (tied := tied_head(config)) and tied[0] in names:
         shapes[tied[0]] = plain[tied[1]]
     copies = dict.fromkeys(name for rule in rules for name in rule.mapping.copies)
@@ -188,16 +188,6 @@ def require_expected(subject: Subject) -> Expected:
     expected = subject.once(expected_of)
     assert expected is not None
     return expected
-
-
-def _stored(subject: Subject) -> Mapping[str, Any]:
-    """Names that headers or `.metadata` have, and those that an index lists in files that cannot be read."""
-    unread = subject.unread_names
-    return {**subject.specs, **dict.fromkeys(unread)} if unread else subject.specs
-
-
-def _outputs(plan: Plan) -> dict[str, TensorSpec]:
-    return {spec.name: spec for step in plan.steps for spec in step.outputs}
 
 
 def weights_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -255,7 +245,9 @@ def _packed(
     with suppress(CkptkitError):  # a format that is not read
         floats = floats_of(config)
     floats = floats or (None if integers and not has_floats(config) else _UNREAD)
-    beside = _beside(names) if floats is _UNREAD else {}
+    # In a format that is not read, any tensor of a module but its bias may be a part of the weight.
+    parts = ((name, *name.rpartition(".")) for name in (names if floats is _UNREAD else ()))
+    beside = by_key((module, name) for name, module, _, leaf in parts if leaf != "bias")
     groups: tuple[Group, ...] = ()
     with suppress(CkptkitError):  # CK302 says what is wrong with them
         groups = groups_of(config)
@@ -272,16 +264,6 @@ def _packed(
         else:
             result[name] = shape
     return result
-
-
-def _beside(names: Iterable[str]) -> dict[str, list[str]]:
-    """The tensors of each module but its bias: in a format that is not read, any may be a part of the weight."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        module, _, leaf = name.rpartition(".")
-        if leaf != "bias":
-            found[module].append(name)
-    return found
 
 
 def _float_parts(

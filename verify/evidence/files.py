@@ -26,6 +26,7 @@ from ckptkit.storage.links import dangling_in
 from ckptkit.storage.read import FileExtent
 from converters.megatron.hybrid_model import is_hybrid
 from converters.megatron.run_config import args_file, stored_args
+from verify.evidence.folding import by_key
 from verify.issue import Issue
 
 
@@ -167,10 +168,7 @@ class HfFiles:
         """Tensors that stand in several files, with those files."""
         if sum(len(shard.specs) for shard in self.shards.values()) == len(self.specs):
             return {}
-        homes: dict[str, list[str]] = {}
-        for file, shard in self.shards.items():
-            for name in shard.specs:
-                homes.setdefault(name, []).append(file)
+        homes = by_key((name, file) for file, shard in self.shards.items() for name in shard.specs)
         return {name: files for name, files in homes.items() if len(files) > 1}
 
 

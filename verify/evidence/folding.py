@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from ckptkit.core.specs import ranges, summarize
+from ckptkit.core.specs import ranges
 
+K = TypeVar("K")
+V = TypeVar("V")
 LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)*layers\.(\d+)\.")
 # Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo,
 # DeepSeek-V4.
@@ -36,14 +39,8 @@ def parts_apart(one: str, other: str) -> int:
     return sum(a != b for a, b in zip(left, right, strict=False)) + abs(len(left) - len(right))
 
 
-def by_pattern(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Folds names that differ in layer and expert numbers only: each text for people with its names."""
-    for group in group_by_pattern(names):
-        yield summarize(group), group
-
-
 def group_by_pattern(names: Iterable[str]) -> Iterable[list[str]]:
-    """The groups of `by_pattern` without their text, which takes longer than to find them."""
+    """Names that differ in layer and expert numbers only, together."""
     groups: dict[str, list[str]] = {}
     patterns: dict[str, str] = {}  # of modules, since a packed weight has three names or more
     for name in names:
@@ -52,6 +49,14 @@ def group_by_pattern(names: Iterable[str]) -> Iterable[list[str]]:
             pattern = patterns[module] = pattern_of(module)
         groups.setdefault(f"{pattern}.#" if dot and leaf.isdecimal() else f"{pattern}.{leaf}", []).append(name)
     return groups.values()
+
+
+def by_key(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """The values of each key, both in order."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def chunk_ranges(chunks: Sequence[Sequence[int]]) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from converters.megatron.pipeline import Pipeline
-from verify.evidence.folding import LAYER, layer_of, layers_of, parts_apart, pattern_of
+from verify.evidence.folding import LAYER, by_key, layer_of, layers_of, parts_apart, pattern_of
 from verify.evidence.subject import Subject
 
 # The next move, by what most often puts values into each other's place.
@@ -123,10 +123,7 @@ def explain_moves(origins: Mapping[str, str | None], stages: Stages, where: str 
 
 def group_pairs(pairs: Mapping[str, str]) -> Iterable[list[str]]:
     """Groups names that differ in numbers only, on both sides of the pair."""
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name, other in pairs.items():
-        groups[pattern_of(name), pattern_of(other)].append(name)
-    return groups.values()
+    return by_key(((pattern_of(name), pattern_of(other)), name) for name, other in pairs.items()).values()
 
 
 def moved_layers(origins: Mapping[str, str | None], stages: Stages) -> Iterator[Moved]:

@@ -126,11 +126,6 @@ class Subject(OfKind):
         return locate(self.path).kind
 
     @property
-    def weights_root(self) -> Path:
-        """The directory that holds the weights."""
-        return self.path if self.is_hf else self.megatron_files.weights
-
-    @property
     def config_root(self) -> Path:
         """The directory that holds config.json; for Megatron that of the HF directory that belongs to it."""
         return self.path if self.is_hf else self.megatron_files.opened.hf_path
@@ -149,11 +144,6 @@ class Subject(OfKind):
     def megatron_files(self) -> MegatronFiles:
         """The files of a Megatron directory, sound or not."""
         return MegatronFiles(self.path, self.hf_path)
-
-    @property
-    def holds_hybrid(self) -> bool:
-        """Whether it is a Megatron checkpoint, one that can be read, of a HybridModel."""
-        return self.is_megatron and self.megatron_files.readable and self.megatron_files.hybrid
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:

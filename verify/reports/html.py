@@ -16,6 +16,7 @@ from typing import Any
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
 from verify.check import LOOKS_AT, WITNESSES, all_checks
+from verify.evidence.folding import by_key
 from verify.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from verify.reports.heat import OUTSIDE, expand
 from verify.reports.text import alike, cause_of, duration, headline, numbered, other_reasons, subject_of, totals
@@ -389,9 +390,7 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
 
 def _experts_of(layers: Mapping[int, set[int]], columns: Sequence[str]) -> Iterator[str]:
     """`experts 6 to 11 of layers 3 and 5`, at most so many as a person reads."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for at, experts in layers.items():
-        alike[numbered("expert", ranges(experts))].append(columns[at])
+    alike = by_key((numbered("expert", ranges(experts)), columns[at]) for at, experts in layers.items())
     for text, names in list(alike.items())[:_TICKS]:
         yield f"{text} of {_named(names)}"
     if len(alike) > _TICKS:

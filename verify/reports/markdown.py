@@ -6,7 +6,7 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import Finding, Report
-from verify.reports.text import Group, groups, headline, other_reasons, rest, subject_of, totals
+from verify.reports.text import groups, headline, other_reasons, rest, subject_of, totals
 
 _SHOWN = 20  # findings of one code
 
@@ -33,7 +33,9 @@ def body(report: Report) -> list[str]:
         lines.append(f"- {severity} **{anchor}** {code(about) + ': ' if about else ''}{plain(one.actual)}{follows}")
     lines += [""] if shown else []
     for group in shown:
-        lines += [f"## {group.code} {group.severity}: {plain(group.title)}", "", *_findings(group), ""]
+        lines += [f"## {group.code} {group.severity}: {plain(group.title)}", ""]
+        lines += [line for anchor, finding in group.shown for line in _finding(anchor, finding)]
+        lines += [f"- … {rest(group)}", ""] if group.more else [""]
     for name, facts in report.facts.items():
         lines += [f"## {plain(name)}", "", *(f"- {plain(fact)}" for fact in facts), ""]
     lines += ["<details>", f"<summary>{totals(report)}</summary>", ""]
@@ -43,11 +45,6 @@ def body(report: Report) -> list[str]:
         compared = f"{check.tensors_compared} | {check.seconds:.1f}"
         lines.append(f"| {check.code} | {title} | {check.status} | {compared} |")
     return [*lines, "", "</details>", ""]
-
-
-def _findings(group: Group) -> list[str]:
-    lines = [line for anchor, finding in group.shown for line in _finding(anchor, finding)]
-    return lines + ([f"- … {rest(group)}"] if group.more else [])
 
 
 def _finding(anchor: str, finding: Finding) -> list[str]:

@@ -13,6 +13,7 @@ from rich.text import Text
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
+from verify.evidence.folding import by_key
 from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from verify.reports.text import groups, headline, is_itself, names_its_file, other_reasons, subject_of, totals, wrong_of
 
@@ -59,11 +60,15 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
     ]
     # A launch may find no checkpoint.
     where = f"  {report.checkpoint}{f' against {report.source}' if report.source else ''}" if report.checkpoint else ""
+    reasons = other_reasons(report)
+    sections: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
+    shown = (name for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND))
+    sections |= {name: report.facts[name] for name in shown}
     return lay_out(
         TextReport(
             found,
             (printable(report.verdict), where),
-            _sections(report, every),
+            sections,
             _closing(report, every),
             "--all shows them",
             headline(report),
@@ -99,18 +104,10 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
 
 def _explained(report: Report, cause: str) -> str:
     """The findings that follow from this one, those that say the same together."""
-    found: dict[str, list[str]] = {}
-    for anchor, one in zip(anchors(report.findings), report.findings, strict=True):
-        if one.cause == cause:
-            found.setdefault(one.actual, []).append(anchor)
+    named = zip(anchors(report.findings), report.findings, strict=True)
+    found = by_key((one.actual, anchor) for anchor, one in named if one.cause == cause)
     counted = {actual: f"{names[0]} and {len(names) - 1} more" for actual, names in found.items() if len(names) > 1}
     return "; ".join(f"{counted.get(actual, names[0])}: {actual}" for actual, names in found.items())
-
-
-def _sections(report: Report, every: bool) -> dict[str, Sequence[str]]:
-    reasons = other_reasons(report)
-    given: dict[str, Sequence[str]] = {"not looked at": reasons} if reasons else {}
-    return given | {name: lines for name, lines in report.facts.items() if lines and (every or name not in _BACKGROUND)}
 
 
 def _closing(report: Report, every: bool) -> list[str]:
@@ -121,10 +118,8 @@ def _closing(report: Report, every: bool) -> list[str]:
     ]
     if not every:
         told = {split_reason(reason)[0] for reason in report.reasons}
-        skipped: dict[str, list[str]] = {}
-        for check in report.checks:
-            if check.status == "skipped" and check.reason not in told:
-                skipped.setdefault(check.reason or "", []).append(check.code)
+        left_out = (check for check in report.checks if check.status == "skipped" and check.reason not in told)
+        skipped = by_key((check.reason or "", check.code) for check in left_out)
         lines += [f"skipped: {short_codes(codes)} ({reason})" for reason, codes in skipped.items()]
     lines.append(totals(report))
     more = [] if every else ["`--all` lists the checks"]

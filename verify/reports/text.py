@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,12 @@ from pathlib import Path
 from ckptkit.core.printable import printable
 from ckptkit.core.progress import size
 from ckptkit.core.specs import ranges
-from verify.evidence.folding import layers_of
+from verify.evidence.folding import by_key, layers_of
 from verify.report import Finding, Report, anchors, split_reason
 
 # How what should be and what is begin alike: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)
-_UNDIVIDED = re.compile(r"(?P<what>[\w' ]+?) that (?P<rest>divides? (?:by|over) .+)", re.DOTALL)
-_MULTIPLE = re.compile(r"a multiple of [^(]+")
+_VALUE = re.compile(r"(?:[\w .]+ = )?\d+")  # which says little by itself
 _SUBJECTLESS = re.compile(r"(?:none|nothing|neither|missing|not|it|its|they)\b")
 
 _LISTED = 5  # numbers and ranges of layers that are listed
@@ -49,9 +47,8 @@ def groups(report: Report, limit: int) -> list[Group]:
 
     Those that another finding explains come last.
     """
-    found: dict[tuple[bool, str, str], list[tuple[str, Finding]]] = defaultdict(list)
-    for anchor, finding in zip(anchors(report.findings), report.findings, strict=True):
-        found[finding.cause is not None, finding.severity, finding.code].append((anchor, finding))
+    named = zip(anchors(report.findings), report.findings, strict=True)
+    found = by_key(((one[1].cause is not None, one[1].severity, one[1].code), one) for one in named)
     titles = {check.code: check.title for check in report.checks}
     ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "error"))
     return [
@@ -97,13 +94,7 @@ def wrong_of(expected: str, actual: str) -> str:
     """What is wrong, and instead of what where the actual value says little by itself."""
     if match := _SAME_START.match(f"{expected}\n{actual}"):
         return f"{actual} instead of {expected.removeprefix(match[1])}"
-    if match := _UNDIVIDED.fullmatch(expected):
-        what = actual if actual.startswith(f"{match['what']} = ") else match["what"]
-        verb = "does not" if " = " in what or match["rest"].startswith("divides") else "do not"
-        return f"{what} {verb} {match['rest'].replace('divides', 'divide', 1)}"
-    if match := _MULTIPLE.match(expected):
-        return f"{actual}, not {match[0].rstrip()}"
-    return actual
+    return f"{actual}, expected {expected}" if _VALUE.fullmatch(actual) and " " in expected else actual
 
 
 def has_no_subject(wrong: str) -> bool:
@@ -152,11 +143,8 @@ def other_reasons(report: Report) -> Sequence[str]:
 
 def alike(findings: Sequence[Finding]) -> list[list[Finding]]:
     """The findings in order, those together that say the same of several tensors or files."""
-    found: dict[tuple[str | None, ...], list[Finding]] = {}
-    for one in findings:
-        key = (one.code, one.severity, one.cause, one.expected, one.actual, one.hint)
-        found.setdefault(key, []).append(one)
-    return list(found.values())
+    keys = ((one.code, one.severity, one.cause, one.expected, one.actual, one.hint) for one in findings)
+    return list(by_key(zip(keys, findings, strict=True)).values())
 
 
 def cause_of(findings: Sequence[Finding], checkpoint: str = "") -> str:

@@ -7,7 +7,7 @@ import re
 import shlex
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
@@ -26,15 +26,10 @@ class Symptom:
     near: tuple[str, ...] = ()
     effect: bool = False
     loads: bool = False
-    _regex: re.Pattern[str] | None = field(init=False, repr=False, compare=False, default=None)
-
-    def __post_init__(self) -> None:
-        if self.pattern is not None:
-            object.__setattr__(self, "_regex", re.compile(self.pattern))
 
     def matches(self, line: str) -> bool:
         """Whether a line with one of the needles has it, `near` aside."""
-        return self._regex is None or self._regex.search(line) is not None
+        return self.pattern is None or re.search(self.pattern, line) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +91,7 @@ _JITTER = 1e-4  # of a KL divergence: different kernels
 _ROUTED = 5e-3  # of mean log-probabilities: what the trainers' own tests allow with replayed routing
 _GAP = 0.1  # of mean |log-probability| between trainer and engine; sound runs stay below 0.04
 
+_TRAINED = ("grad_norm", "loss", "pg_loss", "ppo_kl", "kl_loss", "log_probs", "ref_log_probs")
 _BY_KEY = {symptom.key: symptom for symptom in TABLE}
 
 
@@ -118,7 +114,7 @@ def _metrics(text: str) -> dict[str, float]:
 def _judged(metrics: Mapping[str, float], *, first: bool, exact: bool) -> list[str]:
     """`exact`: a step is one update, so that the first must be on-policy; else it is an average over several."""
     found = []
-    if any(not math.isfinite(value) and _is_trained(key) for key, value in metrics.items()):
+    if any(not math.isfinite(value) and key.rpartition("/")[2] in _TRAINED for key, value in metrics.items()):
         found.append("not-finite")
     gap = _named(metrics, "train_rollout_logprob_abs_diff")
     if gap > _GAP:
@@ -140,10 +136,6 @@ def _of_first(metrics: Mapping[str, float], exact: bool) -> list[str]:
     if actor is not None and actor < -1:
         found.append("logprobs-large")
     return found
-
-
-def _is_trained(key: str) -> bool:
-    return key.rpartition("/")[2] in ("grad_norm", "loss", "pg_loss", "ppo_kl", "kl_loss", "log_probs", "ref_log_probs")
 
 
 def _named(metrics: Mapping[str, float], name: str) -> float:

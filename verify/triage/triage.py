@@ -54,7 +54,19 @@ class Triage:
             "version": self.version,
             "logs": list(self.logs),
             "lines": self.lines,
-            "symptoms": [_sign_json(sign) for sign in (*self.causes, *self.effects)],
+            "symptoms": [
+                {
+                    "key": sign.symptom.key,
+                    "title": sign.symptom.title,
+                    "effect": sign.symptom.effect,
+                    "count": sign.count,
+                    "places": [vars(place) for place in sign.places],
+                    "meaning": sign.symptom.meaning,
+                    "command": sign.symptom.command,
+                    "codes": list(sign.symptom.codes),
+                }
+                for sign in (*self.causes, *self.effects)
+            ],
             "loaded": [vars(place) for place in self.loaded],
         }
 
@@ -111,20 +123,6 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
     except OSError as error:
         hint = "give the file of a log, or `-` for standard input"
         raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
-
-
-def _sign_json(sign: Sign) -> dict[str, Any]:
-    symptom = sign.symptom
-    return {
-        "key": symptom.key,
-        "title": symptom.title,
-        "effect": symptom.effect,
-        "count": sign.count,
-        "places": [vars(place) for place in sign.places],
-        "meaning": symptom.meaning,
-        "command": symptom.command,
-        "codes": list(symptom.codes),
-    }
 
 
 def lines(found: Triage, width: int | None = None) -> Iterator[str]:

@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -212,7 +212,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity; no factor of zeros while others are not; names under which PEFT looks for them.
 
-    Of some experts of a layer that is a warning: one that no token was sent to was not trained.
+    Zeros are a warning where half of the factors are, and in some experts of a layer, to which no token was sent.
     """
     files = subject.once(adapter_files)
     actual = "not there: PEFT warns, and the adapter changes nothing; SGLang and vLLM take the names as they are"
@@ -229,14 +229,8 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
             zeros[name] = None
     if (why := idle_reason(files)) is not None:
         actual = f"{why}: the adapter changes nothing"
-        hint = "was it saved before the first step? Export it again from the run"
-        yield Issue("an adapter that changes its base", actual, hint, names=[*zeros] or None, together=True)
+        yield Issue("an adapter that changes its base", actual, names=[*zeros] or None, together=True)
         return
-    yield from _zeros(files, zeros)
-
-
-def _zeros(files: AdapterFiles, zeros: Collection[str]) -> Iterator[Issue]:
-    """Factors of zeros while others are not; a warning where half of them are, or where they are of some experts."""
     factors, expected = [name for name in files.specs if FACTOR.fullmatch(name)], "factors that are not zero"
     if zeros and 2 * len(zeros) >= len(factors):
         hint = "only whole tensors or magnitudes change the base: was it saved before the first step?"

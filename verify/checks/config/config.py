@@ -96,9 +96,8 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         there = subject.source.config  # an adapter may part the output layer from the embedding
     else:
         there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
-    hint, where = "" if subject.options.adapter is None else "write what the merged weights need", ""
-    if subject.is_hf:
-        where = "config.json"
+    hint = "" if subject.options.adapter is None else "write what the merged weights need"
+    where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):
         tally.compared(0)
         values, source = subject.found(read_values), describe_model(there)
@@ -266,7 +265,8 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, f"{marks + 1} stages", hint, file=where)
         return
     layers, size = dims.layers, "num_hidden_layers"
-    if pattern is not None or (options is None and subject.holds_hybrid):
+    stored = subject.megatron_files if options is None and subject.is_megatron else None
+    if pattern is not None or (stored and stored.readable and stored.hybrid):
         layers, size = 2 * layers, "layers of HybridModel (two for one of num_hidden_layers)"
     try:
         stages = (options.pipeline(layers, pp) if options else Pipeline(layers, pp)).stages

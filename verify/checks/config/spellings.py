@@ -14,7 +14,7 @@ from converters.family import KEY as TIED
 from converters.family import TieFlag
 from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
-from verify.check import Skip, Tally, check
+from verify.check import Skip, Tally, check, without
 from verify.checks.config.tokenizer import side_of
 from verify.evidence.expected import stated_config_of
 from verify.evidence.subject import Subject
@@ -46,12 +46,10 @@ def _holders(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
         yield "text_config.", text
 
 
-def _both_spellings(subject: Subject) -> str | None:
-    stated = any(
-        "rope_parameters" in holder and ("rope_theta" in holder or "rope_scaling" in holder)
-        for _, holder in _holders(_config(subject))
-    )
-    return None if stated else "config.json states its rotary settings in one spelling"
+def _spelled_twice(subject: Subject) -> list[tuple[str, Mapping[str, Any]]]:
+    """Those of `_holders` with rotary settings in both spellings."""
+    holders = _holders(_config(subject))
+    return [one for one in holders if "rope_parameters" in one[1] and {"rope_theta", "rope_scaling"} & one[1].keys()]
 
 
 @check(
@@ -61,14 +59,12 @@ def _both_spellings(subject: Subject) -> str | None:
     rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers "
     "run two models, and no weight shows it.",
     fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
-    unless=_both_spellings,
+    unless=without(_spelled_twice, "config.json states its rotary settings in one spelling"),
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
     where = side_of(subject).root / "config.json"
-    for prefix, holder in _holders(_config(subject)):
-        if "rope_parameters" not in holder or not ("rope_theta" in holder or "rope_scaling" in holder):
-            continue
+    for prefix, holder in _spelled_twice(subject):
         for (old, before), (new, after) in _rope_pairs(holder):
             tally.compared(0)
             if before != after:

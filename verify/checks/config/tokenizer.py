@@ -73,21 +73,20 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield unreadable(subject, side, "a tokenizer that can be read", error)
         return
-    hint = "take tokenizer and config.json from the release of these weights"
     if not vocabularies:
         tally.compared(0)
-        yield Issue("a vocabulary", "the tokenizer's files hold no token", hint, file=side.root)
+        yield Issue("a vocabulary", "the tokenizer's files hold no token", file=side.root)
     for file, ids in vocabularies.items():
         tally.compared(0)
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
             beyond = sum(number >= rows for number in ids.values())
             actual = f"{token!r} has id {largest}; ids without a row: {beyond}"
-            yield Issue(f"ids below {rows}, the rows of the embedding", actual, hint, file=side.root / file)
+            yield Issue(f"ids below {rows}, the rows of the embedding", actual, file=side.root / file)
         other = next((token for token, number in ids.items() if side.ids[token] != number), None)
         if other is not None:
             actual = f"{other!r} has id {ids[other]}, and {side.ids[other]} in another file"
-            yield Issue("one id for a token", actual, hint, file=side.root / file)
+            yield Issue("one id for a token", actual, file=side.root / file)
 
 
 def _nothing_to_carry(subject: Subject) -> str | None:
@@ -272,9 +271,13 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
         # A file that is known to be wrong has no vote on the others.
         yield from _disagreements(kind, sound, side.root, hint, _written(side, sound) if kind == "eos" else set())
-    for kind, file, value in _unread(side):
-        tally.compared(0)
-        yield Issue(f"{kind}_token_id as a whole number", f"{kind}_token_id {value}", hint, file=side.root / file)
+    # Engines refuse ids that are not whole numbers, or never meet them.
+    pairs = ((kind, *pair) for kind in _KINDS for pair in _stated_values(side, kind))
+    for kind, file, value in ((kind, file, one) for kind, file, several in pairs for one in several):
+        if type(value) is not int:
+            tally.compared(0)
+            actual = f"{kind}_token_id {shortened(value)}"
+            yield Issue(f"{kind}_token_id as a whole number", actual, hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
     for kind, text in unknown.items():
         yield Issue(f"{kind}_token in the vocabulary", f"{text!r} is not in it", hint, file=where)
@@ -323,13 +326,6 @@ def _stated_values(side: SideFiles, kind: str) -> Iterator[tuple[str, list[Any]]
         (GENERATION, side.generation.get(f"{kind}_token_id")),
     ):
         yield file, [one for one in (value if isinstance(value, list) else [value]) if one is not None]
-
-
-def _unread(side: SideFiles) -> Iterator[tuple[str, str, str]]:
-    """Kind, file and value of ids that are not whole numbers, which engines refuse or never meet."""
-    for kind in _KINDS:
-        for file, values in _stated_values(side, kind):
-            yield from ((kind, file, shortened(one)) for one in values if type(one) is not int)
 
 
 def _written(side: SideFiles, by_file: Mapping[str, set[int]]) -> set[int]:

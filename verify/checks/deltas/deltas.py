@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +16,7 @@ from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, f
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
 from verify.check import Skip, Tally, check, without
+from verify.evidence.folding import by_key
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -72,10 +72,7 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issu
     if not replay.applied:
         raise Skip("no version changes any tensor")
     tally.compared(replay.nbytes, sum(replay.applied.values()) or len(replay.applied))
-    grouped: dict[object, list[Issue]] = defaultdict(list)
-    for fault in which(subject):
-        grouped[fault.file, fault.expected, fault.hint].append(fault)
-    for found in grouped.values():
+    for found in by_key(((one.file, one.expected, one.hint), one) for one in which(subject)).values():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
         names = [name for one in found for name in one.names or ()]
         yield replace(found[0], actual=f"{found[0].actual}{more}", names=names, together=True)

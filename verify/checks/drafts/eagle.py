@@ -21,7 +21,6 @@ from verify.skip import Inapplicable, Unable
 if TYPE_CHECKING:
     from torch import Tensor
 
-_AGAIN = "export the draft model again from the run"
 _CONFIG = "config.json"
 
 
@@ -60,7 +59,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except UnsupportedError:
         raise
     except CkptkitError as error:
-        yield Issue("a draft model as its trainer saved it", error.message, error.hint or _AGAIN)
+        yield Issue("a draft model as its trainer saved it", error.message, error.hint or "")
         return
     tally.compared(0, len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
@@ -103,9 +102,8 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for own, expected, actual, hint in _faults(draft, tables):
         yield Issue(expected, actual, hint, names=[stored[own]])
     if TOKENS in tables and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
-        hint = "were the tables loaded before the model was saved?"
         actual = f"zeros: draft tokens are the target's first {draft.draft_vocabulary}"
-        yield Issue("the tokens that it was trained on", actual, hint, names=[stored[TOKENS]], severity="warning")
+        yield Issue("the tokens that it was trained on", actual, names=[stored[TOKENS]], severity="warning")
 
 
 def _faults(draft: Draft, tables: Mapping[str, Tensor]) -> Iterator[tuple[str, str, str, str]]:
@@ -178,13 +176,12 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Unable(f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them")
     target = target_of(config)
     tally.compared(0, 3)
-    hint = f"is {source} the model that it was trained for?"
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
         expected = f"states of width {target.hidden}, as the target has them"
-        yield Issue(expected, f"{key} {draft.target_hidden}", hint, file=_CONFIG)
+        yield Issue(expected, f"{key} {draft.target_hidden}", file=_CONFIG)
     if draft.vocabulary != target.vocabulary:
-        yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", hint, file=_CONFIG)
+        yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", file=_CONFIG)
     positions = integer(draft.config, "max_position_embeddings", target.positions)
     if positions < target.positions:
         actual = f"{positions}, for as many positions has vLLM rotary factors: behind them hardly a token is accepted"
@@ -194,19 +191,11 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     # SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what it takes in, after the last too.
     last = target.layers - 2 if draft.reads_outputs else target.layers
     if odd := [one for one in draft.layer_ids or () if not 0 <= one <= last]:
-        expected, hint = (
-            f"layers 0 to {last} of the target's {target.layers}",
-            "restore the list that it was trained with",
-        )
+        expected, hint = f"layers 0 to {last} of the target's {target.layers}", "restore the list of its training"
         yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
-    yield from _embedding(subject, draft, tally)
-
-
-def _embedding(subject: Subject, draft: Draft, tally: Tally) -> Iterator[Issue]:
-    """A copy of the target's embedding, where it is as wide."""
     own = subject.once(draft_specs).get(EMBEDDING)
     if own is None or draft.target_hidden != draft.hidden:
-        return
+        return  # no copy of the target's embedding
     base = plain(subject.source_path or Path())
     there = [name for name in base.specs if name.endswith(EMBEDDING) and base.specs[name].shape == own.shape]
     if len(there) != 1:

@@ -22,7 +22,6 @@ from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 
-_AGAIN = "copy or download this file again"
 _NUMBER = re.compile(r"\d+")
 
 
@@ -104,13 +103,20 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unless=only_hf,
 )
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere."""
+    """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere.
+
+    Links that lead nowhere are a warning where loaders read none of them.
+    """
     files = subject.hf_files
-    yield from _links(files)
+    if links := files.dangling:
+        where, severity = next(iter(links)), warning_if(not any(is_read(Path(name)) for name in links))
+        actual, hint = in_words(links), fetch_again(files.root)
+        file = where if len(links) == 1 else ""
+        yield Issue("a target for every link", actual, hint, file=file, severity=severity, count=len(links))
     require_weights(subject)
     gone = [file for file in files.missing if file not in files.dangling]
     if gone:
-        yield _together(gone, "the file that the index names", "missing", "copy or download it")
+        yield _together(gone, "the file that the index names", "missing")
     whole: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
         tally.compared(0, len(shard.specs) or 1)
@@ -121,7 +127,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not shard.faults and not files.specs:
             whole["tensors", "none in its header"].append(file)
     for (expected, actual), found in whole.items():
-        yield _together(found, expected, actual, _AGAIN)
+        yield _together(found, expected, actual)
 
 
 def _entries(shard: Shard) -> Iterator[Issue]:
@@ -130,27 +136,18 @@ def _entries(shard: Shard) -> Iterator[Issue]:
     for fault in shard.faults:
         if fault.name is not None:
             kind = _NUMBER.sub("#", fault.expected.partition(" for ")[0])
-            kinds[fault.hint or _AGAIN, kind].append(fault)
+            kinds[fault.hint or "", kind].append(fault)
     for (hint, _), faults in kinds.items():
         first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
         more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
         yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, together=True)
 
 
-def _links(files: HfFiles) -> Iterator[Issue]:
-    """The links of the directory that lead nowhere; a warning where loaders read none of them."""
-    if links := files.dangling:
-        where, severity = next(iter(links)), warning_if(not any(is_read(Path(name)) for name in links))
-        actual, hint = in_words(links), fetch_again(files.root)
-        file = where if len(links) == 1 else ""
-        yield Issue("a target for every link", actual, hint, file=file, severity=severity, count=len(links))
-
-
-def _together(found: Sequence[str], expected: str, actual: str, hint: str) -> Issue:
+def _together(found: Sequence[str], expected: str, actual: str) -> Issue:
     """What is wrong with one file, or with several in the same way."""
     if len(found) == 1:
-        return Issue(expected, actual, hint, file=found[0])
-    return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", hint, count=len(found))
+        return Issue(expected, actual, file=found[0])
+    return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", count=len(found))
 
 
 @check(
@@ -168,7 +165,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("not run because the index is a link that leads nowhere (CK102)")
     refuse_other_format(subject.path)
     tally.compared(0)
-    hint = "restore it from the release"
+    hint = ""
     if not (files := subject.hf_files).wanted and files.index is None:
         # verl keeps config and tokenizer in huggingface/, beside the weights.
         root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
@@ -204,8 +201,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
     for (want, found), group in wrong.items():
         for names in group_by_pattern(group):
-            hint = "check this tensor and the sizes in config.json against the release"
-            yield Issue(want, found, hint, names=names, file=home_of(subject, names[0]))
+            yield Issue(want, found, names=names, file=home_of(subject, names[0]))
 
 
 def home_of(subject: Subject, name: str) -> str:
@@ -330,7 +326,7 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)
     tally.compared(0, len(_ADAPTER_FILES) + len(names))
-    root = subject.weights_root
+    root = subject.path if subject.is_hf else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
             yield Issue("weights with every adapter merged", f"{file} lies beside them", file=root / file)

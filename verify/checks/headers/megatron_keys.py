@@ -20,11 +20,6 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
-_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.).+")
-_PER_LAYER = re.compile(r"decoder\.layers\.\d+\..+")
-# megatron-core's `singleton_local_shards`: gate and up apart, one key an expert.
-_SINGLETON = re.compile(r".+\.linear_fc1\.(?:weight|bias)_[wv]|.+\.experts\.experts\.\d+\..+")
-_JOINED = re.compile(r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+")
 # Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.
 _LINEAR = re.compile(
     r"(.+\.(?:linear_qkv|linear_proj|linear_fc1|linear_fc2|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|eh_proj))\.weight(?:_[wv])?"
@@ -150,20 +145,20 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     keys = _weights(subject)
     common = _common(subject)
     tally.compared(0, len(keys))
-    found = {name: [key for key in keys if pattern.fullmatch(key)] for name, pattern in _LAYOUTS.items()}
+    found = {name: [key for key in keys if re.fullmatch(pattern, key)] for name, pattern in _LAYOUTS.items()}
     stated = common.get("content_metadata")
     for want, actual in _layout_faults(
         found, stated if isinstance(stated, Mapping) else {}, _uneven_args(common.get("args"))
     ):
-        hint = "Megatron asks for keys as content_metadata in common.pt has it: take both from one save"
-        yield Issue(want, actual, hint, names=found[actual], together=True, file=subject.megatron_files.weights)
+        yield Issue(want, actual, names=found[actual], together=True, file=subject.megatron_files.weights)
 
 
 _LAYOUTS = {
-    "layers stacked": _STACKED,
-    "one key a layer": _PER_LAYER,
-    "one key an expert, gate and up apart": _SINGLETON,
-    "experts, gate and up together": _JOINED,
+    "layers stacked": r"decoder\.layers\.(?!\d+\.).+",
+    "one key a layer": r"decoder\.layers\.\d+\..+",
+    # megatron-core's `singleton_local_shards`
+    "one key an expert, gate and up apart": r".+\.linear_fc1\.(?:weight|bias)_[wv]|.+\.experts\.experts\.\d+\..+",
+    "experts, gate and up together": r".+\.linear_fc1\.(?:weight|bias)|.+\.experts\.experts\.(?!\d+\.).+",
 }
 
 

@@ -20,7 +20,6 @@ from converters.config.values import language_part
 from converters.passthrough import lost_towers
 from converters.planner import dims_of
 from converters.registry import family_of
-from converters.stored import OtherSpelling
 from quant.formats.part_names import PACKED, SCALE, SHAPE
 from verify.check import Skip, Tally, check
 from verify.checks.headers.files import names_of, only_hf
@@ -37,7 +36,7 @@ from verify.evidence.expected import (
     usable_config,
 )
 from verify.evidence.files import HfFiles
-from verify.evidence.folding import LAYER, MTP_LAYER, layer_of
+from verify.evidence.folding import LAYER, MTP_LAYER, by_key, layer_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.skip import Inapplicable
@@ -102,18 +101,10 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
         if not (stored and listed and promised) and (name not in optional or stored or listed):
             should, actual, hint = _verdict(subject, name, stored, listed, promised, index is not None, why)
             yield Issue(should, actual, hint, names=[name], file=where)
-    moved = _moved(files) if files else ()
-    yield Issue("in the shard that the index names", "in another shard", "restore the index", [*moved], where)
-
-
-def _moved(files: HfFiles) -> Iterator[str]:
-    """Tensors that the index puts into one readable shard, and that lie in another one alone."""
-    index = files.index or {}
-    for file, shard in files.shards.items():
-        for name in shard.specs:
-            named = files.shards.get(index.get(name, file))
-            if named is not None and named.readable and name not in named.specs:
-                yield name
+    shards, homes = files.shards if files else {}, index or {}
+    pairs = ((name, shards.get(homes.get(name, file))) for file, shard in shards.items() for name in shard.specs)
+    moved = [name for name, named in pairs if named is not None and named.readable and name not in named.specs]
+    yield Issue("in the shard that the index names", "in another shard", "restore the index", moved, where)
 
 
 def _verdict(
@@ -153,36 +144,27 @@ def other_names(subject: Subject) -> Iterator[Issue]:
     if (found := subject.once(spelling_of)) is None:
         return
     config = subject.once(stated_config_of)
-    family = family_of(config)
-    multimodal = bool(family.towers(config))
-    count = sum(one.startswith(found.found) for one in subject.specs)
-    whose, hint = _whose(found, multimodal)
+    family, count = family_of(config), sum(one.startswith(found.found) for one in subject.specs)
+    rename = f"rename the tensors to {found.expected}* (and in the index)"
+    if found.renamed:
+        whose = "the multimodal class uses"
+        hint = "transformers and newer releases of vLLM rename them while they load, SGLang does not: take config.json "
+        hint += f"of the multimodal release with its vision tower, or {rename}"
+    elif not family.towers(config):
+        whose, hint = "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
+    elif found.found == _ALONE:
+        whose = "a class of the language model alone uses"
+        hint = f"take config.json of the language model alone, or {rename}"
+    else:
+        whose = "transformers uses internally since 4.52"
+        hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True, or "
+        hint += rename
     expected = f"{found.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
     actual, severity = f"{found.found}*, which {whose}: {count} tensors", warning_if(found.renamed)
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 
-def _whose(found: OtherSpelling, multimodal: bool) -> tuple[str, str]:
-    """Which classes have these names, and what to do."""
-    rename = f"rename the tensors to {found.expected}* (and in the index)"
-    if found.renamed:
-        return "the multimodal class uses", (
-            "transformers and newer releases of vLLM rename them while they load, SGLang does not: take config.json "
-            f"of the multimodal release with its vision tower, or {rename}"
-        )
-    if not multimodal:
-        return "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
-    if found.found == _ALONE:
-        return (
-            "a class of the language model alone uses",
-            f"take config.json of the language model alone, or {rename}",
-        )
-    return "transformers uses internally since 4.52", (
-        f"transformers loads both, SGLang the names of the release: save with save_original_format=True, or {rename}"
-    )
-
-
-_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+_OF_EXPERT = re.compile(r".*\.experts\.(\d+)\.(.+)")
 # The parts of a quantized weight: some layers may be left unquantized.
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 
@@ -226,7 +208,7 @@ def _uneven(names: Iterable[str]) -> Iterator[Issue]:
         if match := LAYER.match(name):
             parts[int(match[1])].add(name[match.end() :])
         if match := _OF_EXPERT.fullmatch(name):
-            experts[match[3]].add(int(match[2]))
+            experts[match[2]].add(int(match[1]))
     counts = Counter(map(frozenset, parts.values()))
     for layer, found in parts.items():
         fuller = [kind for kind, count in counts.items() if count > 1 and found < kind]
@@ -246,8 +228,21 @@ _ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the
 
 def leftovers(files: HfFiles) -> Iterator[Issue]:
     """Tensors that stand in two shards, and weight files that the index does not name."""
-    for homes in dict.fromkeys(map(tuple, files.twice.values())):
-        yield _twice(files, homes, [name for name, found in files.twice.items() if tuple(found) == homes])
+    index = files.index or {}
+    for homes, names in by_key((tuple(found), name) for name, found in files.twice.items()).items():
+        # Which copies the index names, and what else is only in the other files.
+        named = sorted({index[name] for name in names if name in index})
+        home = named[0] if len(named) == 1 and named[0] in homes else None
+        actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
+        others = [file for file in homes if file != home]
+        needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
+        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there"
+        if home is None:
+            hint = "let the index name one of them for all of these tensors, and write the other without them"
+        elif needed:
+            hint = f"write {needed[0]} again without these tensors: others are only there"
+        actual = f"{actual}; {_newest(files.root, [*homes])}"
+        yield Issue("each tensor in one shard", actual, f"{hint}; {_ASIDE}", names=names, together=True)
     stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
@@ -264,23 +259,6 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         hint = f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}"
         actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
         yield Issue(_ONLY, actual, hint, file="" if stray[1:] else stray[0], count=len(stray))
-
-
-def _twice(files: HfFiles, homes: tuple[str, ...], names: Sequence[str]) -> Issue:
-    """Tensors that the same files hold: which copies the index names, and what else is only in the other files."""
-    named = sorted({(files.index or {})[name] for name in names if name in (files.index or {})})
-    home = named[0] if len(named) == 1 and named[0] in homes else None
-    actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
-    others = [file for file in homes if file != home]
-    needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
-    if home is None:
-        hint = f"let the index name one of them for all of these tensors, and write the other without them; {_ASIDE}"
-    elif needed:
-        hint = f"write {needed[0]} again without these tensors: others are only there; {_ASIDE}"
-    else:
-        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there; {_ASIDE}"
-    actual = f"{actual}; {_newest(files.root, [*homes])}"
-    return Issue("each tensor in one shard", actual, hint, names=names, together=True)
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:

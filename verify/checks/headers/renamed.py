@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from verify.evidence.expected import expected_of, spelling_of
+from verify.evidence.folding import by_key
 from verify.evidence.subject import Subject
 
 _SAVED = "save it again, from"
@@ -109,9 +110,7 @@ def _further(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
 
 def _lacking(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
     """A prefix too few."""
-    heads: dict[str, list[str]] = {}
-    for head, _, tail in (module.partition(".") for module in wanted):
-        heads.setdefault(tail, []).append(head)
+    heads = by_key((tail, head) for head, _, tail in (module.partition(".") for module in wanted))
     if usual := _usual(heads[_module(name)][0] for name in odd if len(heads.get(_module(name), ())) == 1):
         right = _fit(odd, wanted, lambda module: f"{usual}.{module}")
         hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"

@@ -169,7 +169,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
     if shared:
         more = f"; and {len(shared) - 1} more in the same way" if len(shared) > 1 else ""
         actual, expected = next(iter(shared.values())) + more, "a byte range of its own for each entry"
-        yield Issue(expected, actual, "the save is damaged: convert again", names=shared, together=True, file=path)
+        yield Issue(expected, actual, names=shared, together=True, file=path)
 
 
 @check(

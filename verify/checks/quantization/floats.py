@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
@@ -14,8 +13,10 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.part_names import INT4_ENDINGS
-from quant.formats.release import Floats, StoredWeight, wrong_scale
+from quant.formats.release import StoredWeight, wrong_scale
+from quant.lint.opening import open_subject
 from quant.lists.table import named_in_lists
+from quant.selection.portable import described
 from quant.selection.readers import refuses_own_format
 from verify.check import Skip, Tally, Unable
 from verify.checks.headers.files import names_of
@@ -23,7 +24,7 @@ from verify.checks.quantization.quantization_config import misread_floats
 from verify.evidence.expected import usable_config
 from verify.evidence.extremes import same_bytes
 from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
-from verify.evidence.folding import group_by_pattern
+from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 
@@ -36,13 +37,7 @@ _APART = 1e3
 
 def has_floats(subject: Subject) -> bool:
     """Whether weights are stored in floats of 8 or 4 bits, in a format that is read."""
-    found = subject.once(stored_floats_of)
-    return found is not None and bool(found[1])
-
-
-def _stored(subject: Subject) -> tuple[Floats, list[StoredWeight]]:
-    found = subject.once(stored_floats_of)
-    return found if found is not None else (Floats(()), [])
+    return bool(subject.once(stored_floats_of)[1])
 
 
 def short(stored: StoredWeight) -> str:
@@ -52,7 +47,7 @@ def short(stored: StoredWeight) -> str:
 
 def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Weights of `forbidden` modules (and what each is) that are stored in floats of 8 or 4 bits."""
-    floats, weights = _stored(subject)
+    floats, weights = subject.once(stored_floats_of)
     hint = "take it in BF16 from the release; no engine has a quantized one"
     for stored in weights:
         tally.compared(0)
@@ -68,7 +63,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     A name that the index lists and no shard holds is CK104's.
     """
-    floats, weights = _stored(subject)
+    floats, weights = subject.once(stored_floats_of)
     specs, files = subject.hf_files.specs, subject.hf_files
     listed = {*names_of(subject, listed=True), *(files.index or {})}
     taken: set[str] = set()
@@ -76,7 +71,12 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared(0)
         taken |= {*stored.needed, *stored.inputs}
         yield from _wrong_parts(stored, subject, listed)
-        yield from _otherwise_stated(stored, floats)
+        # In another format than config.json states for this very module, where it states several.
+        stated = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
+        if stated is not None and stated.words != stored.layout.words:
+            hint = f"engines build the module by config.json, and load codes of another format into it: {_AGAIN}"
+            expected = f"{stated.words}, as config.json says of this module"
+            yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
     yield from _missing_inputs(weights, listed)
     if usable_config(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
@@ -93,8 +93,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(f"codes or scales of {floats.words}", specs[name].dtype, hint, names=[name])
     hint = "readers take what the list names for BF16, and codes for values: store it in BF16, or declare its format"
     excluded = [name for name in odd if name.removesuffix(".weight") in listed_modules]
-    for dtype in dict.fromkeys(specs[name].dtype for name in excluded):
-        names = [name for name in excluded if specs[name].dtype == dtype]
+    for dtype, names in by_key((specs[name].dtype, name) for name in excluded).items():
         yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, together=True)
 
 
@@ -123,15 +122,6 @@ def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]
     spec = specs[stored.second]
     if spec.shape not in ((), (1,), stored.shape[:-2]) or spec.dtype != "float32":
         yield Issue("[] float32", f"{list(spec.shape)} {spec.dtype}", _AGAIN, names=[stored.second])
-
-
-def _otherwise_stated(stored: StoredWeight, floats: Floats) -> Iterator[Issue]:
-    """A weight in another format than config.json states for its own module, where it states several."""
-    stated = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
-    if stated is not None and stated.words != stored.layout.words:
-        hint = f"engines build the module by config.json, and load codes of another format into it: {_AGAIN}"
-        expected = f"{stated.words}, as config.json says of this module"
-        yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
 
 
 def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
@@ -225,35 +215,25 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
 
 def _repeated(subject: Subject) -> Iterator[Issue]:
     """Scales of many values that two weights have in common: one of them has another's, as after half an update."""
-    same: dict[bytes, list[FloatScales]] = defaultdict(list)
-    for one in subject.once(float_scales_of):
-        if one.digest:
-            same[one.digest].append(one)
-    for several in same.values():
-        codes = [one.stored.codes.name for one in several]
-        if len(several) > 1 and not _equal(subject, codes):
+    for several in by_key((one.digest, one) for one in subject.once(float_scales_of) if one.digest).values():
+        if not several[1:]:
+            continue
+        names = [one.stored.codes.name for one in several]
+        first, *others = (subject.checkpoint.read([name])[name] for name in names)
+        if not all(same_bytes(first, other) for other in others):  # of equal codes CK206 speaks
             names = [one.stored.scale for one in several]
             actual = f"the same {several[0].values} scales beside other codes"
             yield Issue("scales of its own for each weight", actual, names=names, together=True)
 
 
-def _equal(subject: Subject, names: list[str]) -> bool:
-    """Whether these tensors hold the same bytes, which CK206 judges."""
-    read = [subject.checkpoint.read([name])[name] for name in names]
-    return all(same_bytes(read[0], one) for one in read[1:])
-
-
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Parts of a layer that engines fuse (`fused_of`: by projection) are in one format, with one tensor's scale."""
-    _, weights = _stored(subject)
+    _, weights = subject.once(stored_floats_of)
     plain = [name.removesuffix(".weight") for name in subject.hf_files.specs if name.endswith(".weight")]
     formats = {stored.name.removesuffix(".weight"): stored.layout.words for stored in weights}
     formats |= {module: "" for module in plain if module not in formats}
-    layers: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for module in formats:
-        parent, _, projection = module.rpartition(".")
-        if projection in fused_of:
-            layers[parent, fused_of[projection]].append(module)
+    parts = ((module, *module.rpartition(".")[::2]) for module in formats)
+    layers = by_key(((parent, fused_of[leaf]), module) for module, parent, leaf in parts if leaf in fused_of)
     # A layer that is stored in one piece is alike in itself.
     tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in formats))
     for modules in layers.values():
@@ -269,7 +249,7 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
 
 def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tally: Tally) -> Iterator[Issue]:
     """Scales of whole tensors that differ where a kernel takes one for all parts of a layer."""
-    if not any(stored.second for stored in _stored(subject)[1]):
+    if not any(stored.second for stored in subject.once(stored_floats_of)[1]):
         return
     scales = {one.stored.name.removesuffix(".weight"): one for one in subject.once(float_scales_of)}
     worst, wrong = 1.0, list[str]()
@@ -296,10 +276,6 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from (replace(issue, file=where) for issue in misread)
     if any(issue.severity == "error" for issue in misread):
         return
-    # Imported here because they bring transformers with them, which takes seconds.
-    from quant.lint.opening import open_subject
-    from quant.selection.portable import described
-
     readers = subject.readers or (("vllm",) if subject.engine == "vllm" else None)
     try:
         usual, _ = open_subject(subject.path)
@@ -315,28 +291,25 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
-    if (announced := subject.once(stored_floats_of)) is not None and not announced[1]:
+    floats, in_floats = subject.once(stored_floats_of)
+    if floats.layouts and not in_floats:
         wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
         wanted |= {one.tensor for one in differing if one.answer == "packs"}
         stored = [spec for name, spec in subject.hf_files.specs.items() if name in wanted]
         if stored and all(spec.dtype in COMPUTED for spec in stored):
-            yield _none_of_them(subject, announced[0].words, len(stored))
+            # A job that sends quantized weights replaces them.
+            severity = warning_if(subject.updated is not False)
+            hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
+            actual = f"all {len(stored)} such weights are stored as plain numbers, without scales"
+            expected = f"{floats.words}, as config.json says"
+            yield Issue(expected, actual, f"{hint}, or quantize", file=where, severity=severity)
         return
     for refusal in found.refusals():
         always = refuses_own_format(refusal.readers, subject.readers)
         if who := [reader for reader in refusal.readers if always or reader in counting]:
             yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
-    for reader in dict.fromkeys(one.reader for one in differing):
-        own = [one for one in differing if one.reader == reader]
+    for reader, own in by_key((one.reader, one) for one in differing).items():
         patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))
         unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
         hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
         yield Issue(expected, "; ".join(described(own)), hint, file=where)
-
-
-def _none_of_them(subject: Subject, words: str, count: int) -> Issue:
-    """Plain weights under a config.json of quantized ones. A job that sends quantized weights replaces them."""
-    hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
-    actual = f"all {count} such weights are stored as plain numbers, without scales"
-    expected, severity = f"{words}, as config.json says", warning_if(subject.updated is not False)
-    return Issue(expected, actual, f"{hint}, or quantize", file="config.json", severity=severity)

@@ -20,12 +20,14 @@ from quant.selection.matrices import matrices_of, spell
 from quant.selection.portable import NOTHING_PACKED
 from quant.selection.readers import BY_CLASS, counting
 from quant.selection.reading import read_all
+from quant.selection.tiles import UNPACKED, fused_in_transformers
 from quant.selection.tree import class_tree
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
 from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, has_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
+from verify.evidence.agreement import agreement
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from verify.evidence.floats.stored import stored_floats_of
 from verify.evidence.folding import group_by_pattern
@@ -79,7 +81,7 @@ def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, Te
     return config, specs, form
 
 
-def _packs_integers(subject: Subject) -> bool:
+def packs_integers(subject: Subject) -> bool:
     """Whether INT4 stands beside weights in floats."""
     return int4_format_of(subject.hf_files.config) is not None and any(packed_in(subject.hf_files.specs))
 
@@ -114,7 +116,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
     if has_floats(subject):
         yield from forbidden_floats(subject, subject.once(never_packed), tally)
-        if not _packs_integers(subject):
+        if not packs_integers(subject):
             return
     config, specs, _ = _quantized(subject)
     forbidden = subject.once(never_packed)
@@ -157,8 +159,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.once(renamed_of) is not None:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs = subject.once(config_of), subject.checkpoint.specs
-    announced = subject.once(stored_floats_of) is not None and not any(packed_in(specs))
-    if announced or (has_floats(subject) and not _packs_integers(subject)):
+    announced = bool(subject.once(stored_floats_of)[0].layouts) and not any(packed_in(specs))
+    if announced or (has_floats(subject) and not packs_integers(subject)):
         yield from float_lists(subject, tally)
         return
     packed = set(packed_in(specs))
@@ -170,9 +172,6 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     for issue in refused_parts(config, subject.readers, subject.engine):
         yield replace(issue, file="config.json")
-    # Imported here because it brings transformers with it, which takes seconds.
-    from verify.evidence.agreement import agreement
-
     try:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
@@ -204,9 +203,6 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
     experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
     if not experts or "transformers" not in (subject.readers or ()):
         return
-    # Imported here because it brings transformers with it, which takes seconds.
-    from quant.selection.tiles import UNPACKED, fused_in_transformers
-
     try:
         reason = fused_in_transformers(config)
     except CkptkitError as error:
@@ -244,7 +240,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if has_floats(subject):
         yield from float_parts(subject, tally)
-        if not _packs_integers(subject):
+        if not packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject)
     shapes, groups = expected_hf(config), groups_of(config)
@@ -308,7 +304,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     if has_floats(subject):
         yield from float_scales(subject, tally)
-        if not _packs_integers(subject):
+        if not packs_integers(subject):
             return
     config, _, form = packed_weights(subject)
     shapes, scales = expected_hf(config), subject.once(read_scales)

@@ -43,7 +43,20 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, 
         return Issue(_EXPECTED, f"quantization_config is {content!r:.80}", hint)
     if refused := next((issue for issue in refused_parts(config, asked, engine) if issue.severity == "error"), None):
         return refused
-    return _unreadable(config, _EXPECTED, hint)
+    try:
+        stated_scheme(config)
+    except CkptkitError as error:
+        with suppress(CkptkitError):
+            if _are_judged(config):
+                return None
+            if int4_format_of(config) is not None and parse(content):
+                rounded_usually = _in_usual_rounding(config)
+                if not _are_judged(rounded_usually):
+                    stated_scheme(rounded_usually)
+                raise Unable(f"no decision for this quantization_config: {error.message}") from error
+        return Issue(_EXPECTED, error.message, hint)
+    is_read = int4_format_of(config) is not None
+    return None if is_read else Issue(_EXPECTED, "its first group spells out no weights", hint)
 
 
 def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
@@ -175,28 +188,6 @@ def _scales_of_activations(stated: Mapping[str, Any]) -> list[str]:
             f"compressed-tensors refuses activations of a config group: {words_of(error)}", hint
         ) from error
     return [name for name, _ in made.named_parameters() if name.endswith(("put_scale", "put_global_scale"))]
-
-
-def _unreadable(config: Mapping[str, Any], expected: str, hint: str) -> Issue | None:
-    """Why the groups are not read; None where they are the usual one of INT4 for every Linear layer, or `_are_judged`.
-
-    Raises Unable where compressed-tensors takes them, and only the way in which integers are rounded is not judged.
-    """
-    try:
-        stated_scheme(config)
-    except CkptkitError as error:
-        with suppress(CkptkitError):
-            if _are_judged(config):
-                return None
-            if int4_format_of(config) is not None and parse(quantization_of(config)):
-                rounded_usually = _in_usual_rounding(config)
-                if not _are_judged(rounded_usually):
-                    stated_scheme(rounded_usually)
-                raise Unable(f"no decision for this quantization_config: {error.message}") from error
-        return Issue(expected, error.message, hint)
-    return (
-        None if int4_format_of(config) is not None else Issue(expected, "its first group spells out no weights", hint)
-    )
 
 
 def _are_judged(config: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""CK306 to CK309: INT4 weights compared with one another: fused layers, tensor parallel cuts, sizes of scales."""
+"""CK305 to CK309: quantized weights compared with their source and with one another: fused layers, cuts, scales."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
@@ -16,19 +16,21 @@ from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from quant.selection.tiles import check_tiles, unrunnable
+from quant.selection.tree import ClassTree, class_tree
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, has_floats
-from verify.checks.quantization.int4 import not_quantized, packed_weights
-from verify.evidence.expected import require_config, usable_config
+from verify.checks.quantization.int4 import not_quantized, packed_weights, packs_integers
+from verify.checks.values.source import may_differ
+from verify.evidence.expected import is_quantized, require_config, usable_config
+from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.floats.stored import float_scales_of, stored_floats_of
-from verify.evidence.folding import group_by_pattern
+from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, read_scales
+from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-
-if TYPE_CHECKING:
-    from quant.selection.tree import ClassTree
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -39,6 +41,87 @@ _MAX_FACTOR = 32.0
 # Readers of `--reader` that hold those layers as one.
 _ENGINES = ("sglang", "vllm")
 _PACKED, _UNQUANTIZED = "packed integers", "unquantized"
+
+_HINT = "quantize again from this source"
+
+
+@check(
+    "CK305",
+    "dequantized weights are within half a step of the source, those of GPTQ near it",
+    stage="quantization",
+    needs=("source",),
+    explained_by=("CK202", "CK204", "CK205", "CK304"),
+    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
+    "weights and are not. In FP8 and MXFP4 half a step is half the distance between the format's numbers around a "
+    "weight.",
+    fix=(
+        "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
+        "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
+    ),
+    unless=lambda subject: may_differ(subject) or not_quantized(subject),
+)
+def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every quantized weight against the source; `verify.evidence.rounding` and `floats.rounding` derive the bounds."""
+    if subject.source is None:
+        raise Skip("no --source was given")
+    plain = not is_quantized(subject.source.config)
+    packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
+    yield from _floats_near_source(subject, tally) if plain and not packed else _int4_near_source(subject, tally)
+
+
+def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Compares weights in floats."""
+    stored, specs = subject.once(float_weights), subject.checkpoint.specs
+    if stored.unread is not None:
+        raise Unable(f"no decision for this quantization_config: {stored.unread}")
+    if not stored.judged and not stored.broken:
+        raise Skip("nothing is stored in floats of 8 or 4 bits that the source has")
+    rounding = subject.once(float_rounding_of)
+    tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
+    for name, reason in stored.broken.items():
+        yield Issue("codes and scales that fit", reason, _HINT, names=[name])
+    wrong = {name: one for name, one in rounding.items() if one.wrong}
+    for found in group_by_pattern(wrong):
+        worst = max(found, key=lambda name: wrong[name].times)
+        one = wrong[worst]
+        where = f"{worst}, {one.rows}," if one.rows else worst
+        actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
+        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found)
+    # FP8 that repeats MXFP4 but for numbers that its scales do not reach.
+    changed = {name: one for name, one in rounding.items() if one.changed and not one.wrong}
+    for names in group_by_pattern(changed):
+        several = [changed[name] for name in names]
+        count, zeros = sum(one.changed for one in several), sum(one.zeroed for one in several)
+        expected = "the numbers of the MXFP4 source, which FP8 with powers of two as scales can hold"
+        actual = f"not lossless: {count} of {sum(one.numel for one in several)} elements are rounded, {zeros} of them "
+        actual += f"to 0; the first of {names[0]}, {several[0].first}"
+        hint = "exponents in a block spread by more than 14: dequantize to BF16 or quantize to mxfp8, which are exact"
+        yield Issue(expected, actual, hint, names=names, severity="warning")
+
+
+def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Compares INT4."""
+    config, _, _ = packed_weights(subject)
+    if subject.source is None or is_quantized(subject.source.config):
+        raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
+    rounding, grid = subject.once(rounding_of), grid_of(config)
+    if is_gptq(config):
+        tally.note(
+            "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
+        )
+    for one in rounding.values():
+        tally.compared(one.nbytes)
+    wrong = {name: one for name, one in rounding.items() if one.failed}
+    coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
+    for found in group_by_pattern(wrong):
+        worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
+        expected, actual = wrong[worst].words
+        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found)
+    for found in group_by_pattern(coarse):
+        expected = f"scales of the {grid} grid, as config.json says"
+        actual = f"up to {max(coarse[name] for name in found):.0%} off"
+        scales = [name.removesuffix(".weight") + SCALE for name in found]
+        yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)
 
 
 @check(
@@ -60,7 +143,7 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip(f"--reader {' '.join(subject.readers)} holds no layers in one")
     if has_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
-        if not (int4_format_of(subject.hf_files.config) is not None and any(packed_in(specs))):
+        if not packs_integers(subject):
             return
     if not any(packed_in(specs)):
         raise Skip("nothing is packed (CK302)")
@@ -86,8 +169,8 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
     config, specs = usable_config(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
         raise Skip("config.json does not tell the bits of packed weights (CK101, CK302)")
-    floats, groups = subject.once(stored_floats_of), groups_of(config)
-    in_floats = {one.name: one.layout.words for one in floats[1]} if floats else {}
+    groups, (_, floats) = groups_of(config), subject.once(stored_floats_of)
+    in_floats = {one.name: one.layout.words for one in floats}
     for name in specs:
         if name.endswith(".weight"):
             yield name.removesuffix(".weight"), in_floats.get(name, _UNQUANTIZED)
@@ -190,42 +273,27 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not chosen:
         raise Skip("nothing is packed (CK302)")
     tally.compared(0, len(chosen))
-    # Imported here because it brings transformers with it, which takes seconds.
-    from quant.selection.tree import class_tree
-
     try:
         tree = class_tree(config)
     except CkptkitError as error:
         raise Unable(f"no decision for this model: {error.message}") from error
-    by_size: dict[int | None, list[TensorSpec]] = defaultdict(list)
-    for spec in chosen:
-        if (module := spec.name.removesuffix(".weight")) in tree.packable:  # others are for CK301
-            by_size[int4_format_in(config, groups, module).group].append(spec)
-    if _engine_tp(subject) > 1:
-        _refuse_dp_attention(subject, tree, by_size)
-    for size, specs in by_size.items():
-        yield from _tile_issues(subject, specs, tree, config, size)
-
-
-def _refuse_dp_attention(subject: Subject, tree: ClassTree, by_size: Mapping[int | None, list[TensorSpec]]) -> None:
-    """Raises Unable where attention is packed and cut over fewer ranks than the rest."""
-    every = [spec for specs in by_size.values() for spec in specs]
-    if (
-        subject.arguments
-        and subject.arguments.dp_attention
-        and any(spec.name.removesuffix(".weight") not in tree.experts for spec in every)
-    ):
+    packable = [spec for spec in chosen if spec.name.removesuffix(".weight") in tree.packable]  # others are for CK301
+    by_size = by_key(
+        (int4_format_in(config, groups, spec.name.removesuffix(".weight")).group, spec) for spec in packable
+    )
+    dp_attention = _engine_tp(subject) > 1 and subject.arguments and subject.arguments.dp_attention
+    if dp_attention and any(spec.name.removesuffix(".weight") not in tree.experts for spec in packable):
         raise Unable(
             "--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here"
         )
+    for size, specs in by_size.items():
+        yield from _tile_issues(subject, specs, tree, config, size)
 
 
 def _tile_issues(
     subject: Subject, specs: list[TensorSpec], tree: ClassTree, config: Mapping[str, Any], size: int | None
 ) -> Iterator[Issue]:
     """What does not fit of weights in groups of one size."""
-    from quant.selection.tiles import check_tiles, unrunnable
-
     tp, ep = _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1
     if tp == 1:
         if fault := unrunnable(specs, tree, config, size):
@@ -261,25 +329,19 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.compared(one.nbytes)
             if one.median is not None:
                 sizes[one.stored.layout][one.stored.scale] = one.median
-    if not has_floats(subject) or (int4_format_of(subject.hf_files.config) and any(packed_in(subject.hf_files.specs))):
+    if not has_floats(subject) or packs_integers(subject):
         config, _, _ = packed_weights(subject)
         groups = groups_of(config)
         for scale in subject.once(read_scales):
             tally.compared(scale.nbytes)
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
-    for several in sizes.values():
-        yield from _odd_sizes(several)
-
-
-def _odd_sizes(sizes: Mapping[str, float]) -> Iterator[Issue]:
-    """Scales, by their names and medians, that are far from those of their kind."""
-    for modules in group_by_pattern(sizes):
-        usual = median(sizes[module] for module in modules)
+    for several, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):
+        usual = median(several[name] for name in names)
         expected = f"scales around {usual:.3g}, as others of this kind"
-        large = [module for module in modules if sizes[module] > usual * _MAX_FACTOR]
-        small = [module for module in modules if sizes[module] * _MAX_FACTOR < usual]
+        large = [name for name in names if several[name] > usual * _MAX_FACTOR]
+        small = [name for name in names if several[name] * _MAX_FACTOR < usual]
         if large:
-            yield Issue(expected, f"around {sizes[large[0]]:.3g}: far larger", names=large)
+            yield Issue(expected, f"around {several[large[0]]:.3g}: far larger", names=large)
         if small:
-            yield Issue(expected, f"around {sizes[small[0]]:.3g}: far smaller", names=small, severity="warning")
+            yield Issue(expected, f"around {several[small[0]]:.3g}: far smaller", names=small, severity="warning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -11,7 +10,7 @@ from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, i
 from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.values.values import counted
-from verify.evidence.folding import group_by_pattern
+from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
@@ -50,17 +49,13 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values = _values(subject)
     for one in values.stats.values():
         tally.compared(one.nbytes)
-    for reason in dict.fromkeys(values.unreadable.values()):
-        lost = [name for name, found in values.unreadable.items() if found == reason]
+    for reason, lost in by_key((reason, name) for name, reason in values.unreadable.items()).items():
         yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
     yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
     wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
     yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, names=wrong)
-    kinds: dict[str, list[str]] = defaultdict(list)
-    for name, one in values.stats.items():
-        if one.kind not in MASTERS:
-            kinds[one.kind].append(name)
+    kinds = by_key((one.kind, name) for name, one in values.stats.items() if one.kind not in MASTERS)
     for names in kinds.values():  # a kind as a whole is an error, some parameters of it a warning
         zero = [name for name in names if values.stats[name].low == values.stats[name].high == 0]
         whole = len(zero) == len(names)

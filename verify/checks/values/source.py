@@ -30,13 +30,12 @@ from verify.evidence.expected import (
 )
 from verify.evidence.extremes import Extremes, digest_of, same_bytes
 from verify.evidence.floats.rounding import float_weights
-from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
+from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
 from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.report import Severity
+from verify.issue import Issue, warning_if
 
 _FLOATS = frozenset({*COMPUTED, "float64"})
 # Of tensors, and of kinds of them, that differ where another model is compared; and more kinds than one block has.
@@ -285,7 +284,8 @@ def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str
     needs=("source",),
     rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
     "every token change.",
-    fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32.",
+    fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32, and "
+    "integers and floats of 8 bits mean nothing in another dtype.",
 )
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning.
@@ -295,28 +295,19 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values, quantized = subject.once(read_values), subject.once(float_weights).judged
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     fp32 = fp32_names(usable_config(subject))
-    changed: dict[tuple[str, str, bool], list[str]] = defaultdict(list)
-    for name, one in values.differences.items():
-        if one.source.dtype != one.actual.dtype and name not in quantized:
-            changed[one.source.dtype, one.actual.dtype, name in fp32].append(name)
+    changed = by_key(
+        ((one.source.dtype, one.actual.dtype, name in fp32), name)
+        for name, one in values.differences.items()
+        if one.source.dtype != one.actual.dtype and name not in quantized
+    )
     for (before, after, state), found in changed.items():
+        # Only floats of at least 16 bits may change, and fp32 state only to a wider one.
+        is_legal = {before, after} <= _FLOATS and not (state and ITEMSIZE[after] < ITEMSIZE[before])
         for names in group_by_pattern(found):
-            severity, hint = _cast(before, after, state)
             first = values.differences[names[0]]
             lost = ", {} distinct values became {} in {}".format(*first.distinct, names[0])
-            yield Issue(before, after + lost * (state and severity == "error"), hint, names=names, severity=severity)
-
-
-def _cast(before: str, after: str, state: bool) -> tuple[Severity, str]:
-    """How bad a change of dtype is, and what to do.
-
-    Only floats of at least 16 bits may change, and fp32 state only to a wider one.
-    """
-    if not {before, after} <= _FLOATS:
-        return "error", "convert again: integers and floats of 8 bits mean nothing in another dtype"
-    if state and ITEMSIZE[after] < ITEMSIZE[before]:
-        return "error", "convert again: this state must stay fp32"
-    return "warning", "convert with --dtype auto, unless the change was meant"
+            severity = warning_if(is_legal)
+            yield Issue(before, after + lost * (state and not is_legal), names=names, severity=severity)
 
 
 @check(
@@ -343,24 +334,26 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from moved
     placed = {name for one in moved for name in one.names or ()}
     left = {name: one for name, one in differing.items() if name not in placed and one.same_shape}
-    yield from _untouched(subject, left)
-    yield from _unlike(left, values)
-    yield from _still(values, tally)
-
-
-def _untouched(subject: Subject, differing: Mapping[str, TensorDiff]) -> Iterator[Issue]:
-    """Values that no training moves."""
     indices = (subject.once(expected_of) or Expected({})).indices
     has_codes = is_quantized(usable_config(subject) or {})
     names = [
         name
-        for name, one in differing.items()
+        for name, one in left.items()
         if name in indices
         or name.endswith("inv_freq")
         or not (has_codes or name.endswith(_COUNTER) or one.source.dtype in _FLOATS)
     ]
     hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
     yield Issue("the source's values, which no training moves", "other values", hint, names=names)
+    yield from _unlike(left, values)
+    floats = [name for name, one in values.stats.items() if name in values.compared and one.rms and not one.constant]
+    still = [name for name in floats if name not in values.differences or not values.differences[name].unequal]
+    if still and len(still) < len(floats):
+        tally.note(f"training left {len(still)} of {len(floats)} tensors as they were: {summarize(still)}")
+    elif still:
+        actual = f"the source's bits in all {len(still)} tensors: nothing was trained"
+        hint = "name the checkpoint that the training wrote; without --trained every value is compared"
+        yield Issue("values that training moved", actual, hint, severity="warning")
 
 
 def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
@@ -389,17 +382,3 @@ def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Iss
             f"{one.unlike} of {values.stats[worst].rows} rows{where}{', ' if one.unlike_rows else ''}{one.unlike_rows}"
         )
         yield Issue(expected, f"{rows}: they have little in common with the source's", hint, names=names)
-
-
-def _still(values: Values, tally: Tally) -> Iterator[Issue]:
-    """Floats that have the source's bits."""
-    floats = [name for name, one in values.stats.items() if name in values.compared and one.rms and not one.constant]
-    still = [name for name in floats if name not in values.differences or not values.differences[name].unequal]
-    if not still:
-        return
-    if len(still) < len(floats):
-        tally.note(f"training left {len(still)} of {len(floats)} tensors as they were: {summarize(still)}")
-        return
-    actual = f"the source's bits in all {len(still)} tensors: nothing was trained"
-    hint = "name the checkpoint that the training wrote; without --trained every value is compared"
-    yield Issue("values that training moved", actual, hint, severity="warning")

@@ -19,7 +19,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from ckptkit.core.specs import ranges
 from ckptkit.formats import yaml_text
 from ckptkit.storage.regular import read_regular
 from converters.planner import dims_of, rules_of
-from converters.rules import ParamMapping
 from quant.formats.floats.layout import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from verify.check import Skip, Tally, check, only, without
@@ -44,7 +43,7 @@ from verify.evidence.expected import (
 )
 from verify.evidence.extremes import Extremes
 from verify.evidence.floats.stored import parts_in_floats, scales_in_floats
-from verify.evidence.folding import group_by_pattern, layer_of, layers_of, pattern_of
+from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import repeated, stages_of
 from verify.evidence.reading import Values, read_values
 from verify.evidence.subject import Subject
@@ -103,10 +102,7 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
     for stats in values.values():
         tally.compared(stats.nbytes)
-    files: dict[str, list[str]] = defaultdict(list)
-    for name, reason in unreadable.items():
-        files[_AT_BYTE.split(reason)[0]].append(name)
-    for names in files.values():
+    for names in by_key((_AT_BYTE.split(reason)[0], name) for name, reason in unreadable.items()).values():
         yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, together=True)
 
 
@@ -198,19 +194,11 @@ def _is_vector(name: str, stats: Extremes) -> bool:
     return stats.rows == 1 or name.endswith("bias")
 
 
-def _differs(values: Values, name: str) -> bool:
-    difference = values.differences.get(name)
-    return difference is not None and difference.unequal > 0
-
-
 def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str], bool]]:
     """The tensors that a source shares, and the others; and whether it does."""
-    shared = {name: None for name in found if name in values.compared and not _differs(values, name)}
-    own = [name for name in found if name not in shared]
-    if shared:
-        yield list(shared), True
-    if own:
-        yield own, False
+    same = values.compared.keys() - {name for name, one in values.differences.items() if one.unequal}
+    yield [name for name in found if name in same], True
+    yield [name for name in found if name not in same], False
 
 
 @check(
@@ -277,12 +265,6 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
     return known and len({origins[layer] for layer in layers}) == 1
 
 
-def _second_head(subject: Subject) -> bool:
-    """Whether an output layer is stored besides the embedding that it is tied to."""
-    tied = tied_head_of(subject) if subject.is_hf else None
-    return tied is not None and tied[0] in subject.hf_files.specs
-
-
 @check(
     "CK211",
     "a tied output layer repeats the embedding",
@@ -290,7 +272,10 @@ def _second_head(subject: Subject) -> bool:
     "some readers load both as they are.",
     fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
     "restore the tensor that is stale otherwise.",
-    unless=without(_second_head, "no output layer is stored beside tied embeddings"),
+    unless=without(
+        lambda here: here.is_hf and (tied := tied_head_of(here)) and tied[0] in here.hf_files.specs,
+        "no output layer is stored beside tied embeddings",
+    ),
 )
 def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`lm_head.weight` and the embedding are the same bytes, where config.json ties them and both are stored."""
@@ -350,11 +335,9 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
     ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
     same = values.compared.keys() - values.differences.keys()
-    groups: dict[tuple[str, Severity], list[str]] = defaultdict(list)
-    for name, ratio in ratios.items():
-        if not 1 / _FACTOR <= ratio <= _FACTOR:
-            groups["large" if ratio > 1 else "small", warning_if(name in same)].append(name)
     wanted = f"a root mean square within {_FACTOR:g} times the median of its siblings"
+    odd = [name for name, ratio in ratios.items() if not 1 / _FACTOR <= ratio <= _FACTOR]
+    groups = by_key((("large" if ratios[name] > 1 else "small", warning_if(name in same)), name) for name in odd)
     for (way, severity), found in groups.items():
         for names in group_by_pattern(found):
             worst = max(names, key=lambda name: abs(math.log(ratios[name])))
@@ -376,11 +359,12 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
 
     Those are compared among themselves, since they are no weights without their scales.
     """
-    kinds: dict[tuple[str, bool], list[str]] = defaultdict(list)
-    for name, one in stats.items():
-        usable = one.rows > 1 and one.finite and one.rms > 0 and not one.constant and not one.denormal
-        if usable and not name.endswith(PARTS):
-            kinds[pattern_of(name), name in codes].append(name)
+    usable = [
+        name
+        for name, one in stats.items()
+        if one.rows > 1 and one.finite and one.rms > 0 and not (one.constant or one.denormal or name.endswith(PARTS))
+    ]
+    kinds = by_key(((pattern_of(name), name in codes), name) for name in usable)
     return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
 
@@ -412,16 +396,16 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
 
 
-def _named(subject: Subject, is_kind: Callable[[ParamMapping], bool]) -> frozenset[str]:
-    """Tensors of the mappings of a kind, by their HF and Megatron names; empty where no config says so."""
+def _named(subject: Subject, field: str) -> list[str]:
+    """Tensors of mappings with this field, by their HF and Megatron names; empty where no config says so."""
     config = usable_config(subject)
-    rules = [rule for rule in rules_of(config) if is_kind(rule.mapping)] if config else []
-    return frozenset(name for rule in rules for name in (*rule.hf, rule.megatron))
+    rules = [rule for rule in rules_of(config) if getattr(rule.mapping, field)] if config else []
+    return [name for rule in rules for name in (*rule.hf, rule.megatron)]
 
 
-def _fp32_biases(subject: Subject) -> list[str]:
+def _fp32_biases(subject: Subject) -> set[str]:
     """Biases that must be kept in float32."""
-    return [name for name in _named(subject, lambda mapping: mapping.fp32) if "bias" in name]
+    return {name for name in _named(subject, "fp32") if "bias" in name}
 
 
 @check(
@@ -439,7 +423,7 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A warning, since some releases have such biases. Where the source holds the same bits there is no finding; CK205
     judges constant ones.
     """
-    values, biases = subject.once(read_values), set(_fp32_biases(subject))
+    values, biases = subject.once(read_values), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if name in biases}
     counted(tally, looked_at, f"{UNREAD}, or none of these biases is there (CK104)")
     same = values.compared.keys() - values.differences.keys()
@@ -448,21 +432,16 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=names, severity="warning")
 
 
-def _tables(subject: Subject) -> frozenset[str]:
-    """Tables of experts."""
-    return _named(subject, lambda mapping: mapping.indices)
-
-
 @check(
     "CK215",
     "tables of experts name experts",
     rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
     fix="Take the tables from the release, and keep whole numbers whole on the way.",
-    unless=without(_tables, "the model has no table of experts"),
+    unless=without(lambda subject: _named(subject, "indices"), "the model has no table of experts"),
 )
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
-    values, tables = subject.once(read_values), _tables(subject)
+    values, tables = subject.once(read_values), set(_named(subject, "indices"))
     looked_at = {name: one for name, one in values.stats.items() if name in tables}
     counted(tally, looked_at, f"{UNREAD}, or none of these tables is there (CK104)")
     experts = dims_of(require_config(subject)).experts

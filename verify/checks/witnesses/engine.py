@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.core.specs import summarize
 from verify.check import Skip, Tally, Unable, check
-from verify.evidence.folding import by_pattern
+from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
@@ -55,8 +56,8 @@ def _held(report: EngineReport) -> list[str]:
         return []
     held = f"{report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB are read back"
     held += f", {report.draft_held} of them of the draft model" if report.draft_held else ""
-    changing = [f"change from request to request, not compared: {text}" for text, _ in by_pattern(report.volatile)]
-    return [held, *changing]
+    changing = map(summarize, group_by_pattern(report.volatile))
+    return [held, *(f"change from request to request, not compared: {text}" for text in changing)]
 
 
 @check(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.core.specs import summarize
 from converters.config.values import language_part
 from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.matrices import spell
-from verify.check import Run, Skip, Tally, Unable, Unless, always, check, without
+from verify.check import Run, Skip, Tally, Unable, Unless, check, without
 from verify.checks.config.config import is_parallel
 from verify.checks.config.spellings import in_words, keys_of
 from verify.evidence.expected import (
@@ -25,7 +26,7 @@ from verify.evidence.expected import (
     usable_config,
     weights_of,
 )
-from verify.evidence.folding import LAYER, by_pattern, group_by_pattern
+from verify.evidence.folding import LAYER, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
@@ -47,16 +48,11 @@ KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router`
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
-def _may_have_routers(subject: Subject) -> bool:
-    config = usable_config(subject)
-    return config is None or dims_of(config).experts > 0
-
-
 Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
 
 
 def each_engine(
-    number: int, title: str, *, rationale: str, fix: str, unless: Unless = always, explained_by: tuple[str, ...] = ()
+    number: int, title: str, *, rationale: str, fix: str, unless: Unless | None = None, explained_by: Sequence[str] = ()
 ) -> Callable[[Issues], dict[str, Run]]:
     """Registers a check once for every engine; `{engine}` in the texts is what it is called.
 
@@ -159,12 +155,13 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.loaded_names} tensors into {report.parameters} parameters"]
     not_seen = report.draft if run.draft is None else ()
-    facts += [f"of multi-token prediction layers, not looked at: {text}" for text, _ in by_pattern(not_seen)]
+    drafts = map(summarize, group_by_pattern(not_seen))
+    facts += [f"of multi-token prediction layers, not looked at: {text}" for text in drafts]
     facts += [f"it logged: {line}" for line in report.log[:5]]
     facts += [words for name, words in engine.clashes if interpreter_of(engine, subject).release(name)]
-    for text, names in by_pattern(report.requantized):
-        change = max(report.requantized[name] for name in names)
-        facts.append(f"requantized for its kernel: {text}, by up to {change:.1%} of a block's largest value")
+    for names in group_by_pattern(report.requantized):
+        change = f"by up to {max(report.requantized[name] for name in names):.1%} of a block's largest value"
+        facts.append(f"requantized for its kernel: {summarize(names)}, {change}")
     tally.facts[engine.label] = facts
 
 
@@ -222,15 +219,11 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
 )
 def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against each place that the engine wrote it to."""
-    hint = (
-        "compare the checkpoint with its source (--source): if CK202 passes, the loader of "
-        f"{engine.label} put these values there"
-    )
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
     for report, draft in _reports(engine, subject):
         tally.compared(report.bytes, report.tensors)
-        yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: hint, draft)
+        yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: "", draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
         if report.computed and not report.differing:
@@ -247,7 +240,10 @@ def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     "nothing is logged.",
     fix=f"Leave routers out of quantization: add the entry that the finding names (in most families `{KEEP_ROUTER}`) "
     "to quantization_config.ignore, and quantize again.",
-    unless=without(_may_have_routers, "the model has no routed experts"),
+    unless=without(
+        lambda subject: (config := usable_config(subject)) is None or dims_of(config).experts > 0,
+        "the model has no routed experts",
+    ),
     explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
 )
 def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -311,11 +307,6 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
     yield from ()
 
 
-def _has_draft(subject: Subject) -> bool:
-    config = usable_config(subject)
-    return config is not None and bool(of_draft(config))
-
-
 @each_engine(
     8,
     "{engine} loads the draft model",
@@ -323,7 +314,10 @@ def _has_draft(subject: Subject) -> bool:
     "with names of its own: a draft model that is wrong slows every answer down and says nothing.",
     fix="Read the exception: most often `ignore` names these layers as the checkpoint does, and not as {engine}'s "
     "draft class does; some classes take one such layer alone. Or serve without speculative decoding.",
-    unless=without(_has_draft, "there are no multi-token prediction layers"),
+    unless=without(
+        lambda subject: (config := usable_config(subject)) is not None and of_draft(config),
+        "there are no multi-token prediction layers",
+    ),
 )
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""

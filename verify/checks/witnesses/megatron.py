@@ -13,7 +13,7 @@ from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, 
 from converters.planner import dims_of, rules_in
 from verify.check import Skip, Tally, Unable, check, without
 from verify.evidence.expected import config_of
-from verify.evidence.folding import LAYER, chunk_ranges, group_by_pattern
+from verify.evidence.folding import LAYER, by_key, chunk_ranges, group_by_pattern
 from verify.evidence.moved import AGAIN, Stages, explain_moves
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -79,11 +79,8 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"CK401: norms have the names of Transformer Engine's layers alone, such as {fold(sorted(renamed))[0]}, as "
             "trainers save them; Megatron's local spec, which was run here, would not find them by its own"
         )
-    askers: dict[str, list[int]] = defaultdict(list)
-    for report in run.reports:
-        # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
-        for name in report.unexpected or report.refused:
-            askers[name].append(report.rank)
+    # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
+    askers = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
     expected = "on disk, because Megatron asks for it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(askers):
@@ -179,12 +176,11 @@ _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.we
 )
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""
-    asked: dict[str, list[Box]] = defaultdict(list)
-    for report in finished(subject).reports:
-        for key, boxes in report.asked.items():
-            asked[key] += boxes
+    asked = by_key(
+        (key, box) for report in finished(subject).reports for key, boxes in report.asked.items() for box in boxes
+    )
     for key, shape in _shapes(subject).items():
-        if not asked[key]:
+        if key not in asked:
             continue  # CK401 says so
         tally.compared(0)
         # Replicas read what another rank owns; a rank's rows may be padding.
@@ -223,10 +219,8 @@ def ranks_named(ranks: Iterable[int]) -> str:
 
 def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issue]:
     """Every parameter that is not its slice of `where`: whole layers and experts first, then single tensors."""
-    by_verdict: dict[str, list[Seen]] = defaultdict(list)
-    for report in run.reports:
-        for tensor in report.tensors:
-            by_verdict[tensor.verdict].append((report.rank, tensor))
+    seen = ((report.rank, tensor) for report in run.reports for tensor in report.tensors)
+    by_verdict = defaultdict(list, by_key((str(one[1].verdict), one) for one in seen))
     lost = "config.json and the weights do not describe the same model"
     random = "Megatron would train on random values: convert again"
     for verdict, expected, actual, hint in (
@@ -246,10 +240,7 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
 
 def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
     """Tensors that hold no other tensor's values: those together that share a diagnosis."""
-    by_words: dict[str, list[Seen]] = defaultdict(list)
-    for rank, tensor in seen:
-        by_words[tensor.diagnosis].append((rank, tensor))
-    for diagnosis, pairs in by_words.items():
+    for diagnosis, pairs in by_key((one[1].diagnosis, one) for one in seen).items():
         by_name = _by_name(pairs)
         for names in group_by_pattern(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))

@@ -16,7 +16,7 @@ from verify.check import Tally, Unable, check
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import expected_of, is_of_no_family
 from verify.evidence.extremes import same_bytes
-from verify.evidence.folding import pattern_of
+from verify.evidence.folding import by_key, pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
@@ -106,11 +106,8 @@ def _parts(lost: Collection[str], own: Collection[str]) -> Collection[list[str]]
     The same of several layers is one.
     """
     found = {part for name in set(own).difference(lost) for part in _homes(name)}
-    parts: dict[str, list[str]] = {}
-    for name in lost:
-        outermost = next((part for part in _homes(name) if part not in found), name)
-        parts.setdefault(pattern_of(outermost), []).append(name)
-    return parts.values()
+    outermost = {name: next((part for part in _homes(name) if part not in found), name) for name in lost}
+    return by_key((pattern_of(part), name) for name, part in outermost.items()).values()
 
 
 def _homes(name: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,42 +38,31 @@ class FloatScales:
     nbytes: int = 0
 
 
-def stored_floats_of(subject: Subject) -> tuple[Floats, list[StoredWeight]] | None:
-    """The formats of an HF checkpoint's weights in floats, and those weights; None where there are none.
+def stored_floats_of(subject: Subject) -> tuple[Floats, list[StoredWeight]]:
+    """The formats of an HF checkpoint's weights in floats, without layouts where it states none, and those weights.
 
-    None also where config.json states a format that is not read, which other checks say.
+    So are those of a config.json with a format that is not read, which other checks say.
     """
-    if subject.is_megatron:
-        return None
-    try:
-        floats = floats_of(subject.hf_files.config)
-    except CkptkitError:
-        return None
-    return None if floats is None else (floats, list(floats.weights(subject.hf_files.specs)))
+    floats = Floats(())
+    with suppress(CkptkitError):
+        floats = (None if subject.is_megatron else floats_of(subject.hf_files.config)) or floats
+    return floats, list(floats.weights(subject.hf_files.specs)) if floats.layouts else []
 
 
 def parts_in_floats(subject: Subject) -> frozenset[str]:
     """The tensors that store weights in floats of 8 and 4 bits: codes and scales."""
-    found = subject.once(stored_floats_of)
-    several = found[1] if found is not None else []
-    return frozenset(part for stored in several for part in (*stored.needed, *stored.inputs))
+    return frozenset(part for one in subject.once(stored_floats_of)[1] for part in (*one.needed, *one.inputs))
 
 
 def scales_in_floats(subject: Subject) -> frozenset[str]:
     """The scales alone, whatever their names end in."""
-    found = subject.once(stored_floats_of)
-    return frozenset(part for stored in (found[1] if found else []) for part in (*stored.needed[1:], *stored.inputs))
+    return frozenset(part for one in subject.once(stored_floats_of)[1] for part in (*one.needed[1:], *one.inputs))
 
 
 def float_scales_of(subject: Subject) -> list[FloatScales]:
     """What the scales of every weight hold whose scales are there and fit. Raises CkptkitError."""
-    found = subject.once(stored_floats_of)
-    specs = subject.checkpoint.specs
-    return [
-        _scales_of(subject.checkpoint, stored)
-        for stored in (found[1] if found else [])
-        if wrong_scale(stored, specs) is None
-    ]
+    sound = (one for one in subject.once(stored_floats_of)[1] if wrong_scale(one, subject.checkpoint.specs) is None)
+    return [_scales_of(subject.checkpoint, stored) for stored in sound]
 
 
 def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:

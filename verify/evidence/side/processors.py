@@ -30,11 +30,6 @@ FILES: Mapping[str, tuple[str, ...]] = {
     "feature_extractor": (PREPROCESSOR,),
     VIDEO_PART: (VIDEO, PREPROCESSOR),
 }
-_CLASSES = {
-    "image_processor": "AutoImageProcessor",
-    "feature_extractor": "AutoFeatureExtractor",
-    VIDEO_PART: "AutoVideoProcessor",
-}
 _BUILDING_HERE = "building the processor"
 _SCRATCH = re.compile(r"\S*ckptkit-processor-\w+")
 _LIMIT_S = 180
@@ -130,7 +125,10 @@ def _compare(
 
 
 def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: _Settings | None) -> Built | None:
-    """What transformers makes of both, or None where no class is named, or one that it does not have."""
+    """How the processors that transformers builds of both differ.
+
+    None where it is not installed, and where no class is named, or one that it does not have.
+    """
     sides = [one.read, {} if other is None else other.read]
     if part == PROCESSOR:
         names = [side.json(PROCESSOR_CONFIG).get("processor_class") for side in (here, there)]
@@ -138,7 +136,12 @@ def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: 
     if (other is None and part != PROCESSOR) or not any(side.get(key) for side in sides for key in _TYPES):
         return None
     models = [str(side.config.get("model_type", "")) for side in (here, there)]
-    return ask_transformers(SettingsJob(part, sides[0], sides[1], models))
+    if find_spec("transformers") is None:
+        return None
+    answer, failed = ask(SettingsJob(part, sides[0], sides[1], models), __name__, Built, _LIMIT_S)
+    if failed.startswith(f"while {_BUILDING_HERE}: ") and "install" not in failed:
+        return Built(refused=_SCRATCH.sub("this directory", failed.partition(": ")[2].partition(" (at ")[0]))
+    return answer
 
 
 def _describe(
@@ -186,16 +189,6 @@ class Built:
     refused: str = ""
 
 
-def ask_transformers(job: SettingsJob) -> Built | None:
-    """How the processors that transformers builds differ, or None where it is not installed or does not know them."""
-    if find_spec("transformers") is None:
-        return None
-    answer, failed = ask(job, __name__, Built, _LIMIT_S)
-    if failed.startswith(f"while {_BUILDING_HERE}: ") and "install" not in failed:
-        return Built(refused=_SCRATCH.sub("this directory", failed.partition(": ")[2].partition(" (at ")[0]))
-    return answer
-
-
 def run(job: SettingsJob, phases: PhaseLog) -> Built:
     """Builds both processors and compares their attributes."""
     phases.enter(Phase("building the processor to compare with"))
@@ -223,7 +216,7 @@ class _Processor:
             with TemporaryDirectory(prefix="ckptkit-processor-") as scratch:
                 (Path(scratch) / "config.json").write_text(json.dumps({"model_type": model}))
                 (Path(scratch) / FILES[part][0]).write_text(json.dumps(settings))
-                reader = getattr(transformers, _CLASSES[part])
+                reader = getattr(transformers, f"Auto{part.title().replace('_', '')}")
                 made = reader.from_pretrained(scratch, trust_remote_code=False, local_files_only=True)
             parameters = inspect.signature(type(made).__init__).parameters
             values = made.to_dict()

@@ -79,7 +79,9 @@ def _by_answer(
     answer: Answer, here: SideFiles, there: SideFiles, place: str, *, is_explained: bool
 ) -> Iterator[Difference]:
     """What a library makes of both: other ids or texts, else other special tokens and another longest text."""
-    file = TOKENIZER if answer.library == "tokenizers" else _settings_file(here, there)
+    is_same = here.tokenizer_config == there.tokenizer_config
+    settings = SPECIAL_TOKENS if is_same and here.json(SPECIAL_TOKENS) else TOKENIZER_CONFIG
+    file = TOKENIZER if answer.library == "tokenizers" else settings
     if answer.refused:
         words = f"{answer.library} loads the other tokenizer but not this one: {answer.refused}"
         yield Difference(file, "tokenizer", words)
@@ -130,12 +132,6 @@ def _pairs(mine: Mapping[str, Any], its: Mapping[str, Any], path: str) -> Iterat
             yield from _pairs(*pair, f"{path}{key}.")
         elif pair[0] != pair[1]:
             yield f"{path}{key}", pair
-
-
-def _settings_file(here: SideFiles, there: SideFiles) -> str:
-    """The file with settings that differs."""
-    is_same = here.tokenizer_config == there.tokenizer_config
-    return SPECIAL_TOKENS if is_same and here.json(SPECIAL_TOKENS) else TOKENIZER_CONFIG
 
 
 def _settings(here: SideFiles, there: SideFiles) -> str:
