@@ -12,7 +12,6 @@ import pytest
 import torch
 from families import UNWITNESSED
 from families.case import save
-from families.table import config_of
 from mutations.edits import edit_config, replace
 from support import floats, models
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -22,7 +21,6 @@ from verify.run import verify
 
 NAME = "deepseek_v4"
 CASE = UNWITNESSED[NAME]
-CONFIG = config_of(CASE)
 TABLE = "layers.1.ffn.gate.tid2eid"
 
 

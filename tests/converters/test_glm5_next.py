@@ -17,20 +17,13 @@ from support.fixture_types import PathOf
 from ckptkit.app.api import quantize
 from verify.run import verify
 
-CONFIG = config_of(UNWITNESSED["glm5_next"])
-TEXT: dict[str, Any] = CONFIG["text_config"]
-LINEAR: dict[str, Any] = TEXT["linear_attn_config"]
+LINEAR: dict[str, Any] = config_of(UNWITNESSED["glm5_next"])["text_config"]["linear_attn_config"]
 DRAFT = "model.language_model.layers.12."
 
 
 @pytest.fixture
 def release(releases: PathOf) -> Path:
     return releases("glm5_next")
-
-
-def with_text(**changes: Any) -> dict[str, Any]:
-    """The config with other values in `text_config`."""
-    return config_of(UNWITNESSED["glm5_next"], **changes)
 
 
 @pytest.mark.parametrize(("kept", "expected"), [("", []), (f"{DRAFT}enorm.weight", ["CK104"])])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import filecmp
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from families import CASES
+from families.case import save
 from support import models
 from support.fixture_types import PathOf
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -19,6 +24,8 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.open import open_checkpoint
 from converters.planner import to_hf
 from quant.formats.scheme import QuantScheme
+from verify.report import Report
+from verify.run import verify
 
 
 def test_convert_back_from_a_moved_iteration_needs_hf(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
@@ -89,3 +96,42 @@ def test_every_tensor_of_a_view_can_be_read_alone_and_in_groups(converted: PathO
         view.read(["model.layers.3.self_attn.v_proj.weight"])["model.layers.3.self_attn.v_proj.weight"],
         expected["model.layers.3.self_attn.v_proj.weight"],
     )
+
+
+NAME = "model.layers.{}.self_attn.rotary_emb.inv_freq"
+
+
+def frequencies(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Those that the model computes with, once a layer, in float32."""
+    return {
+        NAME.format(layer): model.model.rotary_emb.inv_freq.float() for layer in range(model.config.num_hidden_layers)
+    }
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral", "mixtral", "qwen2-untied"])
+def release(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("frequencies") / "release"
+    save(request.param, replace(CASES[request.param], added=frequencies), path, torch.bfloat16)
+    assert NAME.format(11) in models.tensors(path)
+    return path
+
+
+def passes(report: Report) -> None:
+    assert [str(finding) for finding in report.findings] == []
+    assert report.status == "passed"
+
+
+def test_rotary_frequencies_come_back_from_megatron(release: Path, tmp_path: Path) -> None:
+    passes(verify(release))
+    convert(release, tmp_path / "megatron")
+    passes(verify(tmp_path / "megatron", source=release))
+    convert(tmp_path / "megatron", tmp_path / "back")
+    files = sorted(file.name for file in release.glob("*.safetensors"))
+    assert filecmp.cmpfiles(release, tmp_path / "back", files, shallow=False) == (files, [], [])
+
+
+def test_rotary_frequencies_stay_beside_int4_weights(release: Path, tmp_path: Path) -> None:
+    quantize(release, tmp_path / "int4", QuantScheme(32, "qmax7"))
+    passes(verify(tmp_path / "int4", source=release))
+    name = NAME.format(3)
+    assert torch.equal(models.tensors(tmp_path / "int4")[name], models.tensors(release)[name])

@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from families import UNWITNESSED, step3p5
+from families import UNWITNESSED
 from families.case import save
 from families.table import config_of
 from support import floats, models
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
-from verify.report import Report
 from verify.run import verify
 from verify.witnesses.loading.names import routers
 
-KINDS = step3p5.KINDS
-
-
-def flat(**changes: Any) -> dict[str, Any]:
-    """config.json of the test model with changes."""
-    return config_of(UNWITNESSED["step3p5"], **changes)
-
-
-def other(**changes: Any) -> dict[str, Any]:
-    return {"attention_other_setting": step3p5.TEXT["attention_other_setting"] | changes}
-
-
-def codes(report: Report) -> list[str]:
-    return [finding.code for finding in report.findings]
-
 
 def test_routers_are_those_of_the_layers_with_experts() -> None:
-    assert routers(flat()) == [f"model.layers.{layer}.moe.gate.weight" for layer in range(3, 12)]
+    assert routers(config_of(UNWITNESSED["step3p5"])) == [
+        f"model.layers.{layer}.moe.gate.weight" for layer in range(3, 12)
+    ]
 
 
 def test_output_layers_of_drafts_need_not_be_that_of_the_model(releases: PathOf, copy_of: CopyOf) -> None:
@@ -53,18 +38,13 @@ def test_output_layers_of_drafts_need_not_be_that_of_the_model(releases: PathOf,
     assert [(finding.code, finding.tensor) for finding in report.findings] == [("CK202", draft)]
 
 
-def saved(path: Path, whole: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]) -> Path:
-    """The test model with other tensors."""
-    save("step3p5", replace(UNWITNESSED["step3p5"], whole=whole), path, torch.bfloat16)
-    return path
-
-
 def test_a_release_without_draft_layers_is_taken_for_such_a_model(tmp_path: Path) -> None:
-    drafts = ("model.layers.12.", "model.layers.13.")
-    path = saved(
-        tmp_path / "s", lambda found: {name: one for name, one in found.items() if not name.startswith(drafts)}
-    )
-    report = verify(path)
+    def plain(found: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        drafts = ("model.layers.12.", "model.layers.13.")
+        return {name: one for name, one in found.items() if not name.startswith(drafts)}
+
+    save("step3p5", replace(UNWITNESSED["step3p5"], whole=plain), tmp_path / "s", torch.bfloat16)
+    report = verify(tmp_path / "s")
     assert report.findings == []
     assert any("promises 2 multi-token prediction layers" in note for note in report.facts["notes"])
 

@@ -14,18 +14,7 @@ from support.fixture_types import PathOf
 from support.models import content
 from support.nightly import daily
 
-from faults.cells import (
-    ASIDE,
-    CELLS,
-    FOUND,
-    KEPT,
-    NOTHING,
-    REFUSED,
-    RESUMABLE,
-    WHOLE,
-    WRITING,
-    Cell,
-)
+from faults.cells import ASIDE, CELLS, FOUND, KEPT, NOTHING, REFUSED, RESUMABLE, WHOLE, WRITING, Cell
 from faults.runs import Done, Server, server
 
 Content = dict[str, bytes]

@@ -16,12 +16,7 @@ from triton import language as tl
 from ckptkit.core.errors import CkptkitError
 from quant.kernels import triton_kernels
 from quant.kernels.float_roundings import NVFP4, ROUNDINGS, Fp8Weight
-from quant.kernels.floats import (
-    quantize_fp8,
-    quantize_fp8_matrices,
-    quantize_mxfp4,
-    quantize_nvfp4,
-)
+from quant.kernels.floats import quantize_fp8, quantize_fp8_matrices, quantize_mxfp4, quantize_nvfp4
 
 pytestmark = [pytest.mark.timeout(600)]
 BLOCKS = list(ROUNDINGS_OF)

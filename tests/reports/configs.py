@@ -6,18 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mutations.edits import (
-    edit_common,
-    edit_json,
-)
+from mutations.edits import edit_common, edit_json
 
-from reports.changes import (
-    as_release,
-    config,
-    on_checkpoint,
-    settings,
-    without_tensors,
-)
+from reports.changes import as_release, config, on_checkpoint, settings, without_tensors
 from reports.report import Case, Change
 
 AGAINST = "ckptkit verify CKPT --source RELEASE"

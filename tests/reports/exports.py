@@ -9,13 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import (
-    edit_common,
-    edit_json,
-    names,
-    replace,
-    tensor,
-)
+from mutations.edits import edit_common, edit_json, names, replace, tensor
 from mutations.torch_dist import FC1
 from torch import Tensor
 

@@ -8,14 +8,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from mutations.edits import (
-    INDEX,
-    edit_index,
-    names,
-    shard_of,
-    tensor,
-    write_index,
-)
+from mutations.edits import INDEX, edit_index, names, shard_of, tensor, write_index
 from mutations.torch_dist import TRACKER
 from safetensors.torch import load_file, save_file
 from support import models
@@ -24,13 +17,7 @@ from support.fsdp_saves import save_fsdp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from reports.changes import (
-    changed,
-    dropped,
-    on_checkpoint,
-    steps,
-    without_tensors,
-)
+from reports.changes import changed, dropped, on_checkpoint, steps, without_tensors
 from reports.report import Case, Change
 
 LAST = "model.layers.11."

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mutations.edits import (
-    edit_config,
-    edit_json,
-    names,
-    replace,
-    tensor,
-)
+from mutations.edits import edit_config, edit_json, names, replace, tensor
 from mutations.int4 import packed
 from support.floats import SPELLINGS, fp8_block
 from support.quantized import one_target, widen

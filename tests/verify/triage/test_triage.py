@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from support.processes import ckptkit as ckptkit_command
 from support.processes import python
-from support.triage_lines import CLEAN, SNIPPETS
 
 import ckptkit
 from ckptkit import CkptkitError
@@ -24,6 +23,16 @@ from verify.triage.scan import Found
 from verify.triage.symptom import TABLE
 from verify.triage.triage import Triage, lines, triage
 
+# Lines of logs in the form in which the programs print them; paths, names and numbers are ours. Source: the messages of
+# Megatron-LM `training/checkpointing.py` and `core/dist_checkpointing`, slime and miles `backends/megatron_utils`,
+# SGLang 0.5.16, vLLM, torch, transformers 4 and 5, Ray, NCCL.
+LOGS = Path(__file__).parent / "logs"
+# By the key of the symptom; the last line is the one that shows it.
+SNIPPETS = {
+    key: lines.rstrip("\n")
+    for key, _, lines in (part.partition("\n") for part in (LOGS / "symptoms.txt").read_text().split("## ")[1:])
+}
+CLEAN = {path.stem.removeprefix("sound-"): path.read_text() for path in sorted(LOGS.glob("sound-*.txt"))}
 PREFIX = "\x1b[36m(MegatronTrainRayActor pid=4711, ip=10.0.0.7)\x1b[0m "
 
 

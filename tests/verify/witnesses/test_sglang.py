@@ -32,7 +32,6 @@ from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process import run as process_run
 
 pytestmark = pytest.mark.sglang
-Cases = Mapping[str, Case]
 Runs = Mapping[str, LoadRun]
 Judged = Callable[[str], tuple[Any, Any, Any]]
 

@@ -10,16 +10,7 @@ import pytest
 from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
-from support.sglang_families import (
-    CLEAN,
-    DRAFTS,
-    LEFT_OUT,
-    NO_DRAFT,
-    OF_DRAFT,
-    SAID,
-    STRICT,
-    names_faults,
-)
+from support.sglang_families import CLEAN, DRAFTS, LEFT_OUT, NO_DRAFT, OF_DRAFT, SAID, STRICT, names_faults
 from support.sglang_runs import LOST_OF_DRAFT, Case
 
 from verify.witnesses.loading.run import LoadRun
