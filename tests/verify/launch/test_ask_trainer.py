@@ -62,8 +62,13 @@ def reasons(report: Report) -> list[str]:
     return [one for one in report.reasons if one.startswith("the trainer")]
 
 
-def test_what_each_of_two_parsers_takes_is_taken(asked: Callable[..., Report]) -> None:
-    report = asked(RIGHT)
+# In a process that the trainer forks, which reports nothing.
+FORKED = "pid = os.fork()\n    if not pid: raise ValueError('in the child')\n    os.waitpid(pid, 0)"
+
+
+@pytest.mark.parametrize("validation", [WORLD, FORKED])
+def test_what_each_of_two_parsers_takes_is_taken(validation: str, asked: Callable[..., Report]) -> None:
+    report = asked(RIGHT, validation)
     assert (refused(report), reasons(report)) == ([], [])
     (note,) = [one for one in report.facts["notes"] if "executed the code of slime" in one]
     assert "compute capability 9.0" in note
@@ -79,6 +84,7 @@ def test_refusal_and_untaken_word_are_named_at_their_lines(asked: Callable[..., 
     assert warning.actual.endswith("run.sh:5")
 
 
+FRACTION = "--sglang-mem-fraction"
 REFUSALS = [
     ("", "assert args.rotary_base != 1", ["it stops at `assert args.rotary_base != 1`"]),
     ("", "raise SystemExit('no such mode')", ["no such mode"]),
@@ -86,11 +92,7 @@ REFUSALS = [
     ("", "raise ValueError('validate failed: a is not b; hidden c')", ["a is not b", "hidden c"]),
     # Where a parser stops, words of the next one are not called untaken.
     ("--rotary-base 2", "raise ValueError('big_rotary_base')", ["big_rotary_base"]),
-    (
-        "--sglang-mem-fraction much",
-        "",
-        ["argument --sglang-mem-fraction: invalid float value: 'much' (--sglang-mem-fraction"],
-    ),
+    (f"{FRACTION} much", "", [f"argument {FRACTION}: invalid float value: 'much' ({FRACTION}"]),
 ]
 
 
@@ -132,11 +134,6 @@ def test_code_of_a_checkpoint_does_not_run(asked: Callable[..., Report], tmp_pat
     (reason,) = reasons(asked(RIGHT, loads, "from transformers import AutoConfig"))
     assert "code of its own, which is not run" in reason
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_process_that_the_trainer_forks_reports_nothing(asked: Callable[..., Report]) -> None:
-    report = asked(RIGHT, "pid = os.fork()\n    if not pid: raise ValueError('in the child')\n    os.waitpid(pid, 0)")
-    assert (refused(report), reasons(report)) == ([], [])
 
 
 def test_unknown_words_are_not_asked_about_and_secrets_are_not_passed_on(
@@ -236,10 +233,8 @@ def test_another_program_is_not_run(ran: Callable[..., Report], tmp_path: Path) 
 @pytest.mark.parametrize("folder", ["jobs", "other"])
 def test_rolls_program_is_given_its_folder_of_settings_as_written(folder: str, tmp_path: Path) -> None:
     """The folder's way from the program, which Hydra's `initialize` wants, not its path."""
-    program = (
-        "import argparse\nfrom roll.distributed.scheduler.initialize import init\nparser = argparse.ArgumentParser()\n"
-    )
-    program += "for name in ('path', 'name'): parser.add_argument(f'--config_{name}')\n"
+    program = "from argparse import ArgumentParser\nfrom roll.distributed.scheduler.initialize import init\n"
+    program += "parser = ArgumentParser()\nfor name in ('path', 'name'): parser.add_argument(f'--config_{name}')\n"
     program += f"assert parser.parse_args().config_path == {folder!r}\ninit()"
     write(tmp_path, {"roll/__init__.py": "", "roll/distributed/scheduler/initialize.py": f"def init(): {BEGINS}"})
     write(tmp_path, {"examples/start_rlvr_pipeline.py": program})

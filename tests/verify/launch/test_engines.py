@@ -119,9 +119,8 @@ def test_speculative_decoding_without_a_draft_is_found(
 def test_layers_count_by_their_weights_and_not_by_config(releases: PathOf, copy_of: CopyOf) -> None:
     """Qwen3-Next is published with `mtp.` tensors and no number of them; MiniMax-M2 with a number and no tensor."""
     path = copy_of(releases("glm4_moe-mtp"))
-    config = json.loads((path / "config.json").read_text())
-    assert config.pop("num_nextn_predict_layers") == 1
-    (path / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
+    assert json.loads((path / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    edit_config(path, num_nextn_predict_layers=0)
     given = [f"{SPECULATIVE}-algorithm", "EAGLE"]
     assert found(preflight(hf_checkpoint=path, arguments=given), "CK745") == []
     minimax = releases("minimax_m2")

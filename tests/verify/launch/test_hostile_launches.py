@@ -6,7 +6,7 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,8 +74,8 @@ def test_script_made_to_hang_is_read_within_bounds(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    with Path("huge").open("wb") as huge:
-        huge.truncate(1 << 40)
+    Path("huge").touch()
+    os.truncate("huge", 1 << 40)
     text = read(tmp_path, script + TRAIN)
     lines = "\n".join([*text.unresolved, *(getattr(word, "why", "") for word in text.words)])
     assert re.search(said, lines), lines[:500]
@@ -91,28 +91,21 @@ def test_script_that_is_no_text_is_read_or_refused(tmp_path: Path) -> None:
         read_script(script)
 
 
-def _a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _a_huge_file(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-def _a_device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-@pytest.mark.parametrize("make", [_a_pipe, _a_huge_file, _a_device])
-def test_launch_input_that_never_ends_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["pipe", "huge file", "device"])
+def test_launch_input_that_never_ends_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "input.yaml"
-    make(path)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 40)
     why = "no regular file, but a (named pipe|device)|[0-9]+ bytes, and at most .* are read"
     for use in (read_script, read_yaml, lambda one: preflight(script=one)):
         with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
             use(path)
-    if make is not _a_huge_file:
+    if kind != "huge file":
         with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
             triage([path])
 
@@ -123,9 +116,12 @@ def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) ->
     (tmp_path / "20.yaml").write_text("a: b\n")
     with pytest.raises(CkptkitError, match="its defaults name more than 100 files"):
         compose(tmp_path / "0.yaml")
-    (tmp_path / "loop.yaml").write_text("defaults: [loop]\n")
-    with pytest.raises(CkptkitError, match="its defaults go in circles"):
-        compose(tmp_path / "loop.yaml")
+    (tmp_path / "hydra.yaml").write_text("defaults: [hydra]\n")
+    (tmp_path / "nemo.yaml").write_text("defaults: other.yaml\n")
+    (tmp_path / "other.yaml").write_text("defaults: nemo.yaml\n")
+    for name in ("hydra", "nemo"):
+        with pytest.raises(CkptkitError, match="its defaults go in circles"):
+            compose(tmp_path / f"{name}.yaml")
 
 
 def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
@@ -137,13 +133,8 @@ def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
             config.find(key)
     assert str(getattr(config.find("a3"), "text", None)) == "xxxxxxxx"
     assert config.find("list." + "9" * 5_000) is None
-    empty = Config(read_yaml(_written(tmp_path, f"a0: ''\n{doubled}")))
-    assert str(getattr(empty.find("a28"), "text", None)) == ""
-
-
-def _written(folder: Path, text: str) -> Path:
-    (folder / "empty.yaml").write_text(text)
-    return folder / "empty.yaml"
+    (tmp_path / "empty.yaml").write_text(f"a0: ''\n{doubled}")
+    assert str(getattr(Config(read_yaml(tmp_path / "empty.yaml")).find("a28"), "text", None)) == ""
 
 
 SIZES = [
@@ -175,11 +166,8 @@ def test_number_of_layers_is_bounded_as_in_config_json(option: str, number: int,
 @pytest.mark.parametrize(
     "words",
     [
-        "--num-layers 1000 --hidden-size 1000000",
-        "--rotary-base 1000000000",
-        "--vocab-size 1000000 --seq-length 10000000",
-        "--save-interval 1000000000",
-        "--actor-num-nodes 12500",
+        *("--num-layers 1000 --hidden-size 1000000", "--rotary-base 1000000000", "--save-interval 1000000000"),
+        *("--vocab-size 1000000 --seq-length 10000000", "--actor-num-nodes 12500"),
     ],
 )
 def test_large_sizes_that_something_has_are_read(words: str) -> None:

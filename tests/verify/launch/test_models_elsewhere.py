@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
-from mutations.edits import edit_config
+from mutations.edits import edit_config, edit_json
 from support.fake_hub import download
 from support.fixture_types import CopyOf, PathOf
 
@@ -128,9 +128,7 @@ def test_megatron_weights_of_an_unknown_model_are_inconclusive(unknown: Path, co
 
 def test_a_config_without_a_model_type_is_still_a_finding(releases: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(releases(NAME))
-    config = json.loads((path / "config.json").read_text())
-    del config["model_type"]
-    (path / "config.json").write_text(json.dumps(config))
+    edit_json(path / "config.json", lambda config: config.pop("model_type"))
     report = preflight(hf_checkpoint=path)
     assert (report.status, "CK101" in [finding.code for finding in report.findings]) == ("failed", True)
 
@@ -232,19 +230,15 @@ def test_of_a_part_in_the_cache_shards_are_missing_where_downloads_are_forbidden
 
 
 @pytest.mark.usefixtures("quiet")
-def test_a_directory_of_that_name_counts_before_the_hub(releases: PathOf, tmp_path: Path) -> None:
-    shutil.copytree(releases(NAME), tmp_path / REPOSITORY)
-    report = preflight(hf_checkpoint=REPOSITORY)
-    assert (report.status, report.findings) == ("passed", [])
-
-
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     "name", ["org/model.git", "org/a--b", "org/a..b", "runs/model/hf", "./org/model", "org/" + "a" * 120]
 )
-def test_what_is_no_name_on_a_hub_is_a_path(name: str) -> None:
+def test_what_is_no_name_on_a_hub_is_a_path(name: str, releases: PathOf, tmp_path: Path) -> None:
     report = preflight(arguments=["--hf-checkpoint", name])
     assert [(finding.code, finding.actual) for finding in report.findings] == [("CK714", "no such directory")]
+    # And a directory counts before the hub.
+    shutil.copytree(releases(NAME), tmp_path / REPOSITORY)
+    assert preflight(hf_checkpoint=REPOSITORY).status == "passed"
 
 
 @pytest.mark.usefixtures("quiet")
@@ -259,15 +253,12 @@ def test_preflight_takes_a_name_for_a_model_of_settings(
     assert preflight(hf_checkpoint=REPOSITORY, script=launch).status == "passed"
 
 
-_ROLLS = "model_args.model_name_or_path"
+_ROLLS, _STUDENTS = "model_args.model_name_or_path", ("actor_train", "actor_infer")
 # The key of a teacher, and what turns it on. Of ROLL's roles all have a model of their own, or none.
 TEACHERS = {
     "verl": ("distillation.teacher_models.a.model_path", ["++distillation.enabled=true"]),
     "NeMo-RL": ("on_policy_distillation.teacher_model_by_agent_name.a", ["++on_policy_distillation.enabled=true"]),
-    "ROLL": (
-        f"teacher.{_ROLLS}",
-        ["++use_opd=true", *(f"++{role}.{_ROLLS}=${{pretrain}}" for role in ("actor_train", "actor_infer"))],
-    ),
+    "ROLL": (f"teacher.{_ROLLS}", ["++use_opd=true", *(f"++{role}.{_ROLLS}=${{pretrain}}" for role in _STUDENTS)]),
 }
 
 

@@ -72,9 +72,8 @@ def test_registries_are_those_of_the_installed_release(engine: str, tmp_path: Pa
     """Written anew in the engine's Python: another release is another file."""
     log = tmp_path / "log"
     assert run_in_engine(engine, log, "lab.option_names", engine, tmp_path), log.read_text()[-3000:]
-    assert json.loads((tmp_path / f"{engine}.json").read_text()) == json.loads(
-        (ROOT / "converters" / "engines" / f"{engine}.json").read_text()
-    )
+    written, kept = (folder / f"{engine}.json" for folder in (tmp_path, ROOT / "converters" / "engines"))
+    assert json.loads(written.read_text()) == json.loads(kept.read_text())
 
 
 def test_rolls_training_arguments_are_those_of_transformers() -> None:
@@ -102,8 +101,7 @@ def test_names_are_read_from_a_parser_and_from_classes(tmp_path: Path) -> None:
     source = tool.Source(("slime/**/arguments.py",), ("nemo_rl/*.py",), ("*.yaml",))
     found = dict(tool.options_of(tmp_path, source))
     assert found == {"aim": False, "load": False, "fast": True, "even": True, "no-even": True}
-    (tmp_path / "nemo_rl/config.py").write_text(
-        "class PolicyConfig(TypedDict):\n  size: int\nclass Other:\n  no: int\n"
-    )
+    text = "class PolicyConfig(TypedDict):\n  size: int\nclass Other:\n  no: int\n"
+    (tmp_path / "nemo_rl/config.py").write_text(text)
     (tmp_path / "job.yaml").write_text("policy: {name: [{deep: 1}]}\n")
     assert list(tool.settings_of(tmp_path, source)) == ["size", "policy", "name", "deep"]

@@ -33,10 +33,7 @@ NODES = [
     (3, 2, "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", "an engine on GPUs 6 to 9 of the job"),
     (1, 8, "--colocate --prefill-num-servers 4 --rollout-num-gpus-per-engine 2", "0 GPUs"),
     (1, 8, "--rollout-num-gpus 6 --prefill-num-servers 1 --rollout-num-gpus-per-engine 4", "2 GPUs"),
-    *(
-        (1, 4, words, "no --rollout-num-gpus")
-        for words in ("", "--critic-num-nodes 1", "--rollout-num-gpus-per-engine 2")
-    ),
+    *((1, 4, one, "no --rollout-num-gpus") for one in ("", "--critic-num-nodes 1", "--rollout-num-gpus-per-engine 2")),
     (1, 4, "--rollout-num-gpus 0 --ci-check-model-hash", "--rollout-num-gpus 0"),
 ]
 SOUND = [

@@ -138,6 +138,9 @@ def test_an_iteration_instead_of_its_parent(run_of: Path, converted: PathOf, onl
     finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
     assert (finding.code, finding.severity) == ("CK711", "error")
     assert finding.hint.startswith(f"give its parent: --load {run_of} --ckpt-step 10 (verl loads it itself")
+
+
+def test_a_reference_iteration_instead_of_its_parent(converted: PathOf, only: OnlyFinding) -> None:
     report = preflight(ref_load=converted(NAME) / "release")
     finding = only(report)
     assert finding.code == "CK712"

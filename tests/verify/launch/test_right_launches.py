@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from mutations.edits import edit_config
 from support.fixture_types import PathOf
 from support.processes import python
 
@@ -117,14 +118,11 @@ def test_right_launch_passes_strictly(
 
 # What the releases say of yarn; of the words of a launch, what miles' fork of Megatron takes and Megatron-LM does not.
 YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+KIMI = "--rope-type yarn --original-max-position-embeddings 4096 --beta-fast 1 --beta-slow 1"
 LATENT = {
     "slime, DeepSeek V3": ("deepseek_v3", YARN | {"factor": 40.0, "beta_fast": 32.0}, ""),
     "miles, DeepSeek V3": ("deepseek_v3", YARN | {"factor": 40.0, "beta_fast": 32.0}, "--megatron-to-hf-mode raw"),
-    "miles, Kimi K2": (
-        "kimi_k2",
-        YARN | {"factor": 32.0, "beta_fast": 1.0},
-        "--rope-type yarn --original-max-position-embeddings 4096 --beta-fast 1 --beta-slow 1",
-    ),
+    "miles, Kimi K2": ("kimi_k2", YARN | {"factor": 32.0, "beta_fast": 1.0}, KIMI),
 }
 
 
@@ -132,9 +130,7 @@ def latent(folder: Path, release: Path, yarn: dict[str, float]) -> tuple[Path, P
     """A release with the yarn that was published, and Megatron weights made of it, without a manifest."""
     hf, megatron = Path(shutil.copytree(release, folder / "hf")), folder / "megatron"
     config = json.loads((hf / "config.json").read_text())
-    for key in {"rope_scaling", "rope_parameters"} & config.keys():
-        config[key] |= yarn
-    (hf / "config.json").write_text(json.dumps(config))
+    edit_config(hf, **{key: config[key] | yarn for key in {"rope_scaling", "rope_parameters"} & config.keys()})
     convert(hf, megatron)
     (megatron / "ckptkit.json").unlink()
     return hf, megatron

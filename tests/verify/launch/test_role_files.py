@@ -96,9 +96,8 @@ def test_miles_passes_over_an_hf_directory_as_load(releases: PathOf, converted: 
     report = preflight(load=hf, ref_load=reference, arguments=[*MODE, "bridge"])
     finding = only(report)
     assert (finding.code, finding.severity) == ("CK711", "error")
-    assert finding.actual == (
-        f"an HF directory without a tracker: miles takes --ref-load {reference} instead, silently"
-    )
+    said = f"an HF directory without a tracker: miles takes --ref-load {reference} instead, silently"
+    assert finding.actual == said
     assert loads(report)["actor"] == str(reference / "release")
 
 
@@ -126,20 +125,14 @@ def test_an_hf_reference_without_a_mode_is_remarked(releases: PathOf) -> None:
         (["--ckpt-step", "10"], "10", "10", "10"),
         (["--ref-ckpt-step", "10"], "10", "10", "10"),
         (["--ref-ckpt-step", "10", "--opd-teacher-ckpt-step", "20"], "10", "10", "20"),
+        (["--ref-ckpt-step", "10", "--opd-teacher-ckpt-step", "20"], "20", "10", "20"),  # it resumes
     ],
 )
 def test_who_falls_back_to_the_reference_takes_its_step(
     words: list[str], actor: str, reference: str, teacher: str, run: Path
 ) -> None:
     """And lends it to a teacher that has none of its own: slime keeps it in `args.ckpt_step`."""
-    report = preflight(arguments=["--ref-load", str(run), "--opd-teacher-load", str(run), *words])
-    assert loads(report) == {
-        role: str(run / f"iter_00000{step}")
-        for role, step in (("actor", actor), ("reference", reference), ("teacher", teacher))
-    }
-
-
-def test_an_actor_that_resumes_keeps_its_step(run: Path) -> None:
-    words = ["--load", str(run), "--ref-load", str(run), "--ref-ckpt-step", "10"]
-    found = loads(preflight(arguments=words))
-    assert (found["actor"], found["reference"]) == (str(run / "iter_0000020"), str(run / "iter_0000010"))
+    given = ["--ref-load", str(run), "--opd-teacher-load", str(run), *words]
+    given += ["--load", str(run)] * (actor != reference)
+    steps = {"actor": actor, "reference": reference, "teacher": teacher}
+    assert loads(preflight(arguments=given)) == {role: str(run / f"iter_00000{one}") for role, one in steps.items()}

@@ -161,10 +161,8 @@ def test_words_are_those_of_bash(name: str, tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     wanted, read = given(READ[name], tmp_path)
     assert words_of(read, READ[name]) == wanted
-    assert read is None or (read.unresolved, [word for word in read.words if isinstance(word, UnresolvedWord)]) == (
-        (),
-        [],
-    )
+    unknown = [word for word in read.words if isinstance(word, UnresolvedWord)] if read else []
+    assert (read.unresolved if read else (), unknown) == ((), [])
 
 
 @pytest.mark.skipif(BASH is None, reason="bash is not installed")

@@ -212,7 +212,8 @@ def joined(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) ->
             text = together((text, piece), between if count else "")
             gaps += value.gaps
             maybe = maybe or value.maybe
-    shell.step(len(text))
+    if not is_pattern:
+        shell.step(len(text))
     return Value(text, tuple(gaps), shell.file, word.line, maybe)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.shell.operators import unescaped
@@ -28,7 +28,7 @@ class Lexer:
     name: str
     position: int = 0
     line: int = 1
-    depth: int = field(default=0)
+    depth: int = 0
 
     def error(self, message: str, line: int | None = None) -> CkptkitError:
         """What is wrong with the script, and where."""

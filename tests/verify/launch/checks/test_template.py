@@ -34,17 +34,9 @@ def judged(root: Path, *words: str) -> tuple[str | None, list[Finding]]:
 
 
 def test_a_template_and_stop_ids_that_are_there_pass(engine: Path) -> None:
-    assert judged(engine, "--apply-chat-template", STOPS, "3", "5", "--rollout-max-response-len", "8192") == (
-        "passed",
-        [],
-    )
-
-
-def test_a_launch_that_asks_for_neither_is_not_judged(engine: Path) -> None:
-    assert judged(engine, "--rollout-max-response-len", "8192") == (None, [])
-
-
-def test_a_template_in_the_tokenizers_config_counts(engine: Path) -> None:
+    more = ["--rollout-max-response-len", "8192"]
+    assert judged(engine, "--apply-chat-template", STOPS, "3", "5", *more) == ("passed", [])
+    assert judged(engine, *more) == (None, [])  # asks for neither
     (engine / "chat_template.jinja").unlink()
     (engine / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3", "chat_template": "{{ messages }}"}))
     assert judged(engine, "--apply-chat-template") == ("passed", [])

@@ -18,16 +18,8 @@ MISSING = "expected one argument"
 
 # Words of a parser with `--load PATH`, `--num-layers N` and the switch `--swiglu`, and what may stand beside them.
 WORDS = (
-    *(
-        "--load",
-        "--load=",
-        "--load=/a=b",
-        "--load=--swiglu",
-        "--loa",
-        "--num-layers",
-        "--num-layers=8",
-        "--num-layers=",
-    ),
+    *("--load", "--load=", "--load=/a=b", "--load=--swiglu", "--loa", "--num-layers", "--num-layers=8"),
+    "--num-layers=",
     *("--swiglu", "--swiglu=1", "--other=x", "--other x", "", "/b", "-", "-x", "-1", "-.5", "-1e5", "8", "1_0"),
 )
 LINES = [list(words) for length in (1, 2, 3) for words in itertools.product(WORDS, repeat=length)]
@@ -82,15 +74,6 @@ def test_options_have_file_and_line_of_their_words(tmp_path: Any) -> None:
 
 
 def test_options_with_a_value_that_could_not_be_told_are_not_known() -> None:
-    words = [
-        Word("--load"),
-        UnresolvedWord("$A", why="set nowhere"),
-        UnresolvedWord("--save=$B"),
-        Word("--tp"),
-        Word("1"),
-    ]
-    assert [(one.name, one.known) for one in options_of(words)] == [
-        ("--load", False),
-        ("--save", False),
-        ("--tp", True),
-    ]
+    words = [Word("--load"), UnresolvedWord("$A"), UnresolvedWord("--save=$B"), Word("--tp"), Word("1")]
+    known = {one.name: one.known for one in options_of(words)}
+    assert known == {"--load": False, "--save": False, "--tp": True}

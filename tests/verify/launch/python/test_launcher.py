@@ -133,7 +133,7 @@ def test_words_are_those_that_the_launcher_gives(text: str, environment: dict[st
 CHANGES = {
     "another model": ('model_name: str = "large"', 'model_name: str = "small"'),
     "other hardware": ('hardware: str = "H100"', 'hardware: str = "GB200"'),
-    "a mode": ('mode: Literal["normal", "debug"] = "normal"', 'mode: Literal["normal", "debug"] = "debug"'),
+    "a mode": ('"debug"] = "normal"', '"debug"] = "debug"'),
     "bridge": ("bridge: bool = False", "bridge: bool = True"),
     "a variable of the models": (
         "    U.execute_train(",
@@ -172,24 +172,9 @@ def test_words_stand_at_the_lines_of_their_options(tmp_path: Path) -> None:
 
 
 UNKNOWN = {
-    "condition": (
-        "    if not args.bridge:\n",
-        "    if machine().has_links:\n",
-        "--ref-load",
-        "it depends on `machine().has_links`",
-    ),
-    "value": (
-        "--actor-num-nodes {args.num_nodes}",
-        "--actor-num-nodes {machine().nodes}",
-        "--actor-num-nodes",
-        "{machine().nodes}",
-    ),
-    "object that another function gets": (
-        "    perf = f",
-        "    machine().prepare(args)\n    perf = f",
-        "--hf-checkpoint",
-        "the call of prepare at line",
-    ),
+    "condition": ("not args.bridge", "machine().has_links", "--ref-load", "it depends on `machine().has_links`"),
+    "value": ("{args.num_nodes}", "{machine().nodes}", "--actor-num-nodes", "{machine().nodes}"),
+    "object": ("perf = f", "machine().prepare(args)\n    perf = f", "--hf-checkpoint", "the call of prepare at line"),
     "options of another module": ("{args.extra_args} ", "{machine().options} ", "{machine().options}", "machine"),
 }
 
@@ -236,10 +221,7 @@ def test_preflight_looks_at_what_a_launcher_loads(tmp_path: Path) -> None:
     [
         ("print('hello')\n", "no call of execute_train is reached"),
         ("def main(:\n", "run_model.py:1: "),
-        (
-            LAUNCHER.replace('mode: Literal["normal", "debug"] = "normal"', 'mode: str = "wrong"'),
-            "no call of execute_train",
-        ),
+        (LAUNCHER.replace('"debug"] = "normal"', '"debug"] = "wrong"'), "no call of execute_train"),
     ],
 )
 def test_file_that_starts_no_trainer_is_refused(text: str, said: str, tmp_path: Path) -> None:

@@ -97,9 +97,8 @@ def test_a_converted_copy_is_loaded_instead_of_the_model(base: Path, hf: Path, c
     shutil.copytree(converted(NAME) / "release", copy)
     report = preflight(script=model(base, hf))
     assert passes(report)
-    assert loads(report)[0] == (
-        f"actor loads {copy} (Megatron): the copy of policy.model_name that NeMo-RL converted before"
-    )
+    why = "the copy of policy.model_name that NeMo-RL converted before"
+    assert loads(report)[0] == f"actor loads {copy} (Megatron): {why}"
     again = preflight(script=base.parent / "job.yaml", arguments=["policy.megatron_cfg.force_reconvert_from_hf=True"])
     assert loads(again)[0].startswith(f"actor loads {hf} (HF)")
 
@@ -124,10 +123,8 @@ def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathO
         (weights / "latest_train_state.pt").touch()
     report = preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n"))
     assert passes(report)
-    assert loads(report)[0] == (
-        "actor loads results/step_10/policy/weights/iter_0000000 (Megatron): step_10 is the last of "
-        "checkpointing.checkpoint_dir"
-    )
+    why = "step_10 is the last of checkpointing.checkpoint_dir"
+    assert loads(report)[0] == f"actor loads results/step_10/policy/weights/iter_0000000 (Megatron): {why}"
     assert loads(report)[1].startswith(f"reference loads {hf} (HF)")
 
 
@@ -165,9 +162,8 @@ def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
     )
     report = preflight(script=model(base, hf, text))
     assert passes(report)
-    assert loads(report)[2] == (
-        f"rollout engine loads {hf} (HF): sglang loads policy.generation.sglang_cfg.model_path first"
-    )
+    why = "sglang loads policy.generation.sglang_cfg.model_path first"
+    assert loads(report)[2] == f"rollout engine loads {hf} (HF): {why}"
 
 
 @pytest.mark.parametrize(
@@ -199,20 +195,16 @@ def test_a_model_that_is_not_there_is_found(base: Path, only: OnlyFinding) -> No
     assert finding.expected == f"policy.model_name ({file}:3): an HF directory with config.json"
 
 
+OF_MODEL = "policy: {model_name: MODEL, megatron_cfg: "
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("policy: {model_name: Qwen/Qwen3-30B-A3B}\n", "a name on a model hub"),
         ("", "??? stands for a value that the launch must give"),
-        ("policy: {model_name: MODEL, megatron_cfg: {model_overrides: {num_layers: 2}}}\n", "2: not looked at"),
-        (
-            "policy: {model_name: MODEL, megatron_cfg: {tensor_model_parallel_size: '${nodes}'}}\n",
-            "${nodes} names no setting",
-        ),
-        (
-            "policy: {model_name: MODEL, megatron_cfg: {context_parallel_size: null}}\n",
-            "policy.megatron_cfg.context_parallel_size is not given",
-        ),
+        (f"{OF_MODEL}{{model_overrides: {{num_layers: 2}}}}}}\n", "2: not looked at"),
+        (f"{OF_MODEL}{{tensor_model_parallel_size: '${{nodes}}'}}}}\n", "${nodes} names no setting"),
+        (f"{OF_MODEL}{{context_parallel_size: null}}}}\n", "policy.megatron_cfg.context_parallel_size is not given"),
     ],
 )
 def test_what_cannot_be_told_makes_the_report_inconclusive(text: str, line: str, base: Path, hf: Path) -> None:

@@ -6,6 +6,8 @@ Every row breaks one rule; without it the job is right.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,14 @@ AR = "actor_rollout_ref"
 ACTOR, ROLLOUT = f"{AR}.actor", f"{AR}.rollout"
 # The model has 10 heads of attention in 2 groups.
 DENSE, MIXTURE = "qwen2-untied", "qwen3_moe"
+ONE_RANK = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
 NEMO_RL = {
     "policy": {
         "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1},
         "megatron_cfg": {"enabled": False},
         "generation": {
             "backend": "vllm",
-            "vllm_cfg": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
+            "vllm_cfg": ONE_RANK,
             "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
         },
     },
@@ -51,10 +54,7 @@ ROLL = {
     "resume_from_checkpoint": False,
     "actor_train": {"strategy_args": {"strategy_name": "fsdp2_train"}, "device_mapping": "list(range(0,8))"},
     "actor_infer": {
-        "strategy_args": {
-            "strategy_name": "vllm",
-            "strategy_config": {"tensor_parallel_size": 1, "pipeline_parallel_size": 1},
-        },
+        "strategy_args": {"strategy_name": "vllm", "strategy_config": ONE_RANK},
         "device_mapping": "list(range(0,8))",
     },
 }
@@ -67,26 +67,33 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
 
 
-def verl(hf: Path, *more: str) -> list[Finding]:
+def of_verl(hf: Path, *more: str) -> Report:
     given = [
         *("algorithm.adv_estimator=grpo", f"{AR}.model.path={hf}", "trainer.resume_mode=disable"),
         *("trainer.nnodes=1", "trainer.n_gpus_per_node=8", f"{ROLLOUT}.tensor_model_parallel_size=1"),
         f"{ROLLOUT}.name=vllm",
     ]
-    return list(preflight(arguments=[*given, *more]).findings)
+    return preflight(arguments=[*given, *more])
 
 
-def nemo_rl(hf: Path, *more: str) -> list[Finding]:
-    Path("job.yaml").write_text(yaml.safe_dump(NEMO_RL))
-    return list(preflight(script="job.yaml", arguments=[f"policy.model_name={hf}", *more]).findings)
+def of_file(job: dict[str, Any], key: str, hf: Path, *more: str) -> Report:
+    Path("job.yaml").write_text(yaml.safe_dump(job))
+    return preflight(script="job.yaml", arguments=[f"{key}={hf}", *more])
 
 
-def roll(hf: Path, *more: str) -> list[Finding]:
-    Path("job.yaml").write_text(yaml.safe_dump(ROLL))
-    return list(preflight(script="job.yaml", arguments=[f"pretrain={hf}", *more]).findings)
+REPORTS: dict[str, Callable[..., Report]] = {
+    "verl": of_verl,
+    "NeMo-RL": partial(of_file, NEMO_RL, "policy.model_name"),
+    "ROLL": partial(of_file, ROLL, "pretrain"),
+}
 
 
-STACKS = {"verl": verl, "NeMo-RL": nemo_rl, "ROLL": roll}
+def found_by(stack: str, hf: Path, *more: str) -> list[Finding]:
+    return list(REPORTS[stack](hf, *more).findings)
+
+
+STACKS = {stack: partial(found_by, stack) for stack in REPORTS}
+verl, nemo_rl, roll = STACKS.values()
 VERL_MEGATRON = [f"{ACTOR}.strategy=megatron"]
 NEMO_RL_MEGATRON = [f"++{key}={value}" for key, value in MEGATRON.items()]
 
@@ -98,7 +105,7 @@ LORA, ENGINE, FITS = f"{AR}.model.lora_rank", f"{ROLLOUT}.engine_kwargs", "engin
 HEADS = "num_attention_heads that divides over 4"
 GENERATES = "policy.generation.colocated"
 APART_ON_ONE = f"cluster.gpus_per_node=4 {GENERATES}.enabled=false {GENERATES}.resources.gpus_per_node=2"
-OWN = "++policy.generation.mcore_generation_config"
+OWN, VALUE = "++policy.generation.mcore_generation_config", "++value.megatron_cfg"
 BY, TP, EP = "policy.generation.backend=megatron", "tensor_model_parallel_size", f"++{VLLM}.expert_parallel_size"
 ALL = " ".join(NEMO_RL_MEGATRON)
 TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
@@ -127,19 +134,9 @@ BROKEN = {
         ("", "++policy.train_micro_batchsize=4", "CK721", "train_micro_batch_size"),
         ("", f"{VLLM}.tensor_parallel_size=2 ++{VLLM}.expert_parallel_size=3", "CK722", "divide by tp = 2"),
         (f"{APART_ON_ONE} {VLLM}.tensor_parallel_size=2", f"{VLLM}.tensor_parallel_size=1 {EP}=4", "CK722", "ep x pp"),
-        (
-            f"{ALL} {APART_ON_ONE} {BY} {OWN}.{TP}=2",
-            f"{OWN}.expert_model_parallel_size=8",
-            "CK722",
-            "the rollout engine",
-        ),
+        (f"{ALL} {APART_ON_ONE} {BY} {OWN}.{TP}=2", f"{OWN}.expert_model_parallel_size=8", "CK722", "rollout engine"),
         (f"{ALL} {BY} {OWN}.{TP}=4", f"{OWN}.{TP}=16", "CK722", "the rollout engine"),
-        (
-            ALL,
-            "++value.megatron_cfg.enabled=true ++value.megatron_cfg.pipeline_model_parallel_size=3",
-            "CK722",
-            "critic",
-        ),
+        (ALL, f"{VALUE}.enabled=true {VALUE}.pipeline_model_parallel_size=3", "CK722", "critic"),
     ],
     "ROLL": [
         ("", TRAINS, "CK746", "actor_infer.model_args.lora_target with actor_train"),
@@ -316,35 +313,22 @@ def test_adapters_and_nodes_that_go_with_the_engine_are_right(stack: str, words:
     assert [one for one in found if one.code == "CK746" or "nodes" in one.expected] == []
 
 
+DTENSOR_LORA = "++policy.dtensor_cfg.lora_cfg"
 ADAPTERS = [
     ("verl", [f"{LORA}=8"], "of rank 8 on all-linear", "sent as it is to vllm, started with enable_lora"),
     ("verl", [f"{LORA}=8", f"{AR}.model.target_modules=[q_proj,v_proj]"], "on q_proj, v_proj", "sent as it is to vllm"),
     ("verl", [f"{AR}.model.lora.rank=8", f"{AR}.model.lora.merge=True"], "of rank 8", "verl merges it"),
     ("ROLL", [*TRAINS.split(), SERVES], "of rank 8 on all-linear", "sent as it is to vllm, started with enable_lora"),
     ("ROLL", TRAINS.split(), "of rank 8", "vllm is started without it"),
-    (
-        "NeMo-RL",
-        [f"++policy.dtensor_cfg.lora_cfg.{one}" for one in ("enabled=true", "dim=4")],
-        "of rank 4",
-        "merges it",
-    ),
+    ("NeMo-RL", [f"{DTENSOR_LORA}.enabled=true", f"{DTENSOR_LORA}.dim=4"], "of rank 4", "merges it"),
 ]
 
 
 @pytest.mark.parametrize(("stack", "words", "adapter", "engine"), ADAPTERS)
 def test_an_adapter_is_in_what_would_be_loaded(
-    stack: str, words: list[str], adapter: str, engine: str, releases: PathOf, monkeypatch: pytest.MonkeyPatch
+    stack: str, words: list[str], adapter: str, engine: str, releases: PathOf
 ) -> None:
-    reports: list[Report] = []
-    ask = preflight
-
-    def recorded(*given: Any, **more: Any) -> Report:
-        reports.append(ask(*given, **more))
-        return reports[-1]
-
-    monkeypatch.setitem(globals(), "preflight", recorded)
-    STACKS[stack](releases(DENSE), *words)
-    STACKS[stack](releases(DENSE))
+    reports = [REPORTS[stack](releases(DENSE), *more) for more in (words, [])]
     lines, without = ([line for line in one.facts["what would be loaded"] if "adapter" in line] for one in reports)
     assert (len(lines), without) == (1, [])
     assert adapter in lines[0]

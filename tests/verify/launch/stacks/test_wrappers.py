@@ -73,9 +73,8 @@ def suite(tmp_path: Path, hf: Path, nodes: str) -> Path:
     (tmp_path / "tests/suites/common.env").write_text(COMMON)
     (tmp_path / "configs/base.yaml").write_text(BASE)
     (tmp_path / "configs/recipes/job.yaml").write_text(RECIPE.replace("HF", str(hf)).replace("../../", "../"))
-    (tmp_path / "examples/configs/default.yaml").write_text(
-        (BASE + "  #").replace("policy:", f"policy:\n  model_name: {hf}")
-    )
+    default = (BASE + "  #").replace("policy:", f"policy:\n  model_name: {hf}")
+    (tmp_path / "examples/configs/default.yaml").write_text(default)
     (tmp_path / "examples/run_grpo.py").write_text(MAIN)
     script = tmp_path / "tests/suites/job.sh"
     script.write_text(SUITE.replace("NODES", nodes))
@@ -87,15 +86,12 @@ def no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NRL_MEGATRON_CHECKPOINT_DIR", str(tmp_path / "copies"))
 
 
-def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases: PathOf, tmp_path: Path) -> None:
-    report = preflight(script=suite(tmp_path, releases("qwen3_moe"), "2"))
+def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    script = suite(tmp_path, releases("qwen3_moe"), "2")
+    report = preflight(script=script)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
-
-
-def test_suite_whose_nodes_do_not_go_with_its_sizes_is_found(
-    releases: PathOf, tmp_path: Path, only: OnlyFinding
-) -> None:
-    finding = only(preflight(script=suite(tmp_path, releases("qwen3_moe"), "1")))
+    script.write_text(SUITE.replace("NODES", "1"))
+    finding = only(preflight(script=script))
     assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
     assert f"{tmp_path}/configs/recipes/../base.yaml:5" in finding.expected
 
@@ -250,20 +246,15 @@ def test_run_of_verl_that_goes_on_from_a_step_is_inconclusive(releases: PathOf, 
 
 def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
     script = tmp_path / "run.sh"
-    text = ASYNC.replace("HF", str(releases("qwen3_moe")))
-    script.write_text(text.replace("ENGINE", "2"))
+    text = ASYNC.replace("HF", str(releases("qwen3_moe"))).replace("ENGINE", "2")
+    script.write_text(text)
     report = preflight(script=script)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
-    script.write_text(text.replace("ENGINE", "2").replace("n_gpus_per_node=6", "n_gpus_per_node=5"))
+    script.write_text(text.replace("n_gpus_per_node=6", "n_gpus_per_node=5"))
     finding = only(preflight(script=script))
     assert finding.code == "CK722"
     assert "5 GPUs: rollout.nnodes" in finding.actual
-
-
-def test_name_with_a_date_alone_is_not_known(releases: PathOf, tmp_path: Path) -> None:
-    """A run that is started twice on one day goes on from its own step."""
-    script = tmp_path / "run.sh"
-    text = ASYNC.replace("HF", str(releases("qwen3_moe"))).replace("ENGINE", "2")
+    # With a date alone in its name, a run that is started twice on one day goes on from its own step.
     script.write_text(text.replace("_%H%M", ""))
     report = preflight(script=script)
     assert report.status == "inconclusive"
@@ -306,8 +297,5 @@ def test_resources_of_relax_are_the_gpus_of_its_roles(
     given = dict(itertools.pairwise(words))
     assert (given.get("--actor-num-gpus-per-node", ""), given.get("--actor-num-nodes")) == actor
     assert given.get("--rollout-num-gpus") == rollout
-
-
-def test_resources_of_relax_that_are_not_known_are_said() -> None:
-    read = read_script(None, "python3 -m relax.entrypoints.train --resource $NOBODY --hf-checkpoint /x", environment={})
-    assert "--resource $NOBODY" in read.unresolved[0]
+    command = "python3 -m relax.entrypoints.train --resource $NOBODY --hf-checkpoint /x"
+    assert "--resource $NOBODY" in read_script(None, command, environment={}).unresolved[0]
