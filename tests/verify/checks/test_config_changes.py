@@ -102,13 +102,7 @@ def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases: 
 
 def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path) -> None:
     text = {"model_type": "gemma3_text", "num_hidden_layers": 6, "hidden_size": 64, "intermediate_size": 128}
-    text |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 256,
-        "rms_norm_eps": 1e-6,
-    }
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 256}
     text |= {"rope_local_base_freq": 10000.0, "sliding_window": 32, "rms_norm_eps": 1e-6}
     for folder, base in (("here", 10000.0), ("source", 1000000.0)):
         (tmp_path / folder).mkdir()

@@ -27,12 +27,16 @@ from verify.run import verify
 NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
 
 
+def flipped(file: Path) -> bytes:
+    """The content of a file with another last bit."""
+    content = file.read_bytes()
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 def spoiled(release: Path) -> dict[str, bytes]:
-    """The last shard with another bit in its last tensor, and the tokenizer's settings cut short by nothing."""
+    """The last shard with another bit in its last tensor."""
     file = sorted(release.glob("*.safetensors"))[-1]
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 0x01
-    return {file.name: bytes(content)}
+    return {file.name: flipped(file)}
 
 
 @pytest.fixture(params=["cache_dir", "local_dir"])
@@ -105,9 +109,7 @@ def test_a_file_that_was_edited_after_the_download_is_a_warning(
 def test_a_directory_that_was_saved_over_is_one_warning(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
     path = download(MODEL, releases(NAME), local_dir=tmp_path / "there")
     for file in sorted(path.glob("*.safetensors")):
-        content = bytearray(file.read_bytes())
-        content[-1] ^= 0x01
-        file.write_bytes(bytes(content))
+        file.write_bytes(flipped(file))
         os.utime(file, (file.stat().st_mtime + 60,) * 2)
     finding = only(verify(path))
     assert (finding.code, finding.severity) == ("CK124", "warning")
@@ -152,10 +154,8 @@ def test_files_that_models_share_are_known_by_the_name_of_their_blob(
     assert shared
     assert file.resolve().name == "ab" * 32
     assert verify(path).findings == []
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
     before = file.stat().st_mtime
-    file.write_bytes(bytes(content))
+    file.write_bytes(flipped(file))
     os.utime(file, (before, before))
     assert only(verify(path)).code == "CK124"
 

@@ -57,28 +57,15 @@ def drop(*names: str) -> Change:
     return change
 
 
+def put(name: str, value: Callable[[dict[str, Tensor]], Tensor]) -> Change:
+    return lambda tensors: tensors.update({name: value(tensors)})
+
+
 def nothing(tensors: dict[str, Tensor]) -> None: ...
-
-
-def of_two_states(tensors: dict[str, Tensor]) -> None:
-    tensors["fc.weight"] = tensors["fc.weight"][:, :256]
-
-
-def renamed(tensors: dict[str, Tensor]) -> None:
-    """As a class that wraps the decoder calls it."""
-    tensors["model.norm.weight"] = tensors.pop("norm.weight")
-
-
-DROPPED = "SGLang 0.5.16 drops those of q, k and v"
 
 
 def with_biases(tensors: dict[str, Tensor]) -> None:
     tensors |= {f"midlayer.self_attn.{one}_proj.bias": torch.ones(64 if one == "q" else 32) for one in "qkv"}
-
-
-def as_tokens(tensors: dict[str, Tensor]) -> None:
-    """The tokens themselves, not how far they are from the place."""
-    tensors["d2t"] = tensors["d2t"] + torch.arange(64)
 
 
 def never_filled(tensors: dict[str, Tensor]) -> None:
@@ -86,41 +73,29 @@ def never_filled(tensors: dict[str, Tensor]) -> None:
     tensors["d2t"], tensors["t2d"] = torch.zeros(64, dtype=torch.int64), torch.ones(TOKENS, dtype=torch.bool)
 
 
-def of_another_run(tensors: dict[str, Tensor]) -> None:
-    tensors["t2d"] = tensors["t2d"].roll(1)
-
-
-def beyond(tensors: dict[str, Tensor]) -> None:
-    tensors["d2t"][-1] = TOKENS
-
-
-def not_a_number(tensors: dict[str, Tensor]) -> None:
-    tensors["midlayer.mlp.up_proj.weight"][3, 4] = float("nan")
-
-
-def zeroed(tensors: dict[str, Tensor]) -> None:
-    tensors["lm_head.weight"].zero_()
-
-
 def reads(*layers: int) -> dict[str, Any]:
     return {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [*layers]}}
 
 
+NO_NAME, OTHERS = ("CK141", "none of its names"), ("CK142", "are others")
+ONE_MORE = ("CK142", "1 are others")
+UP, LAST = "midlayer.mlp.up_proj.weight", torch.tensor([-1])
 # What is changed, keys of the config, the check, and words of its finding.
 FAULTS: dict[str, tuple[Change, dict[str, Any], str, str]] = {
     "a projection is missing": (drop("midlayer.self_attn.k_proj.weight"), {}, "CK141", "in no shard"),
     "the output layer is missing": (drop("lm_head.weight"), {}, "CK141", "in no shard"),
     "the table is missing": (drop("d2t"), {}, "CK141", "in no shard"),
-    "two states of three": (of_two_states, {}, "CK141", "[128, 256]"),
-    "a name of another class": (renamed, {}, "CK141", "none of its names"),
+    "two states of three": (put("fc.weight", lambda one: one["fc.weight"][:, :256]), {}, "CK141", "[128, 256]"),
+    # As a class that wraps the decoder calls it.
+    "a name of another class": (put("model.norm.weight", lambda one: one.pop("norm.weight")), {}, *NO_NAME),
     "another number of draft tokens": (nothing, {"draft_vocab_size": 96}, "CK141", "[64"),
     "a list of two layers": (nothing, reads(1, 5), "CK141", "[128, 384]"),
-    "tokens in place of differences": (as_tokens, {}, "CK142", "are others"),
+    "tokens in place of differences": (put("d2t", lambda one: one["d2t"] + torch.arange(64)), {}, *OTHERS),
     "tables that were never filled": (never_filled, {}, "CK142", f"{TOKENS} true"),
-    "a table of another run": (of_another_run, {}, "CK142", "differ"),
-    "a token beyond the vocabulary": (beyond, {}, "CK142", "1 are others"),
-    "not a number": (not_a_number, {}, "CK143", "NaN"),
-    "an output layer of zeros": (zeroed, {}, "CK143", "zeros"),
+    "a table of another run": (put("t2d", lambda one: one["t2d"].roll(1)), {}, "CK142", "differ"),
+    "a token beyond the vocabulary": (put("d2t", lambda one: one["d2t"].index_fill(0, LAST, TOKENS)), {}, *ONE_MORE),
+    "not a number": (put(UP, lambda one: one[UP].index_fill(1, LAST, float("nan"))), {}, "CK143", "NaN"),
+    "an output layer of zeros": (put("lm_head.weight", lambda one: one["lm_head.weight"] * 0), {}, "CK143", "zeros"),
     "a layer that the target lacks": (nothing, reads(1, 5, 11), "CK144", "[11]"),
 }
 
@@ -178,15 +153,12 @@ def test_an_engine_without_a_class_of_the_draft_model_is_a_note(target: Path, tm
     assert verify(path, source=target).facts["notes"] == ["SGLang 0.5.16 has no class Eagle3Speculator"]
 
 
-def test_zeros_alone_are_a_warning(tmp_path: Path) -> None:
-    tensors = tensors_of("ModelOpt") | {"d2t": torch.zeros(64, dtype=torch.int64)}
-    report = verify(save_draft(tmp_path / "draft", tensors, KINDS["ModelOpt"][0]))
-    assert [(one.code, one.severity) for one in report.findings] == [("CK142", "warning")]
-
-
-def test_the_first_tokens_of_the_target_in_both_tables_are_a_warning(tmp_path: Path) -> None:
-    tables = {"d2t": torch.zeros(64, dtype=torch.int64), "t2d": torch.arange(TOKENS) < 64}
-    report = verify(save_draft(tmp_path / "draft", tensors_of("SpecForge") | tables, KINDS["SpecForge"][0]))
+@pytest.mark.parametrize(("kind", "other"), [("ModelOpt", {}), ("SpecForge", {"t2d": torch.arange(TOKENS) < 64})])
+def test_the_first_tokens_of_the_target_in_all_tables_are_a_warning(
+    kind: str, other: dict[str, Tensor], tmp_path: Path
+) -> None:
+    tensors = tensors_of(kind) | {"d2t": torch.zeros(64, dtype=torch.int64)} | other
+    report = verify(save_draft(tmp_path / "draft", tensors, KINDS[kind][0]))
     assert [(one.code, one.severity) for one in report.findings] == [("CK142", "warning")]
 
 

@@ -31,23 +31,20 @@ MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 def stored(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     """`stored(model, spelling)`: the model's release so quantized, made once. Not to be written to."""
     root, made = tmp_path_factory.mktemp("floats"), dict[tuple[str, str], Path]()
+    is_fused = re.compile(r".+mlp\.experts\.(gate_up|down)_proj").fullmatch
 
     def find(model: str, spelling: str) -> Path:
         if (model, spelling) not in made:
             target = root / f"{model}-{spelling}"
             if spelling == "gpt-oss":
                 edit = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
-                quantized.write(releases(model), target, _fused, quantized.mxfp4, lambda config: config | edit)
+                quantized.write(releases(model), target, is_fused, quantized.mxfp4, lambda config: config | edit)
             else:
                 floats.write(releases(model), target, floats.SPELLINGS[spelling])
             made[model, spelling] = target
         return made[model, spelling]
 
     return find
-
-
-def _fused(name: str) -> bool:
-    return name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj"))
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,13 @@ def test_weights_of_8_bits_that_are_not_the_sources_are_found(
     assert [one.tensor for one in by_source(path, plain)] == [f"{module}.weight"]
 
 
-def mxfp8_down(module: str, weight: Tensor) -> dict[str, Tensor]:
-    """OCP's own rule: the power of two below the largest weight is 256 steps, and what is above 448 is cut."""
+def mxfp8(module: str, weight: Tensor, off: int) -> dict[str, Tensor]:
+    """OCP's own rule: the power of two below the largest weight is 256 steps, and what is above 448 is cut.
+
+    `off`: how much larger the exponents are.
+    """
     groups = weight.float().unflatten(-1, (-1, 32))
-    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-30))) - 8
+    exponents = torch.floor(torch.log2(groups.abs().amax(-1).clamp(min=1e-30))) - 8 + off
     codes = (groups / torch.exp2(exponents).unsqueeze(-1)).clamp(-448, 448).flatten(-2).to(torch.float8_e4m3fn)
     return {f"{module}.weight": codes, f"{module}.weight_scale_inv": (exponents + 127).to(torch.uint8)}
 
@@ -142,16 +145,8 @@ def test_mxfp8_of_ocps_rule_is_within_half_a_step(
 ) -> None:
     """One exponent more, as a quantizer that rounds up has it, only loses range; with fewer, weights are cut."""
 
-    def store(module: str, weight: Tensor) -> dict[str, Tensor]:
-        groups = weight.float().unflatten(-1, (-1, 32))
-        parts = mxfp8_down(module, weight)
-        exponents = parts[f"{module}.weight_scale_inv"].int() + off - 127
-        codes = (groups / torch.exp2(exponents.float()).unsqueeze(-1)).clamp(-448, 448).flatten(-2)
-        scale = (exponents + 127).to(torch.uint8)
-        return {f"{module}.weight": codes.to(torch.float8_e4m3fn), f"{module}.weight_scale_inv": scale}
-
-    plain = releases("qwen2-untied")
-    spelling = floats.Spelling(store, {"quantization_config": {"quant_method": "mxfp8"}}, columns=32)
+    plain, content = releases("qwen2-untied"), {"quantization_config": {"quant_method": "mxfp8"}}
+    spelling = floats.Spelling(lambda module, weight: mxfp8(module, weight, off), content, columns=32)
     path = floats.write(plain, tmp_path / "release" / "mxfp8", spelling)
     found = sum(one.count for one in by_source(path, plain))
     assert found == count

@@ -239,16 +239,15 @@ def test_single_file_that_is_a_link_to_nothing(snapshot: Path, only: OnlyFinding
     assert only(verify(snapshot)).actual == f"1 link leads nowhere: {SINGLE} to ../../blobs/{SINGLE}"
 
 
-def test_tokenizer_that_is_a_link_to_nothing_is_one_finding(snapshot: Path, only: OnlyFinding) -> None:
-    (snapshot / "tokenizer.json").symlink_to("../../blobs/tokenizer.json")
-    finding = only(verify(snapshot))
-    assert (finding.code, finding.severity) == ("CK102", "error")
-
-
-def test_link_that_no_loader_follows_is_a_warning(snapshot: Path, only: OnlyFinding) -> None:
-    (snapshot / "README.md").symlink_to("../../blobs/README.md")
+@pytest.mark.parametrize(
+    ("file", "severity", "status"), [("tokenizer.json", "error", "failed"), ("README.md", "warning", "passed")]
+)
+def test_link_to_nothing_is_an_error_where_loaders_follow_it(
+    file: str, severity: str, status: str, snapshot: Path, only: OnlyFinding
+) -> None:
+    (snapshot / file).symlink_to(f"../../blobs/{file}")
     report = verify(snapshot)
-    assert (only(report).severity, report.status) == ("warning", "passed")
+    assert (only(report).code, only(report).severity, report.status) == ("CK102", severity, status)
 
 
 @pytest.mark.parametrize("file", ["config.json", INDEX, "model-00002-of-00015.safetensors"])

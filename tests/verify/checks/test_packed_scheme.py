@@ -85,25 +85,21 @@ def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf,
 
 
 @pytest.mark.parametrize(
-    ("scale", "said"), [(torch.ones(64, 2).bfloat16(), "groups of 64"), (torch.ones(64, 4), "scales in float32")]
+    ("name", "part", "said"),
+    [
+        (f"{ATTENTION}.v_proj.weight_scale", torch.ones(64, 2).bfloat16(), "groups of 64"),
+        (f"{ATTENTION}.v_proj.weight_scale", torch.ones(64, 4), "scales in float32"),
+        (f"{EXPERT}.gate_proj.weight_zero_point", torch.zeros(12, 4).int(), ", zero points"),
+    ],
 )
-def test_fused_parts_with_other_group_sizes_or_dtypes_are_found(
-    scale: torch.Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
+def test_fused_parts_with_other_group_sizes_or_dtypes_or_zero_points_are_found(
+    name: str, part: torch.Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(int4)
-    name = f"{ATTENTION}.v_proj.weight_scale"
-    replace(path, {name: scale})
+    replace(path, {name: part})
     _, (finding,) = alone("CK306", path)
-    assert finding.tensor == f"{ATTENTION}.v_proj.weight"
+    assert finding.tensor == f"{name.rpartition('.')[0]}.weight"
     assert said in finding.actual
-
-
-def test_a_part_with_zero_points(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(int4)
-    name = f"{EXPERT}.gate_proj.weight_zero_point"
-    replace(path, {name: torch.zeros(12, 4).int()})
-    _, (finding,) = alone("CK306", path)
-    assert (finding.tensor, finding.actual[-11:]) == (f"{EXPERT}.gate_proj.weight", "zero points")
 
 
 # CK307

@@ -218,24 +218,15 @@ def test_rotary_scaling_factor_of_one_means_no_yarn() -> None:
     ]
 
 
-# Flags that a launch script must have, and how none of its flags may begin.
-FLAGS = {
-    GPT_OSS: (
-        "--window-size 127,0 --window-attn-skip-freq '(([1]*1+[0]*1)*12)' --quick-geglu --glu-linear-offset 1.0"
-        " --activation-func-clamp-value 7.0 --softmax-type learnable --position-embedding-type yarn"
-        " --rotary-scaling-factor 32.0 --yarn-original-max-position-embeddings 4096"
-        " --no-yarn-correction-range-round-to-int",
-        "--swiglu --disable-bias-linear",
-    ),
-}
-
-
-@pytest.mark.parametrize("model", FLAGS)
-def test_flags_of_a_launch_script(model: str) -> None:
-    flags, (wanted, none) = launch_flags(megatron_args(dims_of(config_of(model)))), FLAGS[model]
-    expected = {f"--{flag.strip()}" for flag in wanted.removeprefix("--").split(" --")}
-    assert expected - set(flags) == set()
-    assert [flag for flag in flags if flag.startswith(tuple(none.split()))] == []
+def test_flags_of_a_launch_script() -> None:
+    flags = launch_flags(megatron_args(dims_of(config_of(GPT_OSS))))
+    assert set(flags) >= {
+        *("--window-size 127,0", "--window-attn-skip-freq '(([1]*1+[0]*1)*12)'", "--quick-geglu"),
+        *("--glu-linear-offset 1.0", "--activation-func-clamp-value 7.0", "--softmax-type learnable"),
+        *("--position-embedding-type yarn", "--rotary-scaling-factor 32.0", "--no-yarn-correction-range-round-to-int"),
+        "--yarn-original-max-position-embeddings 4096",
+    }
+    assert [flag for flag in flags if flag.startswith(("--swiglu", "--disable-bias-linear"))] == []
 
 
 def test_what_no_flag_says_is_a_comment() -> None:

@@ -147,7 +147,7 @@ def test_adapters_of_megatron(fresh_megatron: PathOf, alone: RunAlone) -> None:
 # Two sets of weights in one directory: who reads which, as transformers and SGLang themselves do, and no loss.
 
 
-INDEX_, SINGLE, NORM = "model.safetensors.index.json", "model.safetensors", "model.norm.weight"
+SINGLE, NORM = "model.safetensors", "model.norm.weight"
 KEEP = "may be the only copy of what was trained"
 # The files that SGLang's loader chooses in a directory.
 SGLANG = """
@@ -204,7 +204,7 @@ def test_sglang_takes_the_shards_and_without_an_index_every_file(
 ) -> None:
     printed = run_script("sglang", SGLANG, both, without_index)
     chosen = [json.loads(line.removeprefix("files ")) for line in printed.splitlines() if line.startswith("files ")]
-    shards = set(json.loads((both / INDEX_).read_text())["weight_map"].values())
+    shards = set(json.loads((both / INDEX).read_text())["weight_map"].values())
     assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
     finding = only(verify(without_index))
     assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; last modified: ")
@@ -227,19 +227,19 @@ def test_shards_under_other_names_are_one_finding_of_each_check(fresh: PathOf) -
 
 def twice(path: Path, other: str) -> str:
     """Stores the norm in the file of another tensor too; returns the norm's own file."""
-    index = json.loads((path / INDEX_).read_text())
+    index = json.loads((path / INDEX).read_text())
     home = index["weight_map"][NORM]
     tensors = load_file(path / other) if (path / other).exists() else {}
     if not tensors:
         index["weight_map"]["another"] = other
-        (path / INDEX_).write_text(json.dumps(index))
+        (path / INDEX).write_text(json.dumps(index))
     save_file({**tensors, NORM: models.tensors(path)[NORM]}, path / other)
     os.utime(path / home, (1_700_000_000, 1_700_000_000))
     return str(home)
 
 
 def embedding_file(path: Path) -> str:
-    return str(json.loads((path / INDEX_).read_text())["weight_map"]["model.embed_tokens.weight"])
+    return str(json.loads((path / INDEX).read_text())["weight_map"]["model.embed_tokens.weight"])
 
 
 @pytest.mark.parametrize("lone", [False, True])
@@ -257,11 +257,11 @@ def test_tensor_in_two_shards(lone: bool, fresh: PathOf) -> None:
 
 def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: PathOf) -> None:
     path = fresh("qwen2-tied")
-    index = json.loads((path / INDEX_).read_text())
+    index = json.loads((path / INDEX).read_text())
     first, second, *_ = sorted(set(index["weight_map"].values()))
     for number, file in enumerate((first, second)):
         shutil.copyfile(path / file, path / f"copy-{number}.safetensors")
         index["weight_map"][f"another.{number}"] = f"copy-{number}.safetensors"
-    (path / INDEX_).write_text(json.dumps(index))
+    (path / INDEX).write_text(json.dumps(index))
     found = [one for one in verify(path).findings if one.expected == "each tensor in one shard"]
     assert {one.names for one in found} == {frozenset(load_file(path / file)) for file in (first, second)}

@@ -121,12 +121,17 @@ FAMILIES_WITH_TEXT = {
 FLAGS = [(top, inside) for top in (None, True, False) for inside in (None, True, False)]
 
 
-def multimodal(path: Path, model_type: str, top: bool | None, inside: bool | None) -> Path:
-    """config.json as transformers writes it for this class, with the tie flag at these places; None: not there."""
-    config = AutoConfig.for_model(model_type).to_dict()
-    for part, value in ((config, top), (config["text_config"], inside)):
+def flagged(config: dict[str, Any], top: bool | None, inside: bool | None) -> dict[str, Any]:
+    """The config with the tie flag at these places; None: not there."""
+    for part, value in ((config, top), (config.get("text_config", config), inside)):
         part.pop("tie_word_embeddings", None)
         part.update({} if value is None else {"tie_word_embeddings": value})
+    return config
+
+
+def multimodal(path: Path, model_type: str, top: bool | None, inside: bool | None) -> Path:
+    """config.json as transformers writes it for this class, `flagged`."""
+    config = flagged(AutoConfig.for_model(model_type).to_dict(), top, inside)
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config, default=str))
     return path
@@ -237,10 +242,6 @@ def tied(name: str, path: Path, top: bool | None, inside: bool | None) -> Path:
     for file in path.glob("*.safetensors"):
         kept = {key: value for key, value in load_file(file).items() if not key.endswith("lm_head.weight")}
         save_file(kept, file, metadata={"format": "pt"})
-    config = json.loads((path / "config.json").read_text())
-    text = config.get("text_config", config)
-    for part, value in ((config, top), (text, inside)):
-        part.pop("tie_word_embeddings", None)
-        part.update({} if value is None else {"tie_word_embeddings": value})
+    config = flagged(json.loads((path / "config.json").read_text()), top, inside)
     (path / "config.json").write_text(json.dumps(config))
     return path

@@ -17,7 +17,6 @@ from support.tied import NAMES, add, one_bit_off, with_head
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.hf.reader import INDEX
 from quant.formats.scheme import QuantScheme
 from verify.launch.preflight import preflight
 from verify.report import Report
@@ -165,11 +164,3 @@ def test_sglang_loads_a_tied_model_with_its_head(
     assert {
         check.code: check.status for check in report.checks if check.code in ("CK501", "CK502", "CK503", "CK504")
     } == dict.fromkeys(("CK501", "CK502", "CK503", "CK504"), "passed")
-
-
-def test_a_single_file_may_hold_the_head(releases: PathOf, tmp_path: Path) -> None:
-    """As Qwen3-0.6B: one model.safetensors and no index."""
-    models.save("qwen2-tied", tmp_path / "single", shard_size="1GB")
-    add(tmp_path / "single", HEAD, models.tensors(tmp_path / "single")[EMBEDDING].clone())
-    assert not (tmp_path / "single" / INDEX).exists()
-    passes(verify(tmp_path / "single"))

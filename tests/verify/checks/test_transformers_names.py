@@ -12,7 +12,6 @@ import torch
 import transformers
 from click.testing import CliRunner
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.other_models import class_for, save_small, small_config
 
@@ -39,13 +38,8 @@ _UNBUILT = (AttributeError, ImportError, NotImplementedError, RuntimeError, Type
 
 
 def _stored(path: Path) -> dict[str, TensorSpec]:
-    found = {}
-    for file in path.glob("*.safetensors"):
-        with safe_open(file, "pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 - it is no mapping
-                tensor = shard.get_tensor(name)
-                found[name] = TensorSpec.of(name, tensor)
-    return found
+    files = path.glob("*.safetensors")
+    return {name: TensorSpec.of(name, tensor) for file in files for name, tensor in load_file(file).items()}
 
 
 def _loaded(path: Path, tensors: Mapping[str, TensorSpec], scratch: Path) -> NamesReport:
@@ -136,9 +130,7 @@ def test_a_classifier_of_a_known_type_is_transformers_too(tmp_path: Path) -> Non
     config = transformers.Qwen3Config(**sizes, num_key_value_heads=2, head_dim=16, vocab_size=128, num_labels=1)
     transformers.Qwen3ForSequenceClassification(config).save_pretrained(tmp_path / "reward")
     assert verify(tmp_path / "reward").status == "passed"
-    weights = load_file(tmp_path / "reward/model.safetensors")
-    del weights["score.weight"]
-    save_file(weights, tmp_path / "reward/model.safetensors", {"format": "pt"})
+    _edit(tmp_path / "reward", lambda weights: weights.pop("score.weight"))
     report = verify(tmp_path / "reward")
     assert [(one.code, one.tensor) for one in report.findings if one.severity == "error"] == [("CK541", "score.weight")]
 
@@ -153,6 +145,13 @@ def _randomized(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
+def _edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Changes the tensors of a directory with one file."""
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+
+
 def _small(model_class: str, model_type: str, path: Path) -> Path:
     config = small_config(transformers.CONFIG_MAPPING[model_type])
     _randomized(getattr(transformers, model_class)(config)).save_pretrained(path)
@@ -162,10 +161,7 @@ def _small(model_class: str, model_type: str, path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     ("saved", "model_type", "named"),
-    [
-        ("RTDetrForObjectDetection", "rt_detr", "RTDetrModel"),
-        ("SEWDModel", "sew-d", "SEWDForCTC"),
-    ],
+    [("RTDetrForObjectDetection", "rt_detr", "RTDetrModel"), ("SEWDModel", "sew-d", "SEWDForCTC")],
 )
 def test_architectures_of_another_class_of_the_same_config_are_one_finding(
     saved: str, model_type: str, named: str, tmp_path: Path
@@ -183,10 +179,8 @@ def test_architectures_of_another_class_of_the_same_config_are_one_finding(
 def test_whole_numbers_where_the_class_has_floats_are_named(tmp_path: Path) -> None:
     """The class has whole numbers too: the batches that its norms have seen."""
     path = _small("RTDetrForObjectDetection", "rt_detr", tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    name = next(one for one in weights if one.endswith("running_mean"))
-    weights[name] = torch.arange(weights[name].numel())
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    name = next(one for one in _stored(path) if one.endswith("running_mean"))
+    _edit(path, lambda weights: weights.update({name: torch.arange(weights[name].numel())}))
     assert ("CK541", name) in {(one.code, one.tensor) for one in verify(path).findings}
 
 
@@ -204,17 +198,14 @@ def test_a_tied_weight_that_is_not_stored_takes_one_of_several_values(same: bool
 
 def test_an_own_head_of_tied_embeddings_is_no_fault_of_names(tmp_path: Path) -> None:
     path = _small("T5ForConditionalGeneration", "t5", tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    weights["lm_head.weight"] = weights["shared.weight"] * 2
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    _edit(path, lambda weights: weights.update({"lm_head.weight": weights["shared.weight"] * 2}))
     assert "CK541" in {one.code for one in verify(path).checks if one.status == "passed"}
 
 
 def test_a_tower_that_is_not_stored_is_one_finding(tmp_path: Path) -> None:
     path = save_small("qwen2_vl", tmp_path / "model")
-    weights = load_file(path / "model.safetensors")
-    tower = [name for name in weights if name.startswith("visual.")]
-    save_file({k: v for k, v in weights.items() if k not in tower}, path / "model.safetensors", {"format": "pt"})
+    tower = [name for name in _stored(path) if name.startswith("visual.")]
+    _edit(path, lambda weights: [weights.pop(name) for name in tower])
     found = [one for one in verify(path).findings if one.code == "CK541"]
     assert [one.count for one in found] == [len(tower)]
 

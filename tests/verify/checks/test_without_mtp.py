@@ -119,15 +119,11 @@ def reap(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     path = tmp_path_factory.mktemp("reap") / "release"
     case = with_tensors(CASES["qwen3_5_moe_text"], lambda key: False)
     save("qwen3_5_moe_text", case, path, torch.bfloat16, fused=request.param)
+    index, names = json.loads((path / INDEX).read_text()), ("model.", "model.language_model.", 1)
     for file in path.glob("*.safetensors"):
-        content = {
-            name.replace("model.", "model.language_model.", 1): tensor for name, tensor in load_file(file).items()
-        }
+        content = {name.replace(*names): tensor for name, tensor in load_file(file).items()}
         save_file(content, file, metadata={"format": "pt"})
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"] = {
-        name.replace("model.", "model.language_model.", 1): file for name, file in index["weight_map"].items()
-    }
+    index["weight_map"] = {name.replace(*names): file for name, file in index["weight_map"].items()}
     (path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return path
 
@@ -135,11 +131,7 @@ def reap(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_transformers_loads_the_language_model_under_those_names(reap: Path) -> None:
     """The independent truth: nothing missing, nothing unexpected."""
     _, info = AutoModelForCausalLM.from_pretrained(reap, output_loading_info=True)
-    assert (set(info["missing_keys"]), set(info["unexpected_keys"]), set(info["mismatched_keys"])) == (
-        set(),
-        set(),
-        set(),
-    )
+    assert [set(info[f"{what}_keys"]) for what in ("missing", "unexpected", "mismatched")] == [set()] * 3
 
 
 def test_the_language_model_under_those_names_passes(reap: Path) -> None:
@@ -282,16 +274,21 @@ def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
 # Over ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate.
 
 
-# Elements that rank 1 of 2 holds, of tensors of layer 11.
+# Elements that each of so many ranks holds, of tensors of layer 11.
 HELD = {
-    "minimax_m2": {"self_attention.q_layernorm.weight": 10 * 32 // 2, "self_attention.k_layernorm.weight": 2 * 32 // 2},
-    "llama-biases": {
+    ("minimax_m2", 2): {
+        "self_attention.q_layernorm.weight": 10 * 32 // 2,
+        "self_attention.k_layernorm.weight": 2 * 32 // 2,
+    },
+    # 2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value).
+    ("llama-biases", 4): {"self_attention.linear_qkv.bias": 3 * 40},
+    ("llama-biases", 2): {
         "self_attention.linear_qkv.bias": (8 + 2 * 2) * 40 // 2,
         "self_attention.linear_proj.bias": 128,
         "mlp.linear_fc1.bias": 288,
         "mlp.linear_fc2.bias": 128,
     },
-    "qwen2_moe-dense-between": {
+    ("qwen2_moe-dense-between", 2): {
         "mlp.shared_experts.gate_weight": 128,
         "mlp.shared_experts.linear_fc1.weight": 72 * 128,
     },
@@ -299,26 +296,14 @@ HELD = {
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("name", daily(HELD, ("llama-biases",)))
-def test_every_rank_holds_its_slice(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("ranks", daily(HELD, (("llama-biases", 2), ("llama-biases", 4))), ids=str)
+def test_every_rank_holds_its_slice(tmp_path: Path, ranks: tuple[str, int]) -> None:
+    name, tp = ranks
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2))
-    for check in (strict_load, right_slices):
-        assert list(check(subject, Tally())) == []
-    (report,) = (report for report in subject.once(run_megatron).reports if report.rank == 1)
-    elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
-    assert elements.items() >= HELD[name].items()
-
-
-@pytest.mark.usefixtures("served")
-def test_more_ranks_than_query_groups_hold_their_slices(tmp_path: Path) -> None:
-    """2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value)."""
-    save("llama-biases", CASES["llama-biases"], tmp_path / "release", torch.bfloat16)
-    convert(tmp_path / "release", tmp_path / "megatron")
-    subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=4))
+    subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=tp))
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
     for report in subject.once(run_megatron).reports:
-        elements = {seen.name: seen.elements for seen in report.tensors}
-        assert elements["decoder.layers.11.self_attention.linear_qkv.bias"] == 3 * 40
+        elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
+        assert elements.items() >= HELD[ranks].items()

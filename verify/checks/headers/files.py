@@ -103,12 +103,9 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unless=only_hf,
 )
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere.
-
-    Links that lead nowhere are a warning where loaders read none of them.
-    """
+    """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere."""
     files = subject.hf_files
-    if links := files.dangling:
+    if links := files.dangling:  # a warning where loaders read none of them
         where, severity = next(iter(links)), warning_if(not any(is_read(Path(name)) for name in links))
         actual, hint = in_words(links), fetch_again(files.root)
         file = where if len(links) == 1 else ""
@@ -116,7 +113,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     require_weights(subject)
     gone = [file for file in files.missing if file not in files.dangling]
     if gone:
-        yield _together(gone, "the file that the index names", "missing")
+        yield _together(gone, "the file that the index names", "missing", "copy or download it")
     whole: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
         tally.compared(0, len(shard.specs) or 1)
@@ -143,11 +140,11 @@ def _entries(shard: Shard) -> Iterator[Issue]:
         yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, together=True)
 
 
-def _together(found: Sequence[str], expected: str, actual: str) -> Issue:
+def _together(found: Sequence[str], expected: str, actual: str, hint: str = "") -> Issue:
     """What is wrong with one file, or with several in the same way."""
     if len(found) == 1:
-        return Issue(expected, actual, file=found[0])
-    return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", count=len(found))
+        return Issue(expected, actual, hint, file=found[0])
+    return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", hint, count=len(found))
 
 
 @check(

@@ -52,7 +52,7 @@ def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tall
     for stored in weights:
         tally.compared(0)
         module = stored.name.removesuffix(".weight")
-        asked = module == "lm_head" and floats.of_module is not None and floats.of_module(module) is not None
+        asked = module == "lm_head" and floats and floats.of_module and floats.of_module(module) is not None
         if module in forbidden and not asked:
             names = [stored.codes.name]
             yield Issue(f"{forbidden[module]} unquantized", f"stored in {short(stored)}", hint, names=names)
@@ -64,6 +64,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A name that the index lists and no shard holds is CK104's.
     """
     floats, weights = subject.once(stored_floats_of)
+    assert floats is not None  # there are such weights
     specs, files = subject.hf_files.specs, subject.hf_files
     listed = {*names_of(subject, listed=True), *(files.index or {})}
     taken: set[str] = set()
@@ -292,7 +293,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     floats, in_floats = subject.once(stored_floats_of)
-    if floats.layouts and not in_floats:
+    if floats is not None and not in_floats:
         wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
         wanted |= {one.tensor for one in differing if one.answer == "packs"}
         stored = [spec for name, spec in subject.hf_files.specs.items() if name in wanted]

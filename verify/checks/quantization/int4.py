@@ -159,7 +159,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.once(renamed_of) is not None:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs = subject.once(config_of), subject.checkpoint.specs
-    announced = bool(subject.once(stored_floats_of)[0].layouts) and not any(packed_in(specs))
+    announced = subject.once(stored_floats_of)[0] is not None and not any(packed_in(specs))
     if announced or (has_floats(subject) and not packs_integers(subject)):
         yield from float_lists(subject, tally)
         return

@@ -38,15 +38,15 @@ class FloatScales:
     nbytes: int = 0
 
 
-def stored_floats_of(subject: Subject) -> tuple[Floats, list[StoredWeight]]:
-    """The formats of an HF checkpoint's weights in floats, without layouts where it states none, and those weights.
+def stored_floats_of(subject: Subject) -> tuple[Floats | None, list[StoredWeight]]:
+    """The formats of an HF checkpoint's weights in floats, None without any, and those weights.
 
-    So are those of a config.json with a format that is not read, which other checks say.
+    None also where config.json states a format that is not read, which other checks say.
     """
-    floats = Floats(())
+    floats = None
     with suppress(CkptkitError):
-        floats = (None if subject.is_megatron else floats_of(subject.hf_files.config)) or floats
-    return floats, list(floats.weights(subject.hf_files.specs)) if floats.layouts else []
+        floats = None if subject.is_megatron else floats_of(subject.hf_files.config)
+    return floats, [] if floats is None else list(floats.weights(subject.hf_files.specs))
 
 
 def parts_in_floats(subject: Subject) -> frozenset[str]:
