@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support import adapters
 from support.forking import run_in_engine
+from support.vllm_answers import ask
 from torch import Tensor
 
 from ckptkit.formats.hf.adapter import AdapterFiles
@@ -139,10 +140,7 @@ def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_s
     }
     # Not asked: their adapters are of classes that no transformers has, or vLLM 0.26 has no class.
     asked = sorted(families.keys() - {"KimiK25ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
-    (tmp_path / "names.json").write_text(json.dumps(asked))
-    log = tmp_path / "log"
-    assert run_in_engine("vllm", log, "support.vllm_adapter_names", tmp_path / "names.json"), log.read_text()[-3000:]
-    found = json.loads((tmp_path / "names.json").read_text())
-    assert {name: one.startswith("language_model.") for name, one in found.items()} == {
-        name: families[name].engine("vllm").adapters_of_text for name in asked
-    }
+    found = ask("adapters", [(name,) for name in asked], tmp_path)
+    assert [one.startswith("language_model.") for one in found] == [
+        families[name].engine("vllm").adapters_of_text for name in asked
+    ]
