@@ -48,6 +48,10 @@ REFUSED = {
 # By how much an engine's own scale is off: 8 / 4 in place of 8 / sqrt(4), and of 8 / 6.
 LACKS = {("rslora", "sglang", ""): 2.0, ("two ranks", "vllm", "down_proj"): 2 / 3}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ENGINES = [
+    pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.nightly]),
+]
 Loads = Mapping[str, Mapping[str, Tensor] | str]
 
 
@@ -61,7 +65,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(engine: str, root: Path) -> Loads:
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def loads(engine: str, root: Path) -> Loads:
     """By adapter what is added to each weight by its HF name, or the manager's refusal."""
     jobs = [[str(root / name / part) for part in ("base", "adapter", f"held.{engine}")] for name in MADE]
     (root / f"{engine}.json").write_text(json.dumps(jobs))
@@ -83,18 +93,12 @@ def held(path: Path) -> Mapping[str, Tensor] | str:
     return found
 
 
-@pytest.fixture(scope="module")
-def in_sglang(root: Path) -> Loads:
-    return loaded("sglang", root)
+@pytest.mark.parametrize("name", MADE)
+def test_managers_hold_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:
+    """Every pair that is read here, at the place and scale that it is read with, but for scales that CK135 warns of.
 
-
-@pytest.fixture(scope="module")
-def in_vllm(root: Path) -> Loads:
-    return loaded("vllm", root)
-
-
-def holds_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:
-    """Every pair that is read here, at the place and scale that it is read with, but for scales that CK135 warns of."""
+    A whole tensor (`modules_to_save`) is in none of SGLang's buffers, and nothing says so.
+    """
     found = loads[name]
     if (words := REFUSED[engine].get(name)) is not None:
         assert isinstance(found, str)
@@ -110,20 +114,6 @@ def holds_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None
     for weight, delta in deltas.items():
         lacks = LACKS.get((name, engine, weight.split(".")[-2]), LACKS.get((name, engine, ""), 1.0))
         torch.testing.assert_close(found[weight] * lacks, delta, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.sglang
-@pytest.mark.parametrize("name", MADE)
-def test_sglangs_manager_holds_what_is_read(name: str, root: Path, in_sglang: Loads) -> None:
-    """A whole tensor (`modules_to_save`) is in none of its buffers, and nothing says so."""
-    holds_what_is_read(name, root, in_sglang, "sglang")
-
-
-@pytest.mark.nightly
-@pytest.mark.vllm
-@pytest.mark.parametrize("name", MADE)
-def test_vllms_manager_holds_what_is_read(name: str, root: Path, in_vllm: Loads) -> None:
-    holds_what_is_read(name, root, in_vllm, "vllm")
 
 
 @pytest.mark.vllm
