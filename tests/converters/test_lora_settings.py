@@ -106,6 +106,12 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def assert_merged_as_by_peft(root: Path, adapter: Path) -> None:
+    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
+    assert expected is not None
+    assert same(view.read(list(view.specs)), expected)
+
+
 # Adapters that PEFT makes.
 MADE: list[dict[str, Any]] = [
     *({}, {"use_rslora": True}, {"use_dora": True}, {"use_dora": True, "target_modules": ["embed_tokens", "q_proj"]}),
@@ -129,9 +135,7 @@ MADE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", MADE, ids=str)
 def test_what_peft_makes_is_merged_as_peft_merges_it(options: dict[str, Any], root: Path) -> None:
     adapter = made(root, **options)
-    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
-    assert expected is not None
-    assert same(view.read(list(view.specs)), expected)
+    assert_merged_as_by_peft(root, adapter)
     report = verify(adapter, source=root / "base")
     assert {one.code for one in report.findings if one.severity == "error"} == set()
     assert report.status == "passed"
@@ -165,9 +169,7 @@ def test_fields_that_choose_every_factor_are_applied_as_peft_does(
     config: dict[str, Any], root: Path, tmp_path: Path
 ) -> None:
     adapter = edited(made(root), tmp_path / "adapter", **config)
-    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
-    assert expected is not None
-    assert same(view.read(list(view.specs)), expected)
+    assert_merged_as_by_peft(root, adapter)
     report = verify(adapter, source=root / "base")
     assert {one.code for one in report.findings} <= {"CK132", "CK135", "CK137"}
     assert report.status == "passed"
@@ -505,9 +507,7 @@ def test_an_adapter_as_it_is_before_the_first_step_is_an_error(
 )
 def test_an_adapter_that_changes_something_is_merged(change: Change, root: Path, tmp_path: Path) -> None:
     adapter = edited(made(root), tmp_path / "adapter", change)
-    view, expected = over(root, adapter).merged(), by_peft(root, adapter)
-    assert expected is not None
-    assert same(view.read(list(view.specs)), expected)
+    assert_merged_as_by_peft(root, adapter)
     assert "changes" not in inspect(adapter)
 
 

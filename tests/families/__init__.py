@@ -6,7 +6,6 @@ from families import (
     bailing_moe,
     dsa,
     exaone_moe,
-    glm4_moe,
     glm5_next,
     gpt_oss,
     gqa,
@@ -25,7 +24,6 @@ from families.case import Case
 
 CASES: dict[str, Case] = {
     **qwen.CASES,
-    **glm4_moe.CASES,
     **mtp.CASES,
     **gqa.CASES,
     **mla.CASES,

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from transformers import DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig, PreTrainedModel
+from transformers import DeepseekV32Config, GlmMoeDsaConfig, PretrainedConfig
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32DecoderLayer
 from transformers.models.glm_moe_dsa import modeling_glm_moe_dsa
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaDecoderLayer
@@ -71,15 +71,6 @@ def glm_layer(config: Any, number: int) -> nn.Module:
     return SparseGlmLayer(config, 10)
 
 
-def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    """As `added_layer`, with attention as in `strong`."""
-
-    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: stronger(name, value) for name, value in added_layer(make)(model, dtype).items()}
-
-    return added
-
-
 def in_pairs(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Runs `compute` while the indexer of transformers' GLM-5 turns in pairs."""
     if not hasattr(modeling_glm_moe_dsa, "apply_rotary_pos_emb"):  # corrected: there is nothing but pairs
@@ -120,7 +111,7 @@ def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
     """With `indexer_rope_interleave`, as all releases have it."""
     return Case(
         lambda: glm(**sharing),
-        added=strong_layer(glm_layer),
+        added=added_layer(glm_layer, change=stronger),
         edit=glm_as_released,
         value=strong,
         reference=in_pairs(lambda model, tokens: model(tokens).logits),
@@ -134,7 +125,7 @@ def glm_case(since: tuple[int, int] = (0, 0), **sharing: Any) -> Case:
 CASES = {
     "deepseek_v32": Case(
         deepseek,
-        added=strong_layer(deepseek_layer),
+        added=added_layer(deepseek_layer, change=stronger),
         edit=lambda config: config | DEEPSEEK_ROUTER | {"num_nextn_predict_layers": 1},
         value=strong,
         mtp=reference(deepseek_layer),

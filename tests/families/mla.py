@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -63,15 +63,6 @@ def strong(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return stronger(name, random(name, tensor, dtype))
 
 
-def strong_layer(make: Callable[[Any, int], nn.Module]) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    """As `added_layer`, but stronger."""
-
-    def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {name: stronger(name, value) for name, value in added_layer(make)(model, dtype).items()}
-
-    return added
-
-
 def deepseek() -> PretrainedConfig:
     """Every kind of layer of DeepSeek V3; four groups of three experts."""
     sizes = MLA | {"max_position_embeddings": 4096, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4}
@@ -80,31 +71,21 @@ def deepseek() -> PretrainedConfig:
     )
 
 
+def plain(**sizes: Any) -> PretrainedConfig:
+    """Moonlight and Kimi K2: one dense layer, no groups and no MTP layer."""
+    return DeepseekV3Config(**MLA | UNGROUPED | NO_MTP | {"first_k_dense_replace": 1} | sizes)
+
+
 def moonlight() -> PretrainedConfig:
     """Queries that are not compressed, plain rotary embedding, two shared experts."""
     rope = {"rope_type": "default", "rope_theta": 50000.0}
-    sizes = MLA | UNGROUPED | {"q_lora_rank": None}
-    return DeepseekV3Config(
-        **sizes,
-        n_shared_experts=2,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.446,
-        rope_parameters=rope,
-        **NO_MTP,
-    )
+    return plain(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446, rope_parameters=rope)
 
 
 def kimi() -> PretrainedConfig:
     """Kimi K2's yarn, which has no slope between fast and slow frequencies."""
-    sizes = MLA | UNGROUPED | {"max_position_embeddings": 16384}
-    return DeepseekV3Config(
-        **sizes,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        routed_scaling_factor=2.827,
-        rope_parameters=KIMI_YARN,
-        **NO_MTP,
-    )
+    sizes = {"max_position_embeddings": 16384, "n_shared_experts": 1, "routed_scaling_factor": 2.827}
+    return plain(**sizes, rope_parameters=KIMI_YARN)
 
 
 def glm() -> PretrainedConfig:
@@ -156,7 +137,7 @@ def as_k25(config: dict[str, Any]) -> dict[str, Any]:
 CASES = {
     "deepseek_v3": Case(
         deepseek,
-        added=strong_layer(DeepseekV3DecoderLayer),
+        added=added_layer(DeepseekV3DecoderLayer, change=stronger),
         edit=lambda config: config | DEEPSEEK_ROUTER | {"num_nextn_predict_layers": 1},
         value=strong,
         auto=Fp32RouterBias,
@@ -191,7 +172,7 @@ CASES = {
     ),
     "glm4_moe_lite": Case(
         glm,
-        added=strong_layer(glm_layer),
+        added=added_layer(glm_layer, change=stronger),
         edit=lambda config: config | {"num_nextn_predict_layers": 1, "first_k_dense_replace": 1},
         value=strong,
         auto=Fp32RouterBias,

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import Glm4MoeConfig, PretrainedConfig, PreTrainedModel, Qwen2Config
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-from families import glm4_moe
-from families.case import SIZES, Case, random
+from families.case import MOE, SIZES, Case, random
 
 
 def next_tokens(tokens: Tensor) -> Tensor:
@@ -86,9 +85,12 @@ def layer_prefix(model: PreTrainedModel) -> str:
 
 
 def added_layer(
-    make: Callable[[Any, int], nn.Module], *, copies: bool = True
+    make: Callable[[Any, int], nn.Module],
+    *,
+    copies: bool = True,
+    change: Callable[[str, Tensor], Tensor] = lambda name, value: value,
 ) -> Callable[[PreTrainedModel, torch.dtype], dict[str, Tensor]]:
-    """Tensors of an MTP layer as DeepSeek and GLM ship it, around the decoder layer that `make` builds."""
+    """Tensors of an MTP layer as DeepSeek and GLM ship it, around the decoder layer that `make` builds, changed."""
 
     def added(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
         prefix, hidden = layer_prefix(model), model.config.hidden_size
@@ -99,7 +101,7 @@ def added_layer(
         if copies:
             values[prefix + "embed_tokens.weight"] = model.model.embed_tokens.weight.detach()
             values[prefix + "shared_head.head.weight"] = model.lm_head.weight.detach()
-        return values
+        return {name: change(name, value) for name, value in values.items()}
 
     return added
 
@@ -208,11 +210,27 @@ def promising(path: Path, layers: int) -> Path:
     return path
 
 
+def glm4_moe() -> PretrainedConfig:
+    """GLM-4.5."""
+    return Glm4MoeConfig(
+        **SIZES,
+        **MOE,
+        n_routed_experts=12,
+        n_shared_experts=1,
+        first_k_dense_replace=2,
+        use_qk_norm=True,
+        attention_bias=True,
+        routed_scaling_factor=2.5,
+        num_nextn_predict_layers=0,  # newer transformers would promise one
+    )
+
+
 CASES = {
+    "glm4_moe": Case(glm4_moe, fused=True),
     "mimo": mimo(1, tied=False),
     "mimo-tied-two-layers": small(mimo(2, tied=True), 4),
     "glm4_moe-mtp": Case(
-        glm4_moe.config,
+        glm4_moe,
         added=added_layer(Glm4MoeDecoderLayer),
         edit=lambda config: config | {"num_nextn_predict_layers": 1},
         mtp=reference(Glm4MoeDecoderLayer),

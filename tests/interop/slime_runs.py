@@ -19,7 +19,6 @@ from ckptkit.app.api import convert
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
 from converters.planner import dims_of
-from interop.compare import changed
 from interop.scripts import Outcome, Script
 from quant.kernels.floats import quantize_fp8
 from quant.schemes.floats import FloatScheme
@@ -95,7 +94,7 @@ class Exports:
 
     def test_export_leaves_out_the_copies_in_the_mtp_layer(self, runs: dict[str, Outcome], root: Path) -> None:
         assert runs["glm4_moe-mtp/export"].code == 0
-        assert changed(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp") == LOST
+        assert models.unequal(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp") == LOST
         assert "CK202" in codes(root / "glm4_moe-mtp-export", root / "glm4_moe-mtp")
 
     def test_export_refuses_names_of_the_local_spec_which_slimes_dialect_lacks(
@@ -105,7 +104,7 @@ class Exports:
         refused = "self_attention.kv_layernorm.weight"
         assert f"Unknown parameter name: module.module.decoder.layers.0.{refused}" in runs["deepseek_v3/export"].log
         assert runs["slime/export"].code == 0, runs["slime/export"].log[-3000:]
-        assert changed(root / "slime-export", root / "deepseek_v3") == LOST
+        assert models.unequal(root / "slime-export", root / "deepseek_v3") == LOST
 
     def test_int4_is_what_ckptkit_quantizes(self, runs: dict[str, Outcome], root: Path) -> None:
         assert runs["int4"].code == 0, runs["int4"].log[-3000:]
@@ -114,13 +113,13 @@ class Exports:
         )
         shapes = [name for name in models.tensors(root / "int4") if name.endswith("weight_shape")]
         assert len(shapes) == 12 * 12 * 3
-        assert changed(root / "int4-ckptkit", root / "int4", shapes) == []
+        assert models.unequal(root / "int4-ckptkit", root / "int4", shapes) == []
 
     @pytest.mark.parametrize(("label", "scheme"), [("fp8 blocks", "fp8-block"), ("fp8 rows", "fp8-channel")])
     def test_fp8_is_what_ckptkit_quantizes(self, label: str, scheme: str, runs: dict[str, Outcome], root: Path) -> None:
         assert runs[label].code == 0, runs[label].log[-3000:]
         ckptkit.quantize(root / "moe", root / f"{scheme}-ckptkit", FloatScheme(scheme, "slime"))
-        assert changed(root / f"{scheme}-ckptkit", root / label.replace(" ", "-")) == []
+        assert models.unequal(root / f"{scheme}-ckptkit", root / label.replace(" ", "-")) == []
 
     def test_fp8_blocks_at_the_edges_are_what_ckptkit_rounds(self, runs: dict[str, Outcome], root: Path) -> None:
         """No side of these matrices but the hidden size divides by 128."""

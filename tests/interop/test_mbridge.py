@@ -17,7 +17,6 @@ from support import models
 
 import ckptkit
 from interop.beside import start_jobs
-from interop.compare import changed
 from interop.releases import release
 
 SUPPORTED = ("llama", "qwen2-untied", "qwen2-tied", "qwen3_moe", "glm4_moe", "mixtral")
@@ -48,7 +47,7 @@ def test_what_mbridge_imports_comes_back_from_ckptkit_bit_for_bit(
 ) -> None:
     assert "refused" not in results[name]
     ckptkit.convert(root / name / "imported", root / name / "back", hf=root / name / "hf")
-    assert changed(root / name / "hf", root / name / "back") == []
+    assert models.unequal(root / name / "hf", root / name / "back") == []
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -56,7 +55,7 @@ def test_mbridge_exports_what_ckptkit_converted_bit_for_bit(
     root: Path, results: dict[str, dict[str, Any]], name: str
 ) -> None:
     assert "refused" not in results[name]
-    assert changed(root / name / "hf", root / name / "exported") == []
+    assert models.unequal(root / name / "hf", root / name / "exported") == []
 
 
 def findings(root: Path, name: str, made: str) -> list[tuple[str, str | None, int, str]]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support import models
 
 import ckptkit
-from interop.compare import changed
 from interop.scripts import Outcome, Script, run_scripts
 from interop.slime_runs import Exports, megatron, quantize, release, shared
 from quant.schemes.floats import FloatScheme
@@ -50,12 +50,12 @@ def runs(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
 @pytest.mark.parametrize("name", WHOLE)
 def test_export_gives_the_source_bit_for_bit(name: str, runs: dict[str, Outcome], root: Path) -> None:
     assert runs[f"{name}/export"].code == 0, runs[f"{name}/export"].log[-3000:]
-    assert changed(root / f"{name}-export", root / name) == []
+    assert models.unequal(root / f"{name}-export", root / name) == []
 
 
 def test_export_on_ray_gives_the_source_bit_for_bit(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["qwen2-tied/ray"].code == 0, runs["qwen2-tied/ray"].log[-3000:]
-    assert changed(root / "qwen2-tied-ray", root / "qwen2-tied") == []
+    assert models.unequal(root / "qwen2-tied-ray", root / "qwen2-tied") == []
 
 
 def test_export_on_ray_refuses_two_names_of_one_norm_and_takes_slimes_dialect(
@@ -64,18 +64,18 @@ def test_export_on_ray_refuses_two_names_of_one_norm_and_takes_slimes_dialect(
     assert runs["qwen3_moe/ray"].code == 1
     assert "Duplicate HF tensor emitted" in runs["qwen3_moe/ray"].log
     assert runs["slime/ray"].code == 0, runs["slime/ray"].log[-3000:]
-    assert changed(root / "slime-ray", root / "qwen3_moe") == []
+    assert models.unequal(root / "slime-ray", root / "qwen3_moe") == []
 
 
 def test_asking_for_zero_points_gives_none(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["not symmetric"].code == 0, runs["not symmetric"].log[-3000:]
-    assert changed(root / "not-symmetric", root / "int4") == []
+    assert models.unequal(root / "not-symmetric", root / "int4") == []
 
 
 def test_mxfp8_is_what_ckptkit_quantizes(runs: dict[str, Outcome], root: Path) -> None:
     assert runs["mxfp8"].code == 0, runs["mxfp8"].log[-3000:]
     ckptkit.quantize(root / "moe", root / "mxfp8-ckptkit", FloatScheme("mxfp8"))
-    assert changed(root / "mxfp8-ckptkit", root / "mxfp8") == []
+    assert models.unequal(root / "mxfp8-ckptkit", root / "mxfp8") == []
     report = ckptkit.verify(root / "mxfp8", source=root / "moe")
     assert report.findings == []
     assert report.status == "passed"

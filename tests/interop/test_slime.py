@@ -14,7 +14,6 @@ from support import models
 
 import ckptkit
 from ckptkit.app.api import convert
-from interop.compare import changed
 from interop.scripts import Outcome, run_scripts
 from interop.slime_runs import Exports, codes, load, quantize, release, shared
 
@@ -57,11 +56,11 @@ def loads(root: Path, checkout: Callable[[str], Path]) -> dict[str, Outcome]:
 @pytest.mark.parametrize("name", WHOLE)
 def test_export_gives_the_source_bit_for_bit(name: str, runs: dict[str, Outcome], root: Path) -> None:
     assert runs[f"{name}/export"].code == 0, runs[f"{name}/export"].log[-3000:]
-    assert changed(root / f"{name}-export", root / name) == []
+    assert models.unequal(root / f"{name}-export", root / name) == []
 
 
 def test_export_swaps_the_halves_of_qwen3_nexts_mtp_projection(runs: dict[str, Outcome], root: Path) -> None:
-    assert changed(root / "qwen3_next-export", root / "qwen3_next") == ["mtp.fc.weight"]
+    assert models.unequal(root / "qwen3_next-export", root / "qwen3_next") == ["mtp.fc.weight"]
     found, wanted = (models.tensors(root / path)["mtp.fc.weight"] for path in ("qwen3_next-export", "qwen3_next"))
     assert torch.equal(torch.cat(found.chunk(2, 1)[::-1], 1), wanted)
     assert "CK202" in codes(root / "qwen3_next-export", root / "qwen3_next")
@@ -69,7 +68,7 @@ def test_export_swaps_the_halves_of_qwen3_nexts_mtp_projection(runs: dict[str, O
 
 @pytest.mark.parametrize("name", EXACT)
 def test_what_slime_loads_and_saves_converts_back_bit_for_bit(name: str, loads: dict[str, Outcome], root: Path) -> None:
-    assert changed(root / f"{name}-back", root / name) == []
+    assert models.unequal(root / f"{name}-back", root / name) == []
 
 
 @pytest.mark.parametrize("name", ["glm4_moe-mtp", "deepseek_v3"])
@@ -77,7 +76,7 @@ def test_slime_rounds_the_bias_of_routers_to_bfloat16(name: str, loads: dict[str
     found, wanted = models.tensors(root / f"{name}-back"), models.tensors(root / name)
     biases = [key for key in wanted if key.endswith(BIAS)]
     assert biases
-    assert changed(root / f"{name}-back", root / name, biases) == []
+    assert models.unequal(root / f"{name}-back", root / name, biases) == []
     for key in biases:
         assert not torch.equal(found[key], wanted[key])
         assert torch.equal(found[key], wanted[key].bfloat16().float())

@@ -186,16 +186,13 @@ def test_what_the_reference_has_packed_is_packed(source: Path, reference: Path, 
     weights = config["config_groups"]["group_0"]["weights"]
     assert (weights["group_size"], weights["observer_kwargs"]["grid"]) == (32, "minmax")
     assert HfCheckpoint(tmp_path / "int4").specs == HfCheckpoint(reference).specs
-    both = [models.tensors(path) for path in (reference, tmp_path / "int4")]
-    assert [name for name in both[0] if not both[0][name].equal(both[1][name])] == []
+    assert models.unequal(tmp_path / "int4", reference) == []
 
 
 def test_what_an_int4_source_has_packed_is_packed_again(reference: Path, tmp_path: Path) -> None:
     """By itself it is its own reference: the classes of the model would pack the attention too."""
     run("quantize", reference, tmp_path / "again")
-    both = [models.tensors(path) for path in (reference, tmp_path / "again")]
-    assert both[0].keys() == both[1].keys()
-    assert [name for name in both[0] if not both[0][name].equal(both[1][name])] == []
+    assert models.unequal(tmp_path / "again", reference) == []
 
 
 def test_an_int4_source_less_what_is_ignored(source: Path, reference: Path, tmp_path: Path) -> None:

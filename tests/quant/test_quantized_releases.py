@@ -15,7 +15,6 @@ from families.case import save, tokens
 from support import models, quantized
 from support.nightly import daily
 from support.published import KIMI_LIST
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 
@@ -134,14 +133,6 @@ RELEASES = {
 }
 
 
-def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> None:
-    """Asserts equal names, dtypes, shapes and bytes."""
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert tensor.dtype == right[name].dtype, name
-        assert torch.equal(tensor.contiguous().view(torch.uint8), right[name].contiguous().view(torch.uint8)), name
-
-
 def errors(path: Path, source: Path | None = None) -> list[str]:
     """What verify finds wrong, and checks that did not run although they compare values."""
     report = verify(path, source=source)
@@ -172,13 +163,11 @@ def test_quantized_release_converted_to_megatron_and_back_is_dequantized(name: s
     meant |= {copy: meant[original] for copy, original in release.copies.items()}
     megatron = TorchDistCheckpoint(tmp_path / "megatron/release")
     view = to_megatron(models.InMemory(said, meant), "meant")
-    same(
-        megatron.read(list(megatron.specs)),
-        {key: tensor for names in view.groups for key, tensor in view.read(names).items()},
-    )
+    expected = {key: tensor for names in view.groups for key, tensor in view.read(names).items()}
+    assert models.unequal(megatron.read(list(megatron.specs)), expected) == []
 
     convert(tmp_path / "megatron", tmp_path / "back")
-    same(models.tensors(tmp_path / "back"), meant)
+    assert models.unequal(tmp_path / "back", meant) == []
     convert(tmp_path / "megatron", tmp_path / "back-with-hf", hf=tmp_path / "release")
     for side in ("back", "back-with-hf"):
         assert json.loads((tmp_path / side / "config.json").read_text()) == said
@@ -207,7 +196,7 @@ def test_transformers_loads_the_same_model_from_fp8(tmp_path: Path, monkeypatch:
     expected, found = (
         AutoModelForCausalLM.from_pretrained(tmp_path / side, dtype=torch.bfloat16) for side in ("release", "back")
     )
-    same(found.state_dict(), expected.state_dict())
+    assert models.unequal(found.state_dict(), expected.state_dict()) == []
     assert torch.equal(found(tokens()).logits, expected(tokens()).logits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ckptkit.core.specs import TensorSpec
 
+Tensors = Path | Mapping[str, torch.Tensor]
 NAMES = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe")
 
 # How names begin of what an engine's class of a model leaves aside, and no draft class of `DRAFTS` takes.
@@ -24,11 +25,6 @@ UNREAD = {"exaone_moe": ("mtp.",), "qwen3_omni_moe": ("talker.", "code2wav.")}
 def configs() -> dict[str, PretrainedConfig]:
     """The models that tests of everything but families start from: dense and MoE, tied and untied."""
     return {name: HF_CASES[name].config() for name in NAMES}
-
-
-def build(name: str, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
-    """The model, every parameter random (norms and biases too), the router bias fp32 around a large offset."""
-    return case.build(name, ALL_CASES[name], dtype)
 
 
 def save(
@@ -42,6 +38,18 @@ def save(
 def tensors(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of an HF directory, by the safetensors library alone."""
     return {key: value for file in sorted(path.glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
+def unequal(found: Tensors, wanted: Tensors, apart_from: Iterable[str] = ()) -> list[str]:
+    """Names that only one of two HF directories, or of two mappings, has, or that differ in dtype, shape or a bit."""
+    ours, theirs = (
+        {
+            name: (tensor.dtype, tensor.shape, tensor.detach().flatten().view(torch.uint8).numpy().tobytes())
+            for name, tensor in (tensors(one) if isinstance(one, Path) else one).items()
+        }
+        for one in (found, wanted)
+    )
+    return sorted({name for name, _ in ours.items() ^ theirs.items()}.difference(apart_from))
 
 
 def edit(path: Path, name: str, tensor: torch.Tensor | None) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quant.online.quantizer import Bucket, OnlineQuantizer
+from support import models
 from support.sglang_runs import int4_config
 
 GROUP = 32
@@ -60,7 +61,4 @@ def flat(buckets: Iterable[Bucket]) -> dict[str, Tensor]:
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert [
-        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
-    ] == []
+    assert models.unequal(one, other) == []

@@ -76,11 +76,22 @@ def test_the_trainer_gets_the_very_words_and_its_exit_code_is_that_of_gate(
     assert json.loads((job / "found.json").read_text())["status"] == "passed"
 
 
-def test_what_a_stopped_script_would_start_next_is_not_started(job: Path, releases: PathOf, converted: PathOf) -> None:
-    (job / "run.sh").write_text(f"python3 train.py {OPTIONS}\npython3 train.py again\npython3 train.py {OPTIONS}\n")
+@pytest.mark.parametrize(
+    "script",
+    [
+        f"python3 train.py {OPTIONS}\npython3 train.py again\npython3 train.py {OPTIONS}\n",
+        f"for rank in 0 1 2; do python3 train.py {OPTIONS} & done\nwait\n",
+    ],
+    ids=["one after the other", "at once"],
+)
+def test_of_several_trainers_none_starts_before_the_verdict(
+    script: str, job: Path, releases: PathOf, converted: PathOf
+) -> None:
+    (job / "run.sh").write_text(script)
     done = gate(job, COMMANDS["bash"], releases(NAME), converted("qwen3_moe"))
     assert done.returncode == 1
     assert not (job / "started").exists()
+    assert done.stderr.count("FAILED") == 1
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -101,16 +112,6 @@ def test_no_module_of_the_job_is_imported_by_the_one_that_judges(
     assert done.returncode == 1, done.stderr
     assert "FAILED" in done.stderr
     assert not (job / "imported").exists()
-
-
-def test_trainers_that_are_started_at_once_all_wait_for_the_verdict(
-    job: Path, releases: PathOf, converted: PathOf
-) -> None:
-    (job / "run.sh").write_text(f"for rank in 0 1 2; do python3 train.py {OPTIONS} & done\nwait\n")
-    done = gate(job, COMMANDS["bash"], releases(NAME), converted("qwen3_moe"))
-    assert done.returncode == 1
-    assert not (job / "started").exists()
-    assert done.stderr.count("FAILED") == 1
 
 
 def test_python_that_starts_no_trainer_keeps_its_environment(job: Path) -> None:

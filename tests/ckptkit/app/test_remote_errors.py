@@ -237,33 +237,34 @@ def test_a_side_file_of_a_store_that_is_too_large_is_not_downloaded(monkeypatch:
         reading(store.url)
 
 
-def test_an_upload_that_fails_leaves_nothing(
-    small_release: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("there", "about", "said", "note"),
+    [
+        ((), "00002-of-00003", r"out/model-00002-of-00003\.safetensors: Acc", "nothing was left behind"),
+        (
+            ("config.json", "model.safetensors"),
+            "index.json",
+            r"index\.json: AccessDenied",
+            "what was at {} has been removed",
+        ),
+    ],
+)
+def test_an_upload_that_fails_leaves_nothing_and_says_what_is_gone(
+    there: tuple[str, ...],
+    about: str,
+    said: str,
+    note: str,
+    small_release: Path,
+    bucket: Bucket,
+    s3_address: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refusal = refusing(403, "AccessDenied", only="PUT", target=s3_address, about="00002-of-00003")
-    with (
-        serving(refusal) as address,
-        use_s3(monkeypatch, address),
-        pytest.raises(CkptkitError, match=r"out/model-00002-of-00003\.safetensors: Acc") as error,
-    ):
-        quantize(small_release, bucket.url("out"), int4_scheme(group_size=32))
-    assert error.value.__notes__ == ["nothing was left behind"]
-    assert bucket.listed() == []
-
-
-def test_what_had_been_there_is_said_to_be_gone(
-    small_release: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("config.json", "model.safetensors"):
+    for name in there:
         bucket.put(f"out/{name}", whole(name))
-    refusal = refusing(403, "AccessDenied", only="PUT", target=s3_address, about="index.json")
-    with (
-        serving(refusal) as address,
-        use_s3(monkeypatch, address),
-        pytest.raises(CkptkitError, match=r"index\.json: AccessDenied") as error,
-    ):
-        quantize(small_release, bucket.url("out"), int4_scheme(group_size=32), overwrite=True)
-    assert error.value.__notes__ == [f"what was at {bucket.url('out')} has been removed"]
+    refusal = refusing(403, "AccessDenied", only="PUT", target=s3_address, about=about)
+    with serving(refusal) as address, use_s3(monkeypatch, address), pytest.raises(CkptkitError, match=said) as error:
+        quantize(small_release, bucket.url("out"), int4_scheme(group_size=32), overwrite=bool(there))
+    assert error.value.__notes__ == [note.format(bucket.url("out"))]
     assert bucket.listed() == []
 
 

@@ -203,7 +203,7 @@ def test_common_state_and_training_state_come_back(unpacked: Callable[[str], Pat
 
 
 def test_what_megatrons_own_converter_makes_for_fsdp_comes_back_too(tmp_path: Path) -> None:
-    """`megatron_fsdp/make.py` ran Megatron-LM's converter on the checkpoint of 0.16.1."""
+    """`make.py FOLDER CHECKOUT` ran Megatron-LM's converter on the checkpoint of 0.16.1."""
     with tarfile.open(ARCHIVES.parent / "megatron_fsdp" / "0.19.2.tar.xz") as archive:
         archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
         archive.extractall(tmp_path)  # noqa: S202 - filtered, as far as Python can

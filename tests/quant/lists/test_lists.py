@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.installed import before, release
-from support.processes import run_logged
 from support.published import GLM, KIMI, QWEN
+from support.vllm_answers import ask
 from support.vllm_runs import release as vllm_release
 
 from quant.lists import table as rules
@@ -34,7 +33,6 @@ from quant.lists.table import (
 from quant.selection.matrices import Matrix, matrices_named
 from quant.selection.reading import read_list
 from quant.selection.tree import class_tree
-from verify.witnesses.process.interpreter import python_of
 
 L3, L5 = "model.layers.3", "model.layers.5"
 READERS: Sequence[tuple[str, rules.Rule]] = (
@@ -132,13 +130,7 @@ def test_vllm_takes_every_list_for_what_the_table_says(tmp_path: Path) -> None:
     found = vllm_release()
     reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
     asked = questions(reader)
-    file = tmp_path / "asked.json"
-    file.write_text(json.dumps([(method, content, layers) for method, content, layers, _ in asked]))
-    log = tmp_path / "log"
-    assert run_logged(log, "support.vllm_lists", file, program=python_of("vllm", {}), limit_s=840), log.read_text()[
-        -2000:
-    ]
-    assert differing(asked, json.loads(file.read_text())) == []
+    assert differing(asked, ask("lists", [one[:3] for one in asked], tmp_path)) == []
 
 
 def differing(asked: Sequence[tuple[Any, ...]], answers: Sequence[Mapping[str, str]]) -> list[tuple[Any, ...]]:

@@ -29,11 +29,18 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.lint.lint import lint
 from quant.schemes.floats import FloatScheme
 from verify.evidence.extremes import same_bytes
+from verify.report import Report
 from verify.run import verify
 
 LAYERS = range(6)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def passed_without_error(report: Report) -> set[str]:
+    """The checks that passed, of a report in which none failed."""
+    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
+    return {check.code for check in report.checks if check.status == "passed"}
 
 
 @pytest.fixture(scope="module")
@@ -262,9 +269,7 @@ def test_like_quantizes_what_another_release_has_in_the_scheme(
 def test_fp8_quantized_again_keeps_every_byte(plain: Callable[[str], Path], tmp_path: Path) -> None:
     quantize(plain("moe"), tmp_path / "once", FloatScheme("fp8-block"))
     quantize(tmp_path / "once", tmp_path / "twice", FloatScheme("fp8-block"))
-    once, twice = models.tensors(tmp_path / "once"), models.tensors(tmp_path / "twice")
-    assert once.keys() == twice.keys()
-    assert all(torch.equal(once[name].view(torch.uint8), twice[name].view(torch.uint8)) for name in once)
+    assert models.unequal(tmp_path / "twice", tmp_path / "once") == []
 
 
 @pytest.mark.parametrize(("name", "scheme", "rounding"), [("moe", "fp8-block", "slime"), ("mla", "nvfp4", "modelopt")])
@@ -324,8 +329,7 @@ def test_preset_rl_wants_the_rounding_of_updates(
 def test_vllm_loads_four_bits(scheme: FloatScheme, name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
     quantize(plain(name), tmp_path / "out", scheme)
     report = verify(tmp_path / "out", source=plain(name), against=frozenset({"vllm"}))
-    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    passed = {check.code for check in report.checks if check.status == "passed"}
+    passed = passed_without_error(report)
     assert {"CK521", "CK522", "CK523"} <= passed
     assert ("CK525" in passed) == (name != "dense")  # routers
 
@@ -339,10 +343,7 @@ def test_sglang_loads_it_with_its_draft_model(name: str, plain: Callable[[str], 
     """Blocks do not fit latent attention of 96 rows: SGLang must be told so, by its draft class's names too."""
     quantize(plain(name), tmp_path / "out", FloatScheme("fp8-block"))
     report = verify(tmp_path / "out", source=plain(name), against=frozenset({"sglang"}))
-    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    assert {"CK501", "CK502", "CK503", "CK504", "CK505"} <= {
-        check.code for check in report.checks if check.status == "passed"
-    }
+    assert {"CK501", "CK502", "CK503", "CK504", "CK505"} <= passed_without_error(report)
 
 
 @pytest.mark.sglang
@@ -353,8 +354,7 @@ def test_sglang_loads_linear_attention_and_vision_towers_beside_fp8(name: str, t
     case.save(name, widened(name), tmp_path / "plain", torch.bfloat16)
     quantize(tmp_path / "plain", tmp_path / "out", FloatScheme("fp8-block"))
     report = verify(tmp_path / "out", source=tmp_path / "plain", against=frozenset({"sglang"}))
-    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    passed = {check.code for check in report.checks if check.status == "passed"}
+    passed = passed_without_error(report)
     assert {"CK501", "CK502", "CK503"} <= passed
     assert ("CK505" in passed) == (name != "qwen2_5_vl")  # routers
 
@@ -475,8 +475,7 @@ def test_sglangs_names_beside_a_vision_tower_are_noted(tmp_path: Path) -> None:
 def test_sglang_loads_every_value(name: str, plain: Callable[[str], Path], packed: Callable[[str], Path]) -> None:
     """With its draft model. Of latent attention's first projections SGLang takes one scale, and drops the other."""
     report = verify(packed(name), source=plain(name), against=frozenset({"sglang"}))
-    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    assert {"CK501", "CK502", "CK503", "CK504"} <= {check.code for check in report.checks if check.status == "passed"}
+    assert {"CK501", "CK502", "CK503", "CK504"} <= passed_without_error(report)
 
 
 @pytest.mark.usefixtures("served_sglang")
@@ -499,8 +498,7 @@ def test_sglang_loads_linear_attention_and_its_draft_model(tmp_path: Path) -> No
     case.save("qwen3_next", widened("qwen3_next"), tmp_path / "plain", torch.bfloat16)
     quantize(tmp_path / "plain", tmp_path / "out", MODELOPT)
     report = verify(tmp_path / "out", source=tmp_path / "plain", against=frozenset({"sglang"}))
-    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    assert {"CK501", "CK502", "CK503", "CK508"} <= {check.code for check in report.checks if check.status == "passed"}
+    assert {"CK501", "CK502", "CK503", "CK508"} <= passed_without_error(report)
     assert not [name for name in models.tensors(tmp_path / "out") if "in_proj_qkvz" in name and "scale" in name]
 
 
@@ -511,5 +509,4 @@ def test_sglang_loads_linear_attention_and_its_draft_model(tmp_path: Path) -> No
 def test_vllm_loads_compressed_tensors_layout(name: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
     quantize(plain(name), tmp_path / "out", FloatScheme("nvfp4", "compressed-tensors"))
     report = verify(tmp_path / "out", source=plain(name), against=frozenset({"vllm"}))
-    assert [finding.code for finding in report.findings if finding.severity == "error"] == []
-    assert {"CK521", "CK522", "CK523"} <= {check.code for check in report.checks if check.status == "passed"}
+    assert {"CK521", "CK522", "CK523"} <= passed_without_error(report)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from support import models
-from support.processes import run_logged
 from support.published import GLM, QWEN, quantization, write
+from support.vllm_answers import ask
 from support.vllm_runs import release
 
 from quant.formats.groups import Target
@@ -17,7 +17,6 @@ from quant.selection.matrices import matrices_named
 from quant.selection.readers import VLLM
 from quant.selection.reading import read_all
 from quant.selection.tree import class_tree
-from verify.witnesses.process.interpreter import python_of
 
 QKV = [f"model.layers.0.self_attn.{one}_proj" for one in "qkv"]
 LISTS = [
@@ -81,15 +80,10 @@ def test_each_layer_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
         models.save(name, tmp_path / "plain" / name)
         configs[name] = json.loads((tmp_path / "plain" / name / "config.json").read_text())
     paths = [write(tmp_path / name, config, ["re:.*"]) for name, config in configs.items()]
-    file = tmp_path / "asked.json"
-    file.write_text(json.dumps([(str(path), contents) for path in paths]))
-    log = tmp_path / "log"
-    assert run_logged(log, "support.vllm_ignore", file, program=python_of("vllm", {}), limit_s=840), log.read_text()[
-        -2000:
-    ]
+    found_by_model = ask("model", [(str(path), contents) for path in paths], tmp_path)
     wrong = [
         (name, ignore, targets, layer, wanted.get(layer), ours.get(layer))
-        for (name, config), answers in zip(configs.items(), json.loads(file.read_text()), strict=True)
+        for (name, config), answers in zip(configs.items(), found_by_model, strict=True)
         for (ignore, targets), wanted in zip(lists, answers, strict=True)
         for ours in [read_as(reader, config, ignore, targets)]
         for layer in sorted({*wanted, *ours})

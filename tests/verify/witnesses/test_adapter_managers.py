@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support import adapters
 from support.forking import run_in_engine
+from support.vllm_answers import ask
 from torch import Tensor
 
 from ckptkit.formats.hf.adapter import AdapterFiles
@@ -47,6 +48,10 @@ REFUSED = {
 # By how much an engine's own scale is off: 8 / 4 in place of 8 / sqrt(4), and of 8 / 6.
 LACKS = {("rslora", "sglang", ""): 2.0, ("two ranks", "vllm", "down_proj"): 2 / 3}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+ENGINES = [
+    pytest.param("sglang", marks=pytest.mark.sglang),
+    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.nightly]),
+]
 Loads = Mapping[str, Mapping[str, Tensor] | str]
 
 
@@ -60,7 +65,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loaded(engine: str, root: Path) -> Loads:
+@pytest.fixture(scope="module", params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def loads(engine: str, root: Path) -> Loads:
     """By adapter what is added to each weight by its HF name, or the manager's refusal."""
     jobs = [[str(root / name / part) for part in ("base", "adapter", f"held.{engine}")] for name in MADE]
     (root / f"{engine}.json").write_text(json.dumps(jobs))
@@ -82,18 +93,12 @@ def held(path: Path) -> Mapping[str, Tensor] | str:
     return found
 
 
-@pytest.fixture(scope="module")
-def in_sglang(root: Path) -> Loads:
-    return loaded("sglang", root)
+@pytest.mark.parametrize("name", MADE)
+def test_managers_hold_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:
+    """Every pair that is read here, at the place and scale that it is read with, but for scales that CK135 warns of.
 
-
-@pytest.fixture(scope="module")
-def in_vllm(root: Path) -> Loads:
-    return loaded("vllm", root)
-
-
-def holds_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None:
-    """Every pair that is read here, at the place and scale that it is read with, but for scales that CK135 warns of."""
+    A whole tensor (`modules_to_save`) is in none of SGLang's buffers, and nothing says so.
+    """
     found = loads[name]
     if (words := REFUSED[engine].get(name)) is not None:
         assert isinstance(found, str)
@@ -111,20 +116,6 @@ def holds_what_is_read(name: str, root: Path, loads: Loads, engine: str) -> None
         torch.testing.assert_close(found[weight] * lacks, delta, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sglang
-@pytest.mark.parametrize("name", MADE)
-def test_sglangs_manager_holds_what_is_read(name: str, root: Path, in_sglang: Loads) -> None:
-    """A whole tensor (`modules_to_save`) is in none of its buffers, and nothing says so."""
-    holds_what_is_read(name, root, in_sglang, "sglang")
-
-
-@pytest.mark.nightly
-@pytest.mark.vllm
-@pytest.mark.parametrize("name", MADE)
-def test_vllms_manager_holds_what_is_read(name: str, root: Path, in_vllm: Loads) -> None:
-    holds_what_is_read(name, root, in_vllm, "vllm")
-
-
 @pytest.mark.vllm
 def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_so(tmp_path: Path) -> None:
     """CK137 goes by `adapters_of_text`: a layer that is not below `language_model.` is in no such class."""
@@ -139,10 +130,7 @@ def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_s
     }
     # Not asked: their adapters are of classes that no transformers has, or vLLM 0.26 has no class.
     asked = sorted(families.keys() - {"KimiK25ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
-    (tmp_path / "names.json").write_text(json.dumps(asked))
-    log = tmp_path / "log"
-    assert run_in_engine("vllm", log, "support.vllm_adapter_names", tmp_path / "names.json"), log.read_text()[-3000:]
-    found = json.loads((tmp_path / "names.json").read_text())
-    assert {name: one.startswith("language_model.") for name, one in found.items()} == {
-        name: families[name].engine("vllm").adapters_of_text for name in asked
-    }
+    found = ask("adapters", [(name,) for name in asked], tmp_path)
+    assert [one.startswith("language_model.") for one in found] == [
+        families[name].engine("vllm").adapters_of_text for name in asked
+    ]

@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +54,25 @@ def exchanged(given: Mapping[str, Tensor], one: str, other: str) -> dict[str, Te
     return {**given, one: given[other], other: given[one]}
 
 
-@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (4, 1)])
+ENGINES = [
+    *(partial(FakeEngine, *sizes) for sizes in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (4, 1))),
+    *(partial(FakeVllm, *sizes, checker=one) for sizes in ((1, 1), (2, 1), (1, 2), (4, 2)) for one in (True, False)),
+]
+
+
+@pytest.mark.parametrize("make", ENGINES)
 def test_update_that_arrived_is_compared_by_value_on_every_rank(
-    tp: int, ep: int, capsys: pytest.CaptureFixture[str]
+    make: Callable[[], FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engine = FakeEngine(tp, ep)
+    engine = make()
     with checked(engine) as check:
         for version in (1, 2, 3):
             result = send(check, [engine], version, weights(version))
-            assert (result.by_value, result.by_change) == (PARAMS * tp, 0)
-            assert (result.unseen, result.absent) == ([], [])
+            assert (result.by_value, result.by_change) == (PARAMS * engine.tp, 0)
+            assert (result.unseen, result.absent, result.not_sent) == ([], [], [])
             assert 0 < result.seconds <= check.seconds
     assert capsys.readouterr().err == ""
+    assert ("collective_rpc" in engine.asked) == (isinstance(engine, FakeVllm) and not engine.checker)
 
 
 def test_parameter_that_holds_another_layer_says_which() -> None:
@@ -395,21 +403,6 @@ OLD = "as they were at the last check, not as sent"
 
 def without(given: Mapping[str, Tensor], *parts: str) -> dict[str, Tensor]:
     return {name: one for name, one in given.items() if not any(part in name for part in parts)}
-
-
-@pytest.mark.parametrize("checker", [True, False])
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_update_that_arrived_at_vllm_is_compared_by_value_on_every_rank(
-    tp: int, pp: int, checker: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engine = FakeVllm(tp, pp, checker=checker)
-    with checked(engine) as check:
-        for version in (1, 2, 3):
-            result = send(check, [engine], version, weights(version))
-            assert (result.by_value, result.by_change) == (PARAMS * tp, 0)
-            assert (result.unseen, result.absent, result.not_sent) == ([], [], [])
-    assert capsys.readouterr().err == ""
-    assert ("collective_rpc" in engine.asked) is not checker
 
 
 def test_engine_that_is_no_server_is_asked_by_its_collective_rpc() -> None:

@@ -1,10 +1,14 @@
-"""Makes the archives beside it: `make.py FOLDER` saves with the megatron-core and Megatron-LM that are on the path.
+"""Makes archives of checkpoints: `make.py FOLDER` saves with the megatron-core and Megatron-LM that are on the path.
 
 Two ranks (gloo, tensor parallel 2, no GPU) save a dense layer and a layer of experts, what a training run has beside
 the weights, and the arguments as Megatron-LM's own parser and slime leave them. No test runs this.
 
 megatron-core is a wheel unpacked by `pip install --no-deps --target`. `megatron.training`, which has the parser, is in
 it from 0.17 on; for versions before, `megatron` of Megatron-LM's tag `core_vVERSION` stands behind it on PYTHONPATH.
+
+`make.py FOLDER CHECKOUT` made the archive in `megatron_fsdp`: CHECKOUT is Megatron-LM (of August 2026), whose
+`tools/checkpoint/checkpoint_inspector.py` makes `fsdp_dtensor` of the checkpoint that `0.16.1.tar.xz` holds, with
+megatron-core 0.19.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch._dynamo
+from torch.distributed.tensor import DeviceMesh
 from torch.utils import cpp_extension
 
 from verify.witnesses.megatron.imports import importing_megatron
@@ -57,16 +62,19 @@ def pretend_cuda() -> None:
     cpp_extension.CUDA_HOME = None
 
 
-def slime_arguments(args: argparse.Namespace) -> None:
-    """Adds what slime adds: a data class of its own, and containers. Source: slime `utils/arguments.py`."""
+def slime_config() -> Any:
+    """slime's data class, in a module of its name."""
     module = types.ModuleType("slime.utils.eval_config")
     config = dataclasses.make_dataclass("EvalDatasetConfig", [("name", str), ("path", str), ("top_p", float, 1.0)])
     config.__module__ = module.__name__
     vars(module)["EvalDatasetConfig"] = config
-    for name in ("slime", "slime.utils"):
-        sys.modules[name] = types.ModuleType(name)
-    sys.modules[module.__name__] = module
-    args.eval_datasets = [config("aime", "/data/aime.jsonl")]
+    sys.modules |= {name: types.ModuleType(name) for name in ("slime", "slime.utils")} | {module.__name__: module}
+    return config
+
+
+def slime_arguments(args: argparse.Namespace) -> None:
+    """Adds what slime adds: a data class of its own, and containers. Source: slime `utils/arguments.py`."""
+    args.eval_datasets = [slime_config()("aime", "/data/aime.jsonl")]
     args.hf_checkpoint = "/models/tiny"
     args.apply_chat_template_kwargs = {"enable_thinking": False}
     args.sglang_model_routers = {"default": ("10.0.0.1", 3000)}
@@ -198,23 +206,54 @@ def save(rank: int, folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def main() -> None:
-    """Saves into the archive `VERSION.tar.xz` in the folder `sys.argv[1]`."""
-    pretend_cuda()
+def save_all(folder: Path) -> None:
+    """Both ranks save into `release`."""
     context = multiprocessing.get_context("fork")
     with importing_megatron():
         import megatron.training.arguments  # noqa: F401
+    (folder / "release").mkdir()
+    ranks = [context.Process(target=save, args=(rank, folder)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    if any(rank.exitcode for rank in ranks):
+        sys.exit("a rank failed")
+
+
+def convert(folder: Path, checkout: Path) -> None:
+    """Megatron-LM's converter writes `release`; it asks for GPUs."""
+    own = DeviceMesh.from_group
+    on_cpu: Any = lambda group, device_type, **more: own(group, "cpu", **more)  # noqa: E731
+    DeviceMesh.from_group = staticmethod(on_cpu)  # type: ignore[method-assign]
+    sys.path.insert(0, str(checkout / "tools" / "checkpoint"))
+    with tarfile.open(Path(__file__).with_name("0.16.1.tar.xz")) as archive:
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
+        archive.extractall(folder / "in")  # noqa: S202 - filtered, as far as Python can
+    # Without what megatron-core does not load: slime's data class, numpy's numbers.
+    slime_config()
+    common = torch.load(folder / "in" / "common.pt", weights_only=False)
+    del common["args"].eval_datasets, common["opt_param_scheduler"]
+    torch.save(common, folder / "in" / "common.pt")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    import checkpoint_inspector
+
+    checkpoint_inspector.check_gpu_memory = lambda threshold=0.9: False
+    paths = str(folder / "in"), str(folder / "release")
+    checkpoint_inspector.convert_checkpoint(*paths, True, torch.distributed.group.WORLD)
+
+
+def main() -> None:
+    """Makes the archive `VERSION.tar.xz` in the folder `sys.argv[1]`."""
+    pretend_cuda()
+    with importing_megatron():
         from megatron.core.package_info import __version__
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "release").mkdir()
-        ranks = [context.Process(target=save, args=(rank, folder)) for rank in range(2)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if any(rank.exitcode for rank in ranks):
-            sys.exit("a rank failed")
+        if len(sys.argv) > 2:
+            convert(folder, Path(sys.argv[2]))
+        else:
+            save_all(folder)
         with tarfile.open(Path(sys.argv[1]) / f"{__version__}.tar.xz", "w:xz", preset=9) as archive:
             for file in sorted((folder / "release").iterdir()):
                 entry = archive.gettarinfo(file, file.name)

@@ -1,0 +1,175 @@
+"""What vLLM's own code answers in its environment, where `python -m support.vllm_answers QUESTION FILE` asks it.
+
+FILE has the words of the question and gets the answer, both as JSON. `ask` starts it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from support.processes import run_logged
+from verify.witnesses.process.interpreter import python_of
+
+# A layer's name in the release, the layer, and its model's config of quantization.
+Asked = Mapping[str, tuple[Any, Any]]
+PAIR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def ask(question: str, words: Sequence[Any], folder: Path) -> Any:
+    """The answer to one of `QUESTIONS`; files and the log are in the folder."""
+    file, log = folder / "asked.json", folder / "log"
+    file.write_text(json.dumps(words))
+    done = run_logged(log, "support.vllm_answers", question, file, program=python_of("vllm", {}), limit_s=840)
+    assert done, log.read_text()[-3000:]
+    return json.loads(file.read_text())
+
+
+def of_lists(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """What `get_quant_method` of a method's config, with its list of unquantized modules, answers for each layer.
+
+    `layers`: by name, each with the parts that vLLM fuses in it. An answer is "packs", "keeps" or "refuses".
+    """
+    fused = {
+        name.rpartition(".")[2]: [part.rpartition(".")[2] for part in parts] for name, parts in layers.items() if parts
+    }
+    if method == "quark":
+        return {name: in_quark(name, content["exclude"], fused) for name in layers}
+    config = config_of(method, content)
+    config.packed_modules_mapping = fused
+    return {name: answer_of_class(method, config, name) for name in layers}
+
+
+def in_quark(name: str, exclude: Sequence[str], fused: Mapping[str, list[str]]) -> str:
+    """What vLLM's Quark makes of a layer, asked as its `get_quant_method` asks."""
+    from vllm.model_executor.layers.quantization.quark.utils import should_ignore_layer
+
+    try:
+        ignored = should_ignore_layer(
+            name, ignore=exclude, fused_mapping=fused, check_children=name.endswith(".experts")
+        )
+    except ValueError:
+        return "refuses"
+    return "keeps" if ignored else "packs"
+
+
+def config_of(method: str, content: Mapping[str, Any]) -> Any:
+    """vLLM's config of a method."""
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    classes = {
+        "fp8": Fp8Config,
+        "mxfp8": modelopt.ModelOptMxFp8Config,
+        "modelopt fp8": modelopt.ModelOptFp8Config,
+        "modelopt fp4": modelopt.ModelOptNvFp4Config,
+    }
+    return classes[method].from_config(dict(content))
+
+
+def answer_of_class(method: str, config: Any, name: str) -> str:
+    """Asks the config about a layer of the class that vLLM builds under this name."""
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.quantization import fp8, modelopt
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    kind = RoutedExperts if name.endswith(".experts") else ParallelLMHead if name == "lm_head" else LinearBase
+    layer = kind.__new__(kind)
+    object.__setattr__(layer, "moe_config", None)
+    packed = SimpleNamespace(backend="", marlin_input_dtype=None)
+    dense = UnquantizedLinearMethod()
+    for key in ("FusedMoEMethodCls", "LinearMethodCls"):
+        object.__setattr__(config, key, lambda *_, **__: packed)
+    stand_ins = [
+        patch.object(fp8, "Fp8LinearMethod", lambda *_, **__: packed),
+        patch.object(fp8, "Fp8MoEMethod", lambda *_, **__: packed),
+        patch.object(fp8, "UnquantizedFusedMoEMethod", lambda *_, **__: dense),
+        patch.object(modelopt, "build_linear_method", lambda *_, **__: packed, create=True),
+    ]
+    for one in stand_ins:
+        one.start()
+    try:
+        found = config.get_quant_method(layer, name)
+    except ValueError:
+        return "refuses"
+    finally:
+        patch.stopall()
+    return "packs" if found is packed else "keeps"
+
+
+def asked_of(path: Path) -> Asked:
+    """The layers that vLLM's class asks about while it is built."""
+    from verify.witnesses.loading.engine import Build
+    from verify.witnesses.process.exit_report import PhaseLog
+    from verify.witnesses.vllm import adapter, platform
+
+    scratch = Path(tempfile.mkdtemp())
+    platform.choose(scratch)
+    from vllm.model_executor.layers.fused_moe import RoutedExperts
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    asked: dict[str, tuple[Any, Any]] = {}
+    own = CompressedTensorsConfig.get_quant_method
+
+    def recorded(config: Any, layer: Any, prefix: str) -> Any:
+        if isinstance(layer, (LinearBase, ParallelLMHead, RoutedExperts)):
+            asked[prefix] = (layer, config)
+        return own(config, layer, prefix)
+
+    with patch.object(CompressedTensorsConfig, "get_quant_method", recorded):
+        adapter.build(Build(path, scratch), lambda *_: None, PhaseLog(scratch / "report"))
+    return asked
+
+
+def of_model(path: str, contents: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """What each config of quantization makes of each layer that the class of this model asks about."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+
+    asked, found = asked_of(Path(path)), []
+    for content in contents:
+        config = CompressedTensorsConfig.from_config(dict(content))
+        found.append({name: answer(name, layer, own, config) for name, (layer, own) in asked.items()})
+    return found
+
+
+def answer(name: str, layer: Any, own: Any, config: Any) -> str:
+    """What a config makes of a layer; of experts by the three names that `get_moe_method` asks about."""
+    config.packed_modules_mapping = own.packed_modules_mapping
+    experts = name.endswith(".experts")
+    if experts:
+        config._add_fused_moe_to_target_scheme_map()
+    names = [f"{name}.0.{one}_proj" for one in ("gate", "up", "down")] if experts else [name]
+    try:
+        packs = {config.get_scheme_dict(layer, one) is not None for one in names}
+    except ValueError:
+        return "refuses"
+    return "refuses" if len(packs) > 1 else "packs" if packs.pop() else "keeps"
+
+
+def of_adapters(name: str) -> str:
+    """What the name of a pair becomes that was trained on the language model alone, in the class of this name."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    model = ModelRegistry.models[name].load_model_cls()
+    found: str = parse_fine_tuned_lora_name(PAIR, getattr(model, "hf_to_vllm_mapper", None))[0]
+    return found
+
+
+QUESTIONS: dict[str, Callable[..., Any]] = {"lists": of_lists, "model": of_model, "adapters": of_adapters}
+
+if __name__ == "__main__":
+    asked, file = QUESTIONS[sys.argv[1]], Path(sys.argv[2])
+    file.write_text(json.dumps([asked(*words) for words in json.loads(file.read_text())]))
+    sys.stdout.flush()
+    os._exit(0)
