@@ -538,10 +538,11 @@ Q0_PAIR = "2 x lora_B lora_A of model.layers.0.self_attn.q_proj"
     [
         (Q0, None, {}, [Q0_PAIR, "the base's own bits: nothing was added", "convert BASE DST --merge ADAPTER"]),
         (Q0, 1.5, {}, [Q0_PAIR, "--adapter"]),
+        (Q0, None, {"use_dora": True}, [Q0_PAIR, "lora_magnitude_vector"]),
         (K0, 1.5, {}, ["no pair", "--source"]),
         (HEAD, None, {"modules_to_save": ["lm_head"]}, [f"the adapter's own tensor, base_model.model.{HEAD}"]),
     ],
-    ids=["not added", "something else", "without a pair", "a whole tensor"],
+    ids=["not added", "something else", "DoRA", "without a pair", "a whole tensor"],
 )
 def test_a_weight_of_a_merged_checkpoint_that_is_another_is_named(
     name: str, factor: float | None, options: dict[str, Any], words: list[str], root: Path, tmp_path: Path
