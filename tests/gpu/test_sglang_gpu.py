@@ -11,10 +11,10 @@ import pytest
 import torch
 from families import ALL_CASES, HF_CASES
 from support import models
-from support.engine_models import FOR_MARLIN
+from support.engine_models import FOR_MARLIN, for_marlin
 from support.quantized import fp8_blocks, small_groups_allowed, write
 from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
-from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import Qwen2Config
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
@@ -32,18 +32,7 @@ GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]
 UNFUSED = "re:.*shared_experts.*"
 
-CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=12, norm_topk_prob=True),
-    "glm4_moe": Glm4MoeConfig(
-        **FOR_MARLIN,
-        num_nextn_predict_layers=0,
-        n_routed_experts=12,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        use_qk_norm=True,
-        attention_bias=True,
-    ),
-}
+CONFIGS = for_marlin(12, num_nextn_predict_layers=0)
 DENSE = Qwen2Config(**{key: value for key, value in FOR_MARLIN.items() if "expert" not in key and "moe" not in key})
 ASYMMETRIC = QuantScheme(GROUP, "minmax", (), symmetric=False)
 FP8 = {
