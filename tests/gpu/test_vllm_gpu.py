@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.sglang_runs import reported
 from support.vllm_formats import CLEAN
 from support.vllm_runs import run_cases
 from support.vllm_steps import LABELS, Made, Runs, Steps, all_runs
@@ -51,8 +52,7 @@ class TestSteps(Steps):
 
 @pytest.mark.parametrize("label", CLEAN)
 def test_it_was_on_the_gpu(label: str, made: Made) -> None:
-    report = made[1][label].report
-    assert report is not None
+    report = reported(made[1][label])
     assert report.device == torch.cuda.get_device_name()
 
 

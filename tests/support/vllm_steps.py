@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import models
-from support.sglang_runs import Case
+from support.sglang_runs import Case, reported
 from support.vllm_faults import CASES, EXPERT, FEED, LINEAR, ROUTER, STEPS
 from support.vllm_formats import CLEAN, MISORDERED, NO_GROUPS, REFUSED, write_all
 from verify.witnesses.loading.run import LoadRun
@@ -56,8 +56,7 @@ class Steps:
     @pytest.mark.parametrize("label", MISORDERED)
     def test_scales_of_experts_no_wider_than_a_group_are_misordered(self, label: str, made: Made) -> None:
         """The scales of gate and up of every expert, and nothing else."""
-        report = made[1][label].report
-        assert report is not None
+        report = reported(made[1][label])
         assert (report.unwritten, report.dropped, report.differing, report.unchecked) == ((), (), (), ())
         assert {one.param for one in report.repacked or ()} == {
             f"model.layers.{layer}.mlp.experts.routed_experts.w13_weight_scale[{expert}]"
@@ -68,8 +67,7 @@ class Steps:
     @pytest.mark.parametrize(("fault", "label"), CASES)
     def test_a_planted_fault_is_named(self, fault: str, label: str, made: Made) -> None:
         """A fault of the feed by HF name, one of a step by vLLM's; nothing else is named."""
-        report = made[1][f"{fault} in {label}"].report
-        assert report is not None, made[1][f"{fault} in {label}"]
+        report = reported(made[1][f"{fault} in {label}"])
         assert (report.unwritten, report.dropped, report.unchecked) == ((), (), ())
         if fault in FEED:
             wanted = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.sglang_runs import reported
 from support.vllm_repacked import run_cases
 from support.vllm_runs import release
 from support.vllm_steps import Made, Steps, all_runs
@@ -22,8 +23,7 @@ class TestSteps(Steps):
 
 
 def test_fp8_weights_that_are_rounded_to_powers_of_two_are_told(made: Made) -> None:
-    report = made[1]["dense, FP8"].report
-    assert report is not None
+    report = reported(made[1]["dense, FP8"])
     names = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
     assert report.requantized.keys() == {f"model.layers.{layer}.{name}.weight" for layer in range(4) for name in names}
     # Half of what lies between a block's largest number in FP8, of four bits, and the next.
