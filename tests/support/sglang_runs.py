@@ -251,6 +251,10 @@ def run_cases(
     return runs
 
 
+Cases, Runs = Mapping[str, Case], Mapping[str, LoadRun]
+Judged = Callable[[str], tuple[Any, Any, Any]]
+
+
 def reported(run: LoadRun) -> LoadReport:
     """The report of a run, which must have ended."""
     assert run.report is not None, run

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from support import models
-from support.sglang_runs import Case, reported
+from support.sglang_runs import Case, Runs, reported
 from support.vllm_faults import CASES, EXPERT, FEED, LINEAR, ROUTER, STEPS
 from support.vllm_formats import CLEAN, MISORDERED, NO_GROUPS, REFUSED, write_all
 from verify.witnesses.loading.run import LoadRun
 
-Runs = Mapping[str, LoadRun]
 Made = tuple[dict[str, Path], Runs]
 LABELS = (*CLEAN, *REFUSED, *MISORDERED)
 NOT_USED = "weight_shape"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,13 @@ from families import CASES, case
 from safetensors.torch import save_file
 from support import models
 from support.installed import release
-from support.sglang_runs import Case, reported
+from support.sglang_runs import Case, Cases, Runs, reported
 
 from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.loading import why_refused
-from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.timeout(900),
-]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 Config = dict[str, Any]
 # Keys without which SGLang stops, and those without which it builds another model: what it then leaves out.
 STOPS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,9 @@ from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, LEFT_OUT, NO_DRAFT, OF_DRAFT, SAID, STRICT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case, clean, reported
+from support.sglang_runs import LOST_OF_DRAFT, Case, Cases, Runs, clean, reported
 
-from verify.witnesses.loading.run import LoadRun
-
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.timeout(900),
-]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 def of_a_kind(names: Iterable[str]) -> list[Any]:

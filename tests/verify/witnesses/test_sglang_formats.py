@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,12 @@ from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
 from support.sglang_families import EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
 from support.sglang_matrix import CLEAN, judged
-from support.sglang_runs import LOST_PARTS, Case, clean, reported
+from support.sglang_runs import LOST_PARTS, Case, Cases, Runs, clean, reported
 
 from verify.checks.witnesses.loading import why_no_scale
-from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
 
 # Of the matrix that `make sglang-matrix` runs: a dense model, one with experts, one with latent attention in the larger
 # groups and each way, a vision tower, experts that nobody knows one by one, and FP8 of linear attention.

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support import models
 from support.nightly import collected
 from support.sglang_families import OF_DRAFT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case, clean, reported
+from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, reported
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
 from support.vllm_runs import run_cases
 
 from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-Runs = Mapping[str, LoadRun]
 
 
 @pytest.fixture(scope="module")
