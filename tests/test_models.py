@@ -29,14 +29,9 @@ def kinds(name: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", list(models.configs()))
-def test_no_two_kinds_of_matrices_share_a_size(name: str) -> None:
+def test_kinds_of_matrices_share_no_size_and_divide_into_groups_and_over_two_ranks(name: str) -> None:
     sizes = kinds(name)
     assert [pair for pair in combinations(sizes, 2) if sizes[pair[0]] == sizes[pair[1]]] == []
-
-
-@pytest.mark.parametrize("name", list(models.configs()))
-def test_sizes_divide_into_groups_of_32_and_over_two_ranks(name: str) -> None:
-    sizes = kinds(name)
     assert [kind for kind, size in sizes.items() if size % 32 or size % 2] == []
     config = models.configs()[name]
     assert (config.num_attention_heads % 2, config.num_key_value_heads % 2) == (0, 0)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers.models.auto.modeling_auto as auto
+from mutations.edits import edit_config
 from transformers import CONFIG_MAPPING
 
 from ckptkit.app.api import convert
@@ -93,8 +93,7 @@ def test_architectures_that_are_no_list_of_names_are_refused(stated: Any) -> Non
 def eagle(releases: Callable[[str], Path], copy_of: Callable[[Path], Path]) -> Path:
     """Tensors that a llama-like config promises, under the class of a draft model."""
     path = copy_of(releases("qwen2-tied"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen2ForCausalLMEagle3"]}))
+    edit_config(path, architectures=["Qwen2ForCausalLMEagle3"])
     return path
 
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from families import ALL_CASES, HF_CASES
 from support import models, online_engine
-from support.engine_models import FOR_MARLIN
-from transformers import Glm4MoeConfig, Qwen3MoeConfig
+from support.engine_models import for_marlin
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -19,17 +18,7 @@ from quant.formats.scheme import QuantScheme
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
 # For other numbers than 16 experts SGLang recompiles its expert selection.
-CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=16, norm_topk_prob=True),
-    "glm4_moe": Glm4MoeConfig(
-        **FOR_MARLIN,
-        n_routed_experts=16,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        use_qk_norm=True,
-        attention_bias=True,
-    ),
-}
+CONFIGS = for_marlin(16)
 ATTENTION = r"re:.*\.self_attn\..*"
 SCHEMES = {
     "qwen3_moe": QuantScheme(32, "qmax7", (ATTENTION,)),

@@ -11,20 +11,16 @@ import pytest
 import torch
 from families import ALL_CASES, HF_CASES
 from support import models
-from support.engine_models import FOR_MARLIN
+from support.engine_models import FOR_MARLIN, for_marlin
 from support.quantized import fp8_blocks, small_groups_allowed, write
-from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
-from transformers import Glm4MoeConfig, Qwen2Config, Qwen3MoeConfig
+from support.sglang_runs import Case, checked, int4_config, online_int4, reported, run_cases, written
+from transformers import Qwen2Config
 
 from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
-from verify.check import all_checks, choose, run_checks
 from verify.checks.witnesses.loading import KEEP_ROUTER
-from verify.evidence.subject import Subject
-from verify.options import VerifyOptions
 from verify.run import verify
-from verify.witnesses.loading.run import LoadedBy, LoadRun
-from verify.witnesses.sglang.facts import SGLANG
+from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -32,18 +28,7 @@ GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]
 UNFUSED = "re:.*shared_experts.*"
 
-CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=12, norm_topk_prob=True),
-    "glm4_moe": Glm4MoeConfig(
-        **FOR_MARLIN,
-        num_nextn_predict_layers=0,
-        n_routed_experts=12,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        use_qk_norm=True,
-        attention_bias=True,
-    ),
-}
+CONFIGS = for_marlin(12, num_nextn_predict_layers=0)
 DENSE = Qwen2Config(**{key: value for key, value in FOR_MARLIN.items() if "expert" not in key and "moe" not in key})
 ASYMMETRIC = QuantScheme(GROUP, "minmax", (), symmetric=False)
 FP8 = {
@@ -108,13 +93,12 @@ def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> di
 
 def findings(case: Case, run: LoadRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
     """Status of each check, and (code, tensor) of each finding."""
-    subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({"sglang"})))
-    subject._results[LoadedBy(SGLANG)] = run
-    outcome = run_checks(subject, choose(subject, [one for one in all_checks() if one.stage == "sglang"])[0])
-    results, found, facts = outcome.checks, outcome.findings, outcome.facts
+    results, found, facts = checked(case, run)
     for line in (*found, *facts.get("SGLang", ())):
         print(line)
-    return {result.code: result.status for result in results}, {(finding.code, finding.tensor) for finding in found}
+    return {code: result.status for code, result in results.items()}, {
+        (finding.code, finding.tensor) for finding in found
+    }
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -126,8 +110,7 @@ def test_sound_checkpoints_pass_through_repacking(
     status, found = findings(cases[name], runs[name])
     assert found == set()
     assert status == {f"CK50{number}": "passed" for number in range(1, 7)}
-    report = runs[name].report
-    assert report is not None
+    report = reported(runs[name])
     assert report.device == torch.cuda.get_device_name()
     assert (report.repacked, report.unchecked) == ((), ())
     assert report.repacked_seen > 0
@@ -143,8 +126,7 @@ def test_zero_points_and_fp8_blocks_pass_through_repacking(
     assert {code for code, one in status.items() if one == "passed"} == {
         f"CK50{number}" for number in range(1, 7) if number != 5 or "moe" in name
     }
-    report = runs[name].report
-    assert report is not None
+    report = reported(runs[name])
     assert (report.repacked, report.unchecked) == ((), ())
     assert report.repacked_seen > 0
 

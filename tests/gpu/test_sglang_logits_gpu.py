@@ -102,34 +102,37 @@ def answers(
     return {name: (found[name], *expected[name]) for name in names}
 
 
+def far(answer: tuple[Answer, Tensor, Tensor]) -> tuple[float, float, float]:
+    """How far SGLang is from float32, how far transformers' own bfloat16, and how far logits are from their mean."""
+    ours, exact, rounded = answer
+    assert ours.logits is not None, ours.said
+    return float(distance(ours.logits, exact)), float(distance(rounded, exact)), float(exact.std())
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 def test_sglang_computes_the_logits_of_transformers(
     name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
 ) -> None:
     """Not further from float32 than twice what transformers' own bfloat16 is, of logits that differ far more."""
-    answer, exact, rounded = answers[name]
-    assert answer.logits is not None, answer.said
-    ours, noise = distance(answer.logits, exact), distance(rounded, exact)
+    ours, noise, spread = far(answers[name])
     assert ours <= 2 * noise
-    assert ours <= exact.std() / 10
+    assert ours <= spread / 10
 
 
 @pytest.mark.parametrize("name", WITHOUT_BIAS)
 def test_a_bias_that_is_left_out_shows_in_the_logits(
     name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
 ) -> None:
-    answer, exact, rounded = answers[name]
-    assert answer.logits is not None, answer.said
-    assert 4 * distance(rounded, exact) <= distance(answer.logits, exact) <= exact.std() / 20
+    ours, noise, spread = far(answers[name])
+    assert 4 * noise <= ours <= spread / 20
 
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_what_sglangs_class_leaves_out_shows_in_the_logits(
     name: str, answers: Mapping[str, tuple[Answer, Tensor, Tensor]]
 ) -> None:
-    answer, exact, rounded = answers[name]
-    assert answer.logits is not None, answer.said
-    assert distance(answer.logits, exact) > 20 * distance(rounded, exact)
+    ours, noise, _ = far(answers[name])
+    assert ours > 20 * noise
 
 
 @pytest.mark.parametrize("name", SAID)

@@ -10,7 +10,7 @@ import torch
 from support import models
 from support.engine_models import ALL, ATTENTION, ROUTER, saved, verified
 from support.sglang_families import EXPERT
-from support.sglang_runs import LOST, Case, run_cases
+from support.sglang_runs import LOST, Case, clean, reported, run_cases
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -54,9 +54,7 @@ def test_every_tensor_is_on_some_gpu(
 ) -> None:
     if name == INT4 and sizes.ep == 1:
         pytest.skip("the kernel's tiles are larger than half an expert")
-    report = runs[sizes][name].report
-    assert report is not None, runs[sizes][name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    report = clean(runs[sizes][name])
     assert (report.repacked, report.unchecked) == ((), ())
     tensors = models.tensors(root / name)
     # SGLang keeps shapes of packed weights in bfloat16 and never reads them.
@@ -70,8 +68,7 @@ def test_every_tensor_is_on_some_gpu(
 def test_lost_and_exchanged_tensors_are_named(
     name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, LoadRun]]
 ) -> None:
-    report = runs[sizes][f"{name} broken"].report
-    assert report is not None, runs[sizes][f"{name} broken"]
+    report = reported(runs[sizes][f"{name} broken"])
     tensors = models.tensors(root / name)
     missing = sorted(one for one in tensors if LOST.fullmatch(one))
     assert sorted(one.tensor for one in report.unwritten) == missing

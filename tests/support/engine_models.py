@@ -45,6 +45,16 @@ SIZES: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+# Of latent attention, with one layer that is dense.
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 # The same limits, smaller.
 FOR_MARLIN: dict[str, Any] = {
     **{key: size for key, size in SIZES.items() if key != "tie_word_embeddings"},
@@ -54,6 +64,17 @@ FOR_MARLIN: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 256,
 }
+
+
+def for_marlin(experts: int, **more: int) -> dict[str, PretrainedConfig]:
+    """Configs of those sizes by family; `more` is of GLM-4.5."""
+    glm = {"n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}
+    return {
+        "qwen3_moe": Qwen3MoeConfig(**FOR_MARLIN, num_experts=experts, norm_topk_prob=True),
+        "glm4_moe": Glm4MoeConfig(**FOR_MARLIN, n_routed_experts=experts, **glm, **more),
+    }
+
+
 MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
     "dense": ("qwen3-untied", partial(Qwen3Config, **SIZES, head_dim=64)),
     "moe": ("qwen3_moe", partial(Qwen3MoeConfig, **SIZES, **EXPERTS, head_dim=64, num_experts=16)),
@@ -61,18 +82,12 @@ MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
         "deepseek_v3",
         partial(
             DeepseekV3Config,
-            **SIZES | {"num_key_value_heads": 4},
+            **SIZES | MLA,
             **EXPERTS | {"num_experts_per_tok": 4},
             n_routed_experts=16,
-            n_shared_experts=1,
             n_group=4,
             topk_group=2,
-            first_k_dense_replace=1,
             q_lora_rank=96,
-            kv_lora_rank=512,
-            qk_nope_head_dim=128,
-            qk_rope_head_dim=64,
-            v_head_dim=128,
         ),
     ),
     "glm": (

@@ -25,7 +25,7 @@ from torch import Tensor
 from support.forking import ran
 from support.processes import run_logged
 from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
 from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
 from verify.witnesses.process.codec import decoded
 from verify.witnesses.sglang.facts import SGLANG
@@ -249,6 +249,23 @@ def run_cases(
             if failed and not ended:
                 break
     return runs
+
+
+Cases, Runs = Mapping[str, Case], Mapping[str, LoadRun]
+Judged = Callable[[str], tuple[Any, Any, Any]]
+
+
+def reported(run: LoadRun) -> LoadReport:
+    """The report of a run, which must have ended."""
+    assert run.report is not None, run
+    return run.report
+
+
+def clean(run: LoadRun) -> LoadReport:
+    """The report of a run in which every tensor is where the engine keeps it."""
+    report = reported(run)
+    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    return report
 
 
 def checked(

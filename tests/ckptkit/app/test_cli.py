@@ -16,6 +16,7 @@ from pathlib import Path
 
 import click
 import pytest
+from mutations.edits import edit_config
 from support import processes
 from support.fixture_types import CopyOf, PathOf
 from support.models import tensors
@@ -30,8 +31,7 @@ def test_a_model_of_no_family_is_refused_and_nothing_is_left(
     releases: PathOf, copy_of: CopyOf, tmp_path: Path, ckptkit: Run
 ) -> None:
     source = copy_of(releases("qwen2-tied"))
-    config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"model_type": "rwkv9"}))
+    edit_config(source, model_type="rwkv9")
     done = ckptkit("convert", source, tmp_path / "out")
     assert done.returncode == 2
     assert "model_type 'rwkv9' is not supported" in done.stderr
@@ -139,8 +139,7 @@ def test_inspect_shows_rotary_settings_as_they_are_stated(
     stated: dict[str, object], said: str, releases: PathOf, copy_of: CopyOf, ckptkit: Run
 ) -> None:
     path = copy_of(releases("qwen2-tied"))
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | stated))
+    edit_config(path, **stated)
     assert said in ckptkit("inspect", path).stdout.splitlines()
 
 

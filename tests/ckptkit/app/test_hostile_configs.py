@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -14,6 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner, Result
+from mutations.edits import edit_config
 from support import models, published
 
 from ckptkit.app.cli import cli
@@ -85,16 +85,11 @@ def run(*command: str | Path) -> tuple[Result, str]:
     return result, said
 
 
-def changed(root: Path, change: dict[str, Any]) -> None:
-    config = json.loads((root / "config.json").read_text())
-    (root / "config.json").write_text(json.dumps(config | change))
-
-
 @pytest.mark.parametrize(("change", "message"), CHANGES, ids=[str(message)[:60] for _, message in CHANGES])
 def test_value_that_no_model_has_is_refused_by_every_command(
     change: dict[str, Any], message: str, hostile: Path, tmp_path: Path
 ) -> None:
-    changed(hostile, change)
+    edit_config(hostile, **change)
     for command in (
         ("convert", hostile, tmp_path / "out", "--dry-run"),
         ("convert", hostile, tmp_path / "out"),
@@ -107,7 +102,7 @@ def test_value_that_no_model_has_is_refused_by_every_command(
         assert len(said) < 1_000
     assert not (tmp_path / "out").exists()
     run("inspect", hostile)
-    changed(hostile, {"quantization_config": published.quantization(published.KIMI_LIST)})
+    edit_config(hostile, quantization_config=published.quantization(published.KIMI_LIST))
     result, said = run("lint", hostile)
     assert result.exception is None or isinstance(result.exception, (CkptkitError, SystemExit))
 
@@ -116,7 +111,7 @@ def test_value_that_no_model_has_is_refused_by_every_command(
 def test_verify_and_preflight_name_the_value_that_no_model_has(
     change: dict[str, Any], message: str, hostile: Path
 ) -> None:
-    changed(hostile, change)
+    edit_config(hostile, **change)
     for command in (("verify", hostile, "--json"), ("preflight", "--hf-checkpoint", hostile, "--json")):
         result, said = run(*command)
         assert isinstance(result.exception, SystemExit)

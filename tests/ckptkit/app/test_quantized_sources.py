@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from families import case
-from mutations.edits import replace, tensor
+from mutations.edits import edit_config, replace, tensor
 from support import floats, models, quantized
 from support.fixture_types import PathOf
 from support.sglang_sizes import widened
@@ -33,8 +33,7 @@ WORDS = "FP8 (float8_e4m3fn, one scale for each block of 100 x 60)"
 
 def says(path: Path, content: Any) -> Path:
     """Puts a quantization_config into a config.json."""
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"quantization_config": content}))
+    edit_config(path, quantization_config=content)
     return path
 
 

@@ -16,6 +16,7 @@ from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import MXFP4A16, NVFP4A16
 from compressed_tensors.quantization.utils.helpers import calculate_qparams, generate_gparam
+from support.processes import python
 from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -342,3 +343,13 @@ def test_an_empty_matrix_has_no_codes(shape: tuple[int, int], name: str) -> None
 def test_columns_that_groups_do_not_divide_are_refused(name: str, groups: int) -> None:
     with pytest.raises(CkptkitError, match=rf" has 24 columns, which groups of {groups} do not divide"):
         FORMATS[name](torch.ones(4, 24), "a.weight")
+
+
+@pytest.mark.nightly
+def test_the_triton_kernel_gives_the_bytes_of_the_formulas_and_marks_what_is_not_finite() -> None:
+    """Without a GPU: in Triton's interpreter, which a process chooses when it starts."""
+    pytest.importorskip("triton")
+    done = python("-W", "ignore", "-m", "support.triton_floats", TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    # Ten formulas of blocks, with bfloat16 eight, in three dtypes; three matrices.
+    assert done.stdout.splitlines() == [f"{(8 + 10 + 10) * 3} compared", "differ: []", "unmarked: []"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from mutations.edits import edit_config
 from support import published
 from support.published import (
     GLM,
@@ -269,8 +270,7 @@ def test_fix_where_the_list_lies_in_text_config(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_looked_at(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = write(tmp_path, QWEN, QWEN_LIST)
-    config = json.loads((path / "config.json").read_text()) | change
-    (path / "config.json").write_text(json.dumps(config))
+    edit_config(path, **change)
     with pytest.raises(CkptkitError, match=message):
         lint(path)
 

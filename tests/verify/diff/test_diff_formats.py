@@ -134,8 +134,7 @@ def test_config_that_differs_is_a_difference(
     changes: dict[str, Any], words: str, releases: PathOf, fresh: PathOf
 ) -> None:
     path = fresh("qwen2-tied")
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | changes))
+    edit_config(path, **changes)
     found = diff(path, releases("qwen2-tied"))
     assert (found.status, found.counts["differing"]) == ("different", 0)
     (line,) = found.files

@@ -6,16 +6,15 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import models
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
-from support.sglang_runs import Case, int4_config, online_int4, run_cases, written
+from support.sglang_runs import Case, Judged, int4_config, online_int4, run_cases, written
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
@@ -32,8 +31,6 @@ from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process import run as process_run
 
 pytestmark = pytest.mark.sglang
-Runs = Mapping[str, LoadRun]
-Judged = Callable[[str], tuple[Any, Any, Any]]
 
 GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]

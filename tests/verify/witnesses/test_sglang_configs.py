@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,13 @@ from families import CASES, case
 from safetensors.torch import save_file
 from support import models
 from support.installed import release
-from support.sglang_runs import Case
+from support.sglang_runs import Case, Cases, Runs, reported
 
 from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.loading import why_refused
-from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.timeout(900),
-]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 Config = dict[str, Any]
 # Keys without which SGLang stops, and those without which it builds another model: what it then leaves out.
 STOPS = {
@@ -123,8 +117,7 @@ def test_sglang_stops_without_a_key_and_the_hint_names_it(name: str, key: str, r
 
 @pytest.mark.parametrize("key", LEAVES_OUT)
 def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Runs) -> None:
-    report = runs[f"minimax_m2 {key}"].report
-    assert report is not None
+    report = reported(runs[f"minimax_m2 {key}"])
     assert any(one.tensor.endswith(LEAVES_OUT[key]) for one in report.dropped)
 
 
@@ -149,8 +142,7 @@ def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Runs) -> None:
 @pytest.mark.parametrize("label", ["no tower", "no tower of Gemma"])
 def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Runs) -> None:
     """And loads without an error: its parameters keep what memory held."""
-    report = runs[label].report
-    assert report is not None, runs[label]
+    report = reported(runs[label])
     assert len(report.unwritten) > 20
     assert all(one.tensor.startswith(("visual.", "vision_tower.", "multi_modal")) for one in report.unwritten)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import models
 from support.installed import before
-from support.sglang_runs import Case, checked, int4_config, online_int4, written
+from support.sglang_runs import Case, Cases, Judged, Runs, checked, int4_config, online_int4, written
 from torch import Tensor
 
 from quant.lint.lint import lint
@@ -22,9 +21,6 @@ from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
-Judged = Callable[[str], tuple[Any, Any, Any]]
 
 L = "model.layers.12."
 QUERY, ROUTER = L + "self_attn.q_proj.weight", L + "mlp.gate.weight"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +11,9 @@ from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, LEFT_OUT, NO_DRAFT, OF_DRAFT, SAID, STRICT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case
+from support.sglang_runs import LOST_OF_DRAFT, Case, Cases, Runs, clean, reported
 
-from verify.witnesses.loading.run import LoadRun
-
-pytestmark = [
-    pytest.mark.sglang,
-    pytest.mark.timeout(900),
-]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 def of_a_kind(names: Iterable[str]) -> list[Any]:
@@ -38,10 +31,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_every_tensor_is_where_sglang_keeps_it(name: str, cases: Cases, runs: Runs) -> None:
-    report = runs[name].report
-    assert report is not None, runs[name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
-    assert report.computed == ()
+    report = clean(runs[name])
     tensors = models.tensors(Path(cases[name].checkpoint))
     unread = models.UNREAD.get(name, ())
     left = {one for one in tensors if one in report.draft or one.startswith(unread) or "rotary_emb.inv_freq" in one}
@@ -52,8 +42,7 @@ def test_every_tensor_is_where_sglang_keeps_it(name: str, cases: Cases, runs: Ru
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Runs) -> None:
-    report = runs[name].report
-    assert report is not None, runs[name]
+    report = reported(runs[name])
     tensor, what, count = LEFT_OUT[name]
     assert {one.tensor: one.what for one in report.dropped}[tensor] == what
     assert (len(report.dropped), report.differing) == (count, ())
@@ -76,8 +65,7 @@ def test_a_class_that_stops_at_a_lost_tensor_is_quoted(name: str, runs: Runs) ->
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in STRICT]))
 def test_lost_and_exchanged_tensors_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
-    report = runs[f"{name} broken"].report
-    assert report is not None, runs[f"{name} broken"]
+    report = reported(runs[f"{name} broken"])
     names_faults(report, models.tensors(cases[name].checkpoint))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,12 @@ from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
 from support.sglang_families import EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
 from support.sglang_matrix import CLEAN, judged
-from support.sglang_runs import LOST_PARTS, Case
+from support.sglang_runs import LOST_PARTS, Case, Cases, Runs, clean, reported
 
 from verify.checks.witnesses.loading import why_no_scale
-from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
 
 # Of the matrix that `make sglang-matrix` runs: a dense model, one with experts, one with latent attention in the larger
 # groups and each way, a vision tower, experts that nobody knows one by one, and FP8 of linear attention.
@@ -62,10 +58,7 @@ def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("label", daily(LABELS, DAILY))
 def test_every_part_is_where_sglang_keeps_it(label: str, cases: Cases, runs: Runs) -> None:
-    report = runs[label].report
-    assert report is not None, runs[label]
-    assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
-    assert report.computed == ()
+    report = clean(runs[label])
     tensors = models.tensors(Path(cases[label].checkpoint))
     # SGLang never uses the shapes, and keeps only the last one of a fused layer.
     left = {name for name in tensors if name in report.draft or name.endswith(("inv_freq", "weight_shape"))}
@@ -82,8 +75,7 @@ def test_a_cell_of_the_matrix_is_clean(label: str, cases: Cases, runs: Runs) -> 
 @pytest.mark.parametrize("name", daily(BROKEN, ("qwen3_moe", "qwen3_vl_moe")))
 def test_lost_and_exchanged_parts_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """A norm and the packed weight of one expert's up are missing; two experts of another layer are exchanged."""
-    report = runs[f"broken {name}"].report
-    assert report is not None, runs[f"broken {name}"]
+    report = reported(runs[f"broken {name}"])
     tensors = models.tensors(Path(cases[f"broken {name}"].checkpoint))
     missing = {one for one in tensors if LOST_PARTS.fullmatch(one)}
     assert {one.tensor for one in report.unwritten} == missing
@@ -96,8 +88,7 @@ def test_lost_and_exchanged_parts_are_named(name: str, cases: Cases, runs: Runs)
 @pytest.mark.parametrize("name", daily(NOT_IN_FP8, ("llama", "mistral")))
 def test_scales_that_a_class_drops_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """SGLang's Llama class gives scales of blocks the name of scales of tensors, and then finds no parameter."""
-    report = runs[f"fp8 {name}"].report
-    assert report is not None, runs[f"fp8 {name}"]
+    report = reported(runs[f"fp8 {name}"])
     tensors = models.tensors(Path(cases[f"fp8 {name}"].checkpoint))
     assert {one.tensor for one in report.dropped} == {one for one in tensors if one.endswith("_scale_inv")}
     assert "loads no scales of FP8 blocks under this name: dequantize it" in why_no_scale(

@@ -14,19 +14,15 @@ from families import CASES
 from families.table import config_of
 from support import models
 from support.installed import release
-from support.sglang_runs import Case, online_int4, written
+from support.sglang_runs import Case, Cases, Judged, Runs, online_int4, written
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from quant.lint.lint import lint
 from verify.checks.witnesses.loading import keep_router
 from verify.run import verify
-from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
-Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
-Judged = Callable[[str], tuple[Any, Any, Any]]
 
 Quantized = dict[str, Tensor]
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}

@@ -13,7 +13,7 @@ from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
-from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, run_cases
+from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, reported, run_cases
 from support.sglang_runs import Case as Load
 from torch import Tensor
 
@@ -88,8 +88,7 @@ def runs(root: Path, folders: Mapping[EngineSizes, Path], wanted: set[Case]) -> 
 @pytest.mark.parametrize("case", of_a_kind(EVERY), ids=id_of)
 def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
     sizes, name = case
-    report = runs[sizes][name].report
-    assert report is not None, runs[sizes][name]
+    report = reported(runs[sizes][name])
     assert (report.unwritten, report.dropped, report.differing, report.routers) == ((), (), (), ())
     assert report.computed == COMPUTED.get(name, ())
     tensors = models.tensors(root / name)
@@ -103,8 +102,7 @@ def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> Non
 @pytest.mark.parametrize("case", of_a_kind(ALSO_BROKEN), ids=id_of)
 def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs: Runs) -> None:
     sizes, name = case
-    report = runs[sizes][f"{name} broken"].report
-    assert report is not None, runs[sizes][f"{name} broken"]
+    report = reported(runs[sizes][f"{name} broken"])
     tensors = models.tensors(root / name)
     on_one = [one for one in tensors if LOST_ON_RANK_1.fullmatch(one)]
     missing = [one for one in tensors if LOST.fullmatch(one)]
@@ -138,8 +136,7 @@ def test_every_tensor_of_a_draft_layer_is_on_some_rank(case: Case, root: Path, r
 def test_what_one_rank_lacks_is_named_with_the_rank(case: Case, root: Path, runs: Runs) -> None:
     """A norm, and the queries, of which it has a slice unless each rank has the attention whole."""
     sizes, name = case
-    report = runs[sizes][f"{name} broken"].report
-    assert report is not None
+    report = reported(runs[sizes][f"{name} broken"])
     tensors = models.tensors(root / name)
     norm, query = sorted((one for one in tensors if LOST_ON_RANK_1.fullmatch(one)), key=lambda one: "norm" not in one)
     assert {one.rank for one in report.unwritten if one.tensor in (norm, query)} == {"1"}

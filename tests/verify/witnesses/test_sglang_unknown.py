@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.fixture_types import PathOf
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
@@ -16,7 +17,6 @@ from verify.witnesses.process.interpreter import Interpreter
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("served_sglang")]
 
-PathOf = Callable[..., Path]
 INT4 = "sglang.srt.layers.quantization.compressed_tensors.compressed_tensors"
 
 

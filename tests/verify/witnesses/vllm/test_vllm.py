@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from support import models
+from support.fixture_types import PathOf
 from support.processes import ckptkit
 from support.sglang_runs import Case, checked
 
@@ -30,7 +30,6 @@ from verify.witnesses.vllm import platform
 from verify.witnesses.vllm.facts import VLLM
 
 AGAINST = frozenset({"vllm"})
-PathOf = Callable[..., Path]
 
 
 @pytest.mark.vllm

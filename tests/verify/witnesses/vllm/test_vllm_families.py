@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support import models
 from support.nightly import collected
 from support.sglang_families import OF_DRAFT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case
+from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, reported
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
 from support.vllm_runs import run_cases
 
 from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-Runs = Mapping[str, LoadRun]
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +39,7 @@ def runs(needed: list[str], root: Path, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("name", CLEAN)
 def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) -> None:
-    report = runs[name].report
-    assert report is not None, runs[name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
+    report = clean(runs[name])
     tensors = models.tensors(root / name)
     unread = models.UNREAD.get(name, ())
     left = {one for one in tensors if one in report.draft or one.startswith(unread) or "rotary_emb.inv_freq" in one}
@@ -54,8 +50,7 @@ def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) 
 
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
-    report = runs[name].report
-    assert report is not None, runs[name]
+    report = reported(runs[name])
     seen = {one.tensor: one.what for one in report.dropped}
     assert seen["model.layers.0.self_attn.k_proj.weight"] == "only 3072 of its 8192 elements were written"
     assert (len(report.dropped), report.differing) == (LEFT_OUT[name], ())
@@ -70,8 +65,7 @@ def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
 @pytest.mark.parametrize("name", CLEAN)
 def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
-    report = runs[f"{name} broken"].report
-    assert report is not None, runs[f"{name} broken"]
+    report = reported(runs[f"{name} broken"])
     names_faults(report, models.tensors(root / name))
 
 

@@ -14,7 +14,7 @@ import pytest
 from support import models
 from support.quantized import int4, write
 from support.sglang_formats import write_all
-from support.sglang_runs import Case, checked
+from support.sglang_runs import Case, checked, reported
 from support.vllm_runs import HALF, LOST, MUTATIONS, run_cases
 from torch import Tensor
 
@@ -63,8 +63,7 @@ def test_what_is_missing_is_named(
     missing = lost(mutation, models.tensors(paths[model]))
     if not missing:
         pytest.skip(NOTHING)
-    report = runs[model, mutation].report
-    assert report is not None, runs[model, mutation]
+    report = reported(runs[model, mutation])
     assert used(report.unwritten) == missing
     assert used(report.dropped) == missing
     assert {one.tensor for one in report.routers} == {one for one in missing if one.endswith("mlp.gate.weight")}

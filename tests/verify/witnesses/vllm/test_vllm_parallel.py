@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import models
 from support.sglang_families import EXPERT
-from support.sglang_runs import LOST, LOST_ON_RANK_1, Case
+from support.sglang_runs import LOST, LOST_ON_RANK_1, Case, reported
 from support.vllm_families import DRAFTS, NEWER
 from support.vllm_runs import run_cases
 
@@ -43,8 +43,7 @@ def runs(
 def test_every_tensor_is_on_some_rank(root: Path, runs: tuple[str, Mapping[str, LoadRun]]) -> None:
     sizes, found = runs
     for name in NAMES:
-        report = found[name].report
-        assert report is not None, found[name]
+        report = reported(found[name])
         clean = (report.unwritten, report.dropped, report.differing, report.routers, report.computed)
         assert clean == ((), (), (), (), ()), name
         tensors = models.tensors(root / name)
@@ -58,8 +57,7 @@ def test_lost_and_exchanged_tensors_are_named_with_the_rank(
 ) -> None:
     sizes, found = runs
     for name in BROKEN:
-        report = found[f"{name} broken"].report
-        assert report is not None, found[f"{name} broken"]
+        report = reported(found[f"{name} broken"])
         tensors = models.tensors(root / name)
         missing = {one for one in tensors if LOST.fullmatch(one)}
         on_one = {one for one in tensors if LOST_ON_RANK_1.fullmatch(one)} if "pp" not in sizes else set()

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support import models
-from support.sglang_runs import Case
+from support.sglang_runs import Case, Runs
 from support.vllm_runs import run_cases
 from support.vllm_threads import THREADS, planted, sound
-
-from verify.witnesses.loading.run import LoadRun
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -44,7 +41,6 @@ REFUSED = {
         "KeyError: 'model.layers.6.mtp_block.self_attn.qkv_proj.weight'"
     ),
 }
-Runs = Mapping[str, LoadRun]
 
 
 @pytest.fixture(scope="module")
