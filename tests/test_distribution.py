@@ -23,14 +23,8 @@ import ckptkit
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("ckptkit", "converters", "quant", "verify", "docs", "lab", ".ci")
 FILES = (
-    "CHANGELOG.md",
-    "Containerfile",
-    "LICENSE",
-    "MANIFEST.in",
-    "README.md",
-    "SECURITY.md",
-    "constraints.txt",
-    "pyproject.toml",
+    *("CHANGELOG.md", "Containerfile", "LICENSE", "MANIFEST.in", "README.md", "SECURITY.md"),
+    *("constraints.txt", "pyproject.toml"),
 )
 NAMES = ["ckptkit_verify-0.1.0-py3-none-any.whl", "ckptkit_verify-0.1.0.tar.gz"]
 

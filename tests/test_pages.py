@@ -37,6 +37,11 @@ def test_site_builds_with_every_link_and_anchor_right(tmp_path: Path) -> None:
     assert 'id="s17"' in (tmp_path / "symptoms.html").read_text()
 
 
+def options_of(verb: str) -> set[str]:
+    command = cli.get_command(cli.make_context("ckptkit", ["--help"], resilient_parsing=True), verb)
+    return {name for option in command.params for name in option.opts} if command else set()
+
+
 def test_commands_of_all_pages_have_verbs_and_options_that_exist() -> None:
     wrong, count = [], 0
     for block in BLOCKS:
@@ -44,10 +49,8 @@ def test_commands_of_all_pages_have_verbs_and_options_that_exist() -> None:
             words = shlex.split(line, comments=True)
             verb, rest = words[1], words[2 : words.index("--") if "--" in words else None]
             count += 1
-            found = cli.get_command(cli.make_context("ckptkit", ["--help"], resilient_parsing=True), verb)
-            known = {name for option in found.params for name in option.opts} if found else set()
             given = {word.strip(",;").partition("=")[0] for word in rest if word.startswith("--")}
-            if verb not in _MODULES or not given <= known:
+            if verb not in _MODULES or not given <= options_of(verb):
                 wrong.append(f"{block.page}: {line}")
     assert wrong == []
     assert count > 40
@@ -94,10 +97,8 @@ def test_row_names_a_command_with_options_that_exist(row: Row) -> None:
     program, verb, *words = row.command
     assert program == "ckptkit"
     assert verb in _MODULES
-    command = cli.get_command(cli.make_context("ckptkit", ["--help"], resilient_parsing=True), verb)
-    assert command is not None
-    known = {name for option in command.params for name in option.opts}
-    assert {word for word in words[: words.index("--") if "--" in words else None] if word.startswith("--")} <= known
+    given = words[: words.index("--") if "--" in words else None]
+    assert {word for word in given if word.startswith("--")} <= options_of(verb)
 
 
 def test_rows_name_hooks_that_exist() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,7 @@ def release(releases: PathOf) -> Path:
 
 def changed(release: Path, root: Path, place: int, value: float) -> Path:
     """A copy of the model with another value in `A_log` of one layer."""
-    root.mkdir()
-    for file in release.iterdir():
-        (root / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(release, root)
     state = models.tensors(release)[STATE].clone()
     state[place] = value
     models.edit(root, STATE, state)

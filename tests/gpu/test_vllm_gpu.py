@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.sglang_runs import reported
+from support.sglang_runs import Runs, reported
 from support.vllm_formats import CLEAN
 from support.vllm_runs import run_cases
-from support.vllm_steps import LABELS, Made, Runs, Steps, all_runs
+from support.vllm_steps import LABELS, Made, Steps, all_runs
 
 from verify.report import Report
 from verify.run import verify

@@ -42,11 +42,8 @@ WRONG_VERL = [
 ]
 PUBLISHED_VERL = [
     *("grpo_trainer/run_deepseek_v3_671b_megatron.sh", "grpo_trainer/run_qwen3_30b_a3b_megatron.sh"),
-    *(
-        "grpo_trainer/run_qwen3_8b_megatron.sh",
-        "grpo_trainer/run_seed_oss_36b_fsdp.sh",
-        "rloo_trainer/run_qwen3_8b_fsdp.sh",
-    ),
+    *("grpo_trainer/run_qwen3_8b_megatron.sh", "grpo_trainer/run_seed_oss_36b_fsdp.sh"),
+    "rloo_trainer/run_qwen3_8b_fsdp.sh",
 ]
 WRONG_NEMO = [
     ("grpo.num_generations_per_prompt=many", "Input should be a valid integer", "grpo.num_generations_per_prompt"),

@@ -56,6 +56,9 @@ EXPORTED: Mapping[str, tuple[str, ...]] = {
 }
 
 
+EVERY = [name for several in EXPORTED.values() for name in several]
+
+
 def functions_of(path: Path, **stand_ins: Any) -> dict[str, Any]:
     """The functions and classes of a file, without what it imports of its own tool."""
     tree = ast.parse(path.read_text())
@@ -139,10 +142,9 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
         f"{_L}.mlp.experts.7.down_proj.weight",
         "experts",
     ]
-    every = [name for several in EXPORTED.values() for name in several]
     assert [
         (name, entry)
-        for name in every
+        for name in EVERY
         for entry in entries
         if names["_is_ignored"](name, [entry]) != rules.parameter_prefix(entry)(name)
     ] == []
@@ -151,8 +153,7 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
 def test_verl_packs_by_parts_of_names(checkout: Callable[[str], Path]) -> None:
     root = checkout("VERL") / "verl" / "utils"
     helper = functions_of(root / "fp8_utils.py")["FP8QuantizerHelper"](FP8)
-    every = [name for several in EXPORTED.values() for name in several]
-    every += [f"{_L}.block_sparse_moe.experts.7.w1.weight", f"{_L}.self_attn.q_proj.bias"]
+    every = [*EVERY, f"{_L}.block_sparse_moe.experts.7.w1.weight", f"{_L}.self_attn.q_proj.bias"]
     assert [name for name in every if helper.should_quantize_param(name) != rules.verl_fp8(name, {})] == []
     matches = functions_of(root / "sglang" / "sglang_fp8_utils.py", FP8QuantizerHelper=object)["_matches_ignored_layer"]
     entries = [

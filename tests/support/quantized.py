@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,17 @@ def mxfp4(experts: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
     ).contiguous()
 
 
+def group_config(form: str, *groups: Mapping[str, Any], ignore: Iterable[str] = ("lm_head",)) -> dict[str, Any]:
+    """A quantization_config of these groups, as compressed-tensors writes it."""
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{index}": one for index, one in enumerate(groups)},
+        "ignore": list(ignore),
+    }
+
+
 def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
     """A quantization_config as the releases have it."""
     arguments = {
@@ -167,13 +178,7 @@ def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
         **weights,
     }
     group = {"input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": arguments}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    return group_config(form, group)
 
 
 @contextmanager

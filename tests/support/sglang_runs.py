@@ -251,7 +251,8 @@ def run_cases(
     return runs
 
 
-Cases, Runs = Mapping[str, Case], Mapping[str, LoadRun]
+Cases = Mapping[str, Case]
+Runs = Mapping[str, LoadRun]
 Judged = Callable[[str], tuple[Any, Any, Any]]
 
 

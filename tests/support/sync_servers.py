@@ -74,16 +74,8 @@ def started(model: Path, tp: int, log: Path, *options: str) -> Iterator[Server]:
         *("--port", str(port), "--tp", str(tp), "--dtype", "bfloat16", "--skip-tokenizer-init", "--skip-server-warmup"),
         *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
         *("--disable-cuda-graph", "--disable-overlap-schedule", "--disable-radix-cache", "--random-seed", "0"),
-        *(
-            "--max-total-tokens",
-            "4096",
-            "--max-running-requests",
-            "4",
-            "--mem-fraction-static",
-            "0.8",
-            "--enable-memory-saver",
-            *options,
-        ),
+        *("--max-total-tokens", "4096", "--max-running-requests", "4", "--mem-fraction-static", "0.8"),
+        *("--enable-memory-saver", *options),
     ]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)

@@ -36,6 +36,12 @@ def write(file: Path, content: str | bytes | None = None) -> None:
     file.write_bytes(whole(file.name) if text is None else text)
 
 
+def write_files(folder: Path, *names: str) -> None:
+    """Writes whole files of these names."""
+    for name in names:
+        write(folder / name)
+
+
 def write_manifest(root: Path, *names: str, **more: Any) -> None:
     """Writes a ckptkit.json that lists these files of a directory as they are."""
     files = {name: blake3((root / name).read_bytes()).hexdigest() for name in names}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.fixture_types import CopyOf, PathOf
 from support.models import content
-from support.whole_files import write
+from support.whole_files import write_files
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -42,8 +42,7 @@ def tree(tmp_path: Path) -> Path:
     """A directory of checkpoints: `model` with a folder, and `other`."""
     root = tmp_path / "tree"
     for folder in ("model", "model/sub", "other"):
-        for name in ("config.json", "model.safetensors"):
-            write(root / folder / name)
+        write_files(root / folder, "config.json", "model.safetensors")
     return root
 
 

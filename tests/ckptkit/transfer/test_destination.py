@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save
 from support.models import content
-from support.whole_files import whole, write, write_manifest
+from support.whole_files import whole, write, write_files, write_manifest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
@@ -188,8 +188,7 @@ JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
 @pytest.mark.parametrize("place", ["out", "out.partial"])
 @pytest.mark.parametrize("name", FOREIGN)
 def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str, place: str) -> None:
-    for file in FOREIGN[name]:
-        write(tmp_path / place / file)
+    write_files(tmp_path / place, *FOREIGN[name])
     before = content(tmp_path)
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(CkptkitError) as refused, new_directory(tmp_path / "out", ASKED, **options):
@@ -205,8 +204,7 @@ def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: 
 def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Path, name: str, place: str) -> None:
     file, text, others = JUNK[name]
     write(tmp_path / place / file, text)
-    for other in others:
-        write(tmp_path / place / other)
+    write_files(tmp_path / place, *others)
     before = content(tmp_path)
     refuse(tmp_path / "out", rf"{place} is not a checkpoint, so it is not replaced", overwrite=True)
     assert content(tmp_path) == before
@@ -234,8 +232,7 @@ SEVERAL = {
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_of_several_checkpoints_in_one_folder_none_is_replaced(tmp_path: Path, name: str) -> None:
-    for file in SEVERAL[name]:
-        write(tmp_path / "out" / file)
+    write_files(tmp_path / "out", *SEVERAL[name])
     before = content(tmp_path)
     refuse(tmp_path / "out", "out holds weights of several checkpoints, so it is not replaced", overwrite=True)
     assert content(tmp_path) == before
@@ -244,8 +241,7 @@ def test_of_several_checkpoints_in_one_folder_none_is_replaced(tmp_path: Path, n
 def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Path) -> None:
     out = tmp_path / "out"
     shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
-    for name in ("config.json", *shards):
-        write(out / name)
+    write_files(out, "config.json", *shards)
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
     check_destination(out, overwrite=True)
     for name in ("model.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
@@ -264,8 +260,7 @@ def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Pa
 
 def test_a_layout_of_a_manifest_and_an_index_of_other_weights(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for name in ("config.json", "a.safetensors", "b.safetensors"):
-        write(out / name)
+    write_files(out, "config.json", "a.safetensors", "b.safetensors")
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"x": "b.safetensors"}}))
     write_manifest(out, "config.json", hf_layout={"a.safetensors": ["x"]})
     refuse(out, r"several checkpoints.*: a\.safetensors, b\.safetensors", overwrite=True)
@@ -307,8 +302,7 @@ def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None
 @pytest.mark.parametrize("name", [".git/HEAD", ".env", "hf/.git/config", "figures/.a"])
 def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
-    for file in ("config.json", "model.safetensors", name):
-        write(out / file)
+    write_files(out, "config.json", "model.safetensors", name)
     write_manifest(out, "config.json", name)
     refuse(out, rf"not part of a checkpoint.*: {name}", overwrite=True)
 
@@ -397,8 +391,7 @@ def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> N
     ids=str,
 )
 def test_a_checkpoint_alone_is_replaced(tmp_path: Path, files: tuple[str, ...]) -> None:
-    for file in files:
-        write(tmp_path / "out" / file)
+    write_files(tmp_path / "out", *files)
     with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
         write(partial / "new")
     assert content(tmp_path) == {"out/new": b"x"}
@@ -406,8 +399,7 @@ def test_a_checkpoint_alone_is_replaced(tmp_path: Path, files: tuple[str, ...]) 
 
 def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for name in ("config.json", "mtp.safetensors"):
-        write(out / name)
+    write_files(out, "config.json", "mtp.safetensors")
     refuse(out, "not part of a checkpoint", overwrite=True)
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"a": "mtp.safetensors"}}))
     check_destination(out, overwrite=True)
@@ -430,8 +422,7 @@ DAMAGED = [(file, name) for file, names in OURS.items() for name in (file, *name
 @pytest.mark.parametrize("change", ["cut", "gone"])
 def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights: str, name: str, change: str) -> None:
     out = tmp_path / "out"
-    for file in (weights, *OURS[weights]):
-        write(out / file)
+    write_files(out, weights, *OURS[weights])
     write_manifest(out, *OURS[weights], hf_layout={"model.safetensors": ["a"]})
     (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
     check_destination(out, overwrite=True)
@@ -442,8 +433,7 @@ def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights:
 
 def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for file in ("config.json", "model.safetensors", "figures/a.png", "x.txt", "README.md", "modeling_x.py"):
-        write(out / file)
+    write_files(out, "config.json", "model.safetensors", "figures/a.png", "x.txt", "README.md", "modeling_x.py")
     write_manifest(out, "config.json", "figures/a.png", "x.txt", "README.md", "modeling_x.py")
     check_destination(out, overwrite=True)
     for file in ("figures/b.png", "LICENSE", "modeling_y.py"):
@@ -554,8 +544,7 @@ def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_
 def test_a_partial_whose_journal_is_half_removed_is_replaced(
     tmp_path: Path, options: dict[str, bool], files: tuple[str, ...]
 ) -> None:
-    for name in files:
-        write(tmp_path / "out.partial" / name)
+    write_files(tmp_path / "out.partial", *files)
     with new_directory(tmp_path / "out", ASKED, **options):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

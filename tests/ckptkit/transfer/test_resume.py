@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.models import content
-from support.whole_files import write
+from support.whole_files import write_files
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
@@ -130,8 +130,7 @@ def test_a_run_with_other_files_and_a_tower_that_was_cut_off_is_replaced_whateve
     count: int,
 ) -> None:
     source, out = copy_of(releases("qwen3_vl_moe")), tmp_path / "out"
-    for name in ("figures/a.png", "thesis.tex", "README.md", "modeling_x.py"):
-        write(source / name)
+    write_files(source, "figures/a.png", "thesis.tex", "README.md", "modeling_x.py")
     convert(source, out, max_shard_size=FILE_BYTES)
     assert (out / "carried").is_dir()
     convert(source, out, max_shard_size=FILE_BYTES, overwrite=True)
@@ -258,8 +257,7 @@ def test_what_only_lacks_its_name_gets_it(run: Run, tmp_path: Path) -> None:
     before = content(tmp_path)
     (tmp_path / "out").rename(tmp_path / "out.partial")
     old = tmp_path / "out.partial.old"
-    for name in (".ckptkit", "replaced/config.json", "replaced/model.safetensors"):
-        write(old / name)
+    write_files(old, ".ckptkit", "replaced/config.json", "replaced/model.safetensors")
     run(tmp_path / "out", resume=True)
     assert content(tmp_path) == before
 

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from support import quantized
 from support.installed import since
 from support.models import InMemory
+from support.quantized import group_config
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -37,13 +38,7 @@ GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 def compressed(weights: Mapping[str, Any], form: str = "pack-quantized", **more: Any) -> dict[str, Any]:
     """A quantization_config as compressed-tensors writes it, with these `weights` in its one group."""
     group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights}, **more}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
+    return group_config(form, group)
 
 
 def read(quantization: Mapping[str, Any], tensors: Mapping[str, Tensor], **config: Any) -> dict[str, Tensor]:

@@ -65,12 +65,16 @@ def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> N
     assert said[0].startswith("the engine from transformers in float32, 96 tokens of 4 samples: mean 0.0")
 
 
+def scaled(path: Path, target: Path, layer: int, factor: float) -> Path:
+    """A copy of the checkpoint with one matrix times a factor."""
+    shutil.copytree(path, target)
+    name = f"model.layers.{layer}.mlp.down_proj.weight"
+    models.edit(target, name, models.tensors(path)[name] * factor)
+    return target
+
+
 def test_rollout_of_another_checkpoint_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(recorded.path, other)
-    name = "model.layers.11.mlp.down_proj.weight"
-    models.edit(other, name, -models.tensors(other)[name])
-    status, _, (finding,) = judge(recorded.samples(), path=other)
+    status, _, (finding,) = judge(recorded.samples(), path=scaled(recorded.path, tmp_path / "other", 11, -1.0))
     assert (status, finding.code, finding.severity) == ("failed", "CK602", "error")
     assert "verify the checkpoint that weight version 3 was" in finding.hint
 
@@ -192,11 +196,7 @@ def test_tokens_of_tools_do_not_count(judge: Any, recorded: Any) -> None:
 
 
 def test_checkpoint_that_computes_no_numbers_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
-    path = tmp_path / "broken"
-    shutil.copytree(recorded.path, path)
-    name = "model.layers.3.mlp.down_proj.weight"
-    models.edit(path, name, models.tensors(path)[name] * math.nan)
-    _, _, (finding,) = judge(recorded.samples(), path=path)
+    _, _, (finding,) = judge(recorded.samples(), path=scaled(recorded.path, tmp_path / "broken", 3, math.nan))
     assert finding.actual == "transformers computes nan for recorded tokens"
 
 

@@ -14,6 +14,7 @@ from families import CASES
 from families.table import config_of
 from support import models
 from support.installed import release
+from support.quantized import group_config
 from support.sglang_runs import Case, Cases, Judged, Runs, online_int4, written
 from torch import Tensor
 
@@ -41,13 +42,7 @@ def group(weights: Mapping[str, Any], *targets: str, activations: Any = None, **
 
 
 def content(*groups: Mapping[str, Any], form: str = "pack-quantized", ignore: Iterable[str] = KEPT) -> dict[str, Any]:
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": one for index, one in enumerate(groups)},
-        "ignore": list(ignore),
-    }
+    return group_config(form, *groups, ignore=ignore)
 
 
 def in_fp8(tensors: Mapping[str, Tensor], wanted: Callable[[str], bool]) -> Quantized:
