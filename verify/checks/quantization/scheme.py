@@ -16,7 +16,7 @@ from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.selection.tiles import check_tiles, unrunnable
+from quant.selection import tiles
 from quant.selection.tree import ClassTree, class_tree
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
@@ -296,14 +296,14 @@ def _tile_issues(
     """What does not fit of weights in groups of one size."""
     tp, ep = _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1
     if tp == 1:
-        if fault := unrunnable(specs, tree, config, size):
+        if fault := tiles.unrunnable(specs, tree, config, size):
             hint, details = fault
             actual = f"SGLang's INT4 kernels have no tile for {'; '.join(details)}: an engine ends at its first prompt"
             hint = f"quantize again and {hint}; or serve with vLLM, and give --reader vllm"
             yield Issue("INT4 weights that a kernel of SGLang can run", actual, hint)
         return
     try:
-        check_tiles(specs, tree, config, size, tp, ep)
+        tiles.check_tiles(specs, tree, config, size, tp, ep)
     except CkptkitError as error:
         yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
 
