@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
@@ -57,7 +58,7 @@ def _of_ranks(op: Op, shape: Shape) -> Iterator[Cuts]:
         if isinstance(op, Qkv) and op.groups % size:
             continue
         try:
-            part = shape_of(lambda tensors: op.shard(tensors[0], 0, size), [shape])  # noqa: B023 - called at once
+            part = shape_of(partial(_first_part, op, size), [shape])
         except CkptkitError:  # this size does not divide it
             continue
         for axis in [axis for axis, (whole, own) in enumerate(zip(shape, part, strict=True)) if whole != own]:
@@ -68,6 +69,10 @@ def _of_ranks(op: Op, shape: Shape) -> Iterator[Cuts]:
                     sorted({start for rank in range(size) for start in _starts(op.shard(places, rank, size).flatten())})
                 ),
             )
+
+
+def _first_part(op: Op, size: int, tensors: Sequence[Tensor]) -> Tensor:
+    return op.shard(tensors[0], 0, size)
 
 
 def _starts(places: Tensor) -> list[int]:

@@ -160,7 +160,7 @@ class TorchDistFiles:
         row = math.prod(spec.shape[1:]) * ITEMSIZE[spec.dtype]
         for part in parts:
             start = part.box[0].start * row if part.box else 0
-            part.saved.write(file, part.begin, lambda begin, end: piece(start + begin, start + end))  # noqa: B023 - called at once
+            part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
         """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
@@ -267,6 +267,10 @@ def _put_columns(spec: TensorSpec, parts: Sequence[_Part], file: WrittenFile, pi
             tensor.append(content)
     for tensor in tensors:
         tensor.finish()
+
+
+def _shifted(piece: Piece, start: int, begin: int, end: int) -> memoryview:
+    return piece(start + begin, start + end)
 
 
 @functools.cache
