@@ -44,7 +44,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
 
     from converters.megatron.module_names import global_name
     from converters.megatron.parallel import ParallelSizes
-    from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
     from verify.witnesses.megatron.process import held_by, layers_of
 
     config = json.loads((source / "config.json").read_text())
@@ -53,7 +53,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         connect(ParallelSizes(), 0, f"{folder}/store")
         dims = dims_of(config)
-        (model,) = build_chunks(dims, Build(ParallelSizes(), torch.bfloat16))
+        (model,) = build_chunks(dims, MegatronBuild(ParallelSizes(), torch.bfloat16))
         rules = {rule.megatron: rule for rule in rules_of(config)}
         for local, held in held_by(model).items():
             name = global_name(local, layers_of(model), range(dims.experts), rules)

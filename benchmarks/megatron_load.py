@@ -78,12 +78,12 @@ def _rank(checkpoint: str, hf: str, store: str, rank: int) -> None:
     from ckptkit.formats.hf.reader import read_json
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
-    from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
     from verify.witnesses.megatron.process import load
 
     sizes = ParallelSizes(tp=TP, pp=PP, etp=1)
     connect(sizes, rank, store)
-    chunks = build_chunks(dims_of(read_json(Path(hf) / "config.json")), Build(sizes, torch.bfloat16))
+    chunks = build_chunks(dims_of(read_json(Path(hf) / "config.json")), MegatronBuild(sizes, torch.bfloat16))
     _, missing, unexpected, refused = load(chunks, checkpoint)
     if unexpected or refused:
         raise SystemExit(f"rank {rank}: {unexpected} {refused} {missing}")

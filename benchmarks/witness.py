@@ -83,7 +83,7 @@ def main(how: str, hf: Path, scratch: Path) -> None:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     from ckptkit.formats.hf.reader import read_json
-    from verify.witnesses.loading.engine import Build
+    from verify.witnesses.loading.engine import ModelBuild
     from verify.witnesses.loading.examine import Examination
     from verify.witnesses.loading.process import safetensors_of
     from verify.witnesses.process.exit_report import PhaseLog
@@ -103,7 +103,7 @@ def main(how: str, hf: Path, scratch: Path) -> None:
         examination = Examination(
             adapter, read_json(hf / "config.json"), False, lambda: safetensors_of(hf), lambda weights: weights, phases
         )
-        model = adapter.build(Build(hf, scratch), timed, phases)
+        model = adapter.build(ModelBuild(hf, scratch), timed, phases)
         if how == "witness":
             report = examination.report(model)
             if report.unwritten or report.dropped or report.differing or report.repacked:

@@ -79,7 +79,9 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     dims, tokens = dims_of(source.config), question["tokens"]
     path = locate(question["megatron"]).path
     hybrid = is_hybrid(TorchDistCheckpoint(path).specs)
-    (model,) = megatron_model.build_chunks(dims, megatron_model.Build(ParallelSizes(), torch.float32, hybrid=hybrid))
+    (model,) = megatron_model.build_chunks(
+        dims, megatron_model.MegatronBuild(ParallelSizes(), torch.float32, hybrid=hybrid)
+    )
     _, missing, unexpected, refused = load([model], str(path))
     with recorded_layers(model.decoder.layers) as outputs:
         logits, mtp = _logits(model, tokens, dims)

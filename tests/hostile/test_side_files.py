@@ -14,7 +14,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
 from verify.evidence.side.compare import side_differences
-from verify.evidence.side_files import Difference, SideFiles
+from verify.evidence.side_files import SideDifference, SideFiles
 
 Change = Callable[[Path], object]
 SPLIT = (
@@ -139,10 +139,10 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def compare(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Difference]]:
+def compare(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[SideDifference]]:
     """`compare(change)`: how a changed copy of the source differs from it."""
 
-    def differences(change: Change) -> list[Difference]:
+    def differences(change: Change) -> list[SideDifference]:
         ask_here(monkeypatch, tmp_path)
         copy = shutil.copytree(source, tmp_path / "copy")
         change(copy)
@@ -338,7 +338,9 @@ SOUND: dict[str, Change] = {
 
 
 @pytest.mark.parametrize(("words", "change"), TOKENIZERS)
-def test_another_tokenizer_is_an_error(words: str, change: Change, compare: Callable[..., list[Difference]]) -> None:
+def test_another_tokenizer_is_an_error(
+    words: str, change: Change, compare: Callable[..., list[SideDifference]]
+) -> None:
     found = [one for one in compare(change) if one.file == "tokenizer.json"]
     assert [one.severity for one in found] == ["error"], found
     assert words in found[0].words
@@ -346,7 +348,7 @@ def test_another_tokenizer_is_an_error(words: str, change: Change, compare: Call
 
 @pytest.mark.parametrize(("file", "words", "change"), OTHERS)
 def test_another_or_a_new_file_is_an_error(
-    file: str, words: str, change: Change, compare: Callable[..., list[Difference]]
+    file: str, words: str, change: Change, compare: Callable[..., list[SideDifference]]
 ) -> None:
     found = compare(change)
     assert [(one.file, one.severity) for one in found] == [(file, "error")], found
@@ -354,7 +356,7 @@ def test_another_or_a_new_file_is_an_error(
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_file_that_says_the_same_is_no_difference(name: str, compare: Callable[..., list[Difference]]) -> None:
+def test_a_file_that_says_the_same_is_no_difference(name: str, compare: Callable[..., list[SideDifference]]) -> None:
     assert compare(SOUND[name]) == []
 
 

@@ -102,13 +102,13 @@ def _rank(training: Training, folder: Path, rank: int) -> None:
 
     from converters.planner import dims_of
     from verify.witnesses.loading.bits import poison
-    from verify.witnesses.megatron.model import Build, build_chunks, connect
+    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
     from verify.witnesses.megatron.process import held_by
 
     connect(training.sizes, rank, str(folder / "store"))
     globals_of(args)
     dims = dims_of(training.config)
-    chunks = build_chunks(dims, Build(training.sizes, torch.bfloat16))
+    chunks = build_chunks(dims, MegatronBuild(training.sizes, torch.bfloat16))
     strict: list[bool] = []
     for chunk in chunks:
         _record(chunk, strict)

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from verify.witnesses.loading.engine import Build, Weights
+from verify.witnesses.loading.engine import ModelBuild, Weights
 from verify.witnesses.process.exit_report import PhaseLog
 
 SCRATCH = Path(mkdtemp(prefix="adapters-"))
@@ -38,7 +38,7 @@ class Holding:
 def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:
     """What SGLang's manager holds on the CPU."""
     engine: Any = import_module("verify.witnesses.sglang.adapter")
-    model = engine.build(Build(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
+    model = engine.build(ModelBuild(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora import lora_manager
     from sglang.srt.lora.lora_registry import LoRARef
@@ -94,12 +94,12 @@ def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
     def with_lora(**given: Any) -> Any:
         return original(**given | {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1, "dtype": "float32"})
 
-    def noted(wanted: Build) -> Any:
+    def noted(wanted: ModelBuild) -> Any:
         kept["config"] = configure(wanted)
         return kept["config"]
 
     with patch.object(arg_utils, "EngineArgs", with_lora), patch.object(engine, "configure", noted):
-        model = engine.build(Build(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
+        model = engine.build(ModelBuild(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
     from vllm.config import set_current_vllm_config
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from verify.witnesses.loading.bits import difference, poison, poisoned
-from verify.witnesses.loading.engine import Build, Weights
+from verify.witnesses.loading.engine import ModelBuild, Weights
 from verify.witnesses.loading.placement import Placement, flat
 from verify.witnesses.loading.trace import Trace
 from verify.witnesses.process.exit_report import PhaseLog
@@ -76,7 +76,7 @@ def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, An
     engine: Any = import_module(f"verify.witnesses.{name}.adapter")
     seen = Seen(engine)
     if name == "sglang":
-        engine.build(Build(draft, SCRATCH), seen, phases)
+        engine.build(ModelBuild(draft, SCRATCH), seen, phases)
         return seen.held
     import_module("verify.witnesses.vllm.platform").choose(SCRATCH)  # before anything of vLLM
     from vllm.engine import arg_utils
@@ -90,7 +90,7 @@ def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, An
         )
 
     with patch.object(arg_utils, "EngineArgs", with_draft):
-        engine.build(Build(target, SCRATCH, draft=True), seen, phases)
+        engine.build(ModelBuild(target, SCRATCH, draft=True), seen, phases)
     return seen.held
 
 

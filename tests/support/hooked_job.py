@@ -118,7 +118,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
     from converters.megatron.arguments import megatron_args
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
-    from verify.witnesses.megatron.model import Build, build_chunks, connect, lay_out
+    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, lay_out
     from verify.witnesses.megatron.process import load
 
     dims = dims_of(HfCheckpoint(hf).config)
@@ -130,7 +130,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
         else:
             parallel_state.destroy_model_parallel()
             lay_out(sizes)
-        (core,) = build_chunks(dims, Build(sizes, torch.bfloat16))
+        (core,) = build_chunks(dims, MegatronBuild(sizes, torch.bfloat16))
         wrapped = _wrapped(core)
         load([core], str(megatron / "release"))
         args = Namespace(**megatron_args(dims), hf_checkpoint=str(hf), load=str(megatron), ref_load=str(megatron))

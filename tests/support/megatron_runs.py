@@ -47,7 +47,7 @@ def _run_logits(scratch: Path) -> None:
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
     from support.megatron_layers import compute_layers
-    from verify.witnesses.megatron.model import Build, build_chunks, connect, logits
+    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, logits
 
     content = torch.load(scratch / "in.pt", weights_only=False)
     connect(ParallelSizes(), 0, str(scratch / "store"))
@@ -56,7 +56,7 @@ def _run_logits(scratch: Path) -> None:
     for name, values in content["cases"].items():
         case = Case(**values)
         dims = dims_of(case.config)
-        (model,) = build_chunks(dims, Build(ParallelSizes(), torch.float32))
+        (model,) = build_chunks(dims, MegatronBuild(ParallelSizes(), torch.float32))
         _assign(model, case, dims.experts)
         found[name] = logits(model, content["tokens"])[..., : dims.vocab]
     torch.save(found, scratch / "out.pt")

@@ -31,7 +31,7 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
 
     from converters.megatron.arguments import megatron_args
     from converters.planner import dims_of
-    from verify.witnesses.megatron.model import Build, build_chunks, transformer_config
+    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, transformer_config
 
     torch.distributed.init_process_group("fake", rank=0, world_size=sizes.world, store=FakeStore())
     try:
@@ -41,7 +41,7 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
             expert_tensor_parallel_size=sizes.etp,
             create_gloo_process_groups=False,
         )
-        dims, build = dims_of(config), Build(sizes, torch.bfloat16, hybrid=bool(dims_of(config).pattern))
+        dims, build = dims_of(config), MegatronBuild(sizes, torch.bfloat16, hybrid=bool(dims_of(config).pattern))
         if dims.linear:
             # The witness hides the variant from the config, which has rules of its own for it.
             args = megatron_args(dims)

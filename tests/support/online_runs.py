@@ -150,7 +150,7 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 
 def main() -> None:
-    from verify.witnesses.loading.engine import Build
+    from verify.witnesses.loading.engine import ModelBuild
     from verify.witnesses.process.exit_report import PhaseLog
     from verify.witnesses.sglang.adapter import build
 
@@ -161,7 +161,7 @@ def main() -> None:
         (scratch := path.parent / f"scratch-{name}").mkdir()
         reports[name] = {}
         examined = partial(examine, order, reports[name])
-        build(Build(Path(order["int4"]), scratch), examined, PhaseLog(scratch / "report"))
+        build(ModelBuild(Path(order["int4"]), scratch), examined, PhaseLog(scratch / "report"))
     (path.parent / "report.json").write_text(json.dumps(reports))
 
 

@@ -21,7 +21,7 @@ from converters.config.dims import ModelDims
 from converters.megatron.arguments import megatron_args
 from converters.megatron.parallel import ParallelSizes
 from converters.planner import MCORE, dims_of
-from verify.witnesses.megatron.model import Build, pretend_cuda, transformer_config
+from verify.witnesses.megatron.model import MegatronBuild, pretend_cuda, transformer_config
 
 
 def bridge_settings(dims: ModelDims, args: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def run_config(name: str) -> str:
     """run_config.yaml of this model: the real TransformerConfig, by Megatron's own YAML where this release has it."""
     dims = dims_of(CASES[name].config().to_dict())
     args = megatron_args(dims, MCORE)
-    config = transformer_config(dims, args, Build(ParallelSizes(tp=2), torch.bfloat16))
+    config = transformer_config(dims, args, MegatronBuild(ParallelSizes(tp=2), torch.bfloat16))
     values = {one.name: getattr(config, one.name) for one in fields(config) if not one.name.startswith("_")}
     model = {
         "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",

@@ -18,7 +18,7 @@ from families.case import tokens
 from torch import Tensor, nn
 
 from support.forking import ran
-from verify.witnesses.loading.engine import Build
+from verify.witnesses.loading.engine import ModelBuild
 from verify.witnesses.process.exit_report import PhaseLog, described
 from verify.witnesses.sglang.adapter import build
 
@@ -105,7 +105,7 @@ def main() -> None:
             model.load_weights(weights)
 
         try:
-            model = build(Build(path, out), loading, PhaseLog(out / "report"))
+            model = build(ModelBuild(path, out), loading, PhaseLog(out / "report"))
             torch.save(logits_of(model, tokens()), out / f"{path.name}.pt")
         except Exception as error:  # noqa: BLE001 - it is the answer
             (out / f"{path.name}.txt").write_text(described(error))

@@ -20,7 +20,7 @@ from support.forking import ran
 from support.installed import release
 from support.processes import fork_ranks
 from support.sync_faults import tensors_of, updates
-from verify.witnesses.loading.engine import Build
+from verify.witnesses.loading.engine import ModelBuild
 from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.sglang.adapter import build
@@ -46,7 +46,7 @@ def _answers(path: Path, out: Path, tp: int, rank: int) -> list[Any]:
     def loading(model: Any, weights: Any, device: torch.device) -> None:
         model.load_weights(weights)
 
-    wanted = Build(path, out, sizes=EngineSizes(tp), rank=rank)
+    wanted = ModelBuild(path, out, sizes=EngineSizes(tp), rank=rank)
     model: Any = build(wanted, loading, PhaseLog(out / f"report-{rank}"))
     place = SimpleNamespace(tp_rank=rank, dp_rank=None, attn_dp_size=1, pp_rank=0, pp_size=1, tp_size=tp)
     # SGLang 0.5.23 finds its ranks by itself, and asks which of an engine's models it is.

@@ -107,7 +107,7 @@ def answer_of_class(method: str, config: Any, name: str) -> str:
 
 def asked_of(path: Path) -> Asked:
     """The layers that vLLM's class asks about while it is built."""
-    from verify.witnesses.loading.engine import Build
+    from verify.witnesses.loading.engine import ModelBuild
     from verify.witnesses.process.exit_report import PhaseLog
     from verify.witnesses.vllm import adapter, platform
 
@@ -127,7 +127,7 @@ def asked_of(path: Path) -> Asked:
         return own(config, layer, prefix)
 
     with patch.object(CompressedTensorsConfig, "get_quant_method", recorded):
-        adapter.build(Build(path, scratch), lambda *_: None, PhaseLog(scratch / "report"))
+        adapter.build(ModelBuild(path, scratch), lambda *_: None, PhaseLog(scratch / "report"))
     return asked
 
 

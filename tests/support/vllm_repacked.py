@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
 from support.sglang_runs import ALTER, Case, Weights
-from verify.witnesses.loading.engine import Build, Loading
+from verify.witnesses.loading.engine import Loading, ModelBuild
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.process.interpreter import python_of
@@ -139,7 +139,7 @@ def without_cuda() -> None:
     fp8_utils.transform_sf_into_required_layout = lambda sf, **sizes: sf
 
 
-def build(original: Callable[..., nn.Module], wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+def build(original: Callable[..., nn.Module], wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     """The adapter's `build`, with the kernels replaced as soon as vLLM can be imported."""
 
     def repacking(model: nn.Module, weights: Weights, device: torch.device) -> None:

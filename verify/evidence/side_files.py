@@ -250,7 +250,7 @@ def _inline(file: str, content: Any) -> list[tuple[str, str, str]]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class SideDifference:
     """What differs between a checkpoint and the one that it is compared with."""
 
     file: str  # of the checkpoint, relative to its directory: holds what differs, or should
@@ -269,10 +269,10 @@ def show(value: Any) -> str:
 
 def of_keys(
     file: str, pairs: Mapping[str, tuple[Any, Any]], place: str, severity: Severity, before: str = ""
-) -> Iterator[Difference]:
+) -> Iterator[SideDifference]:
     """The difference of settings, each with its values here and there; none without any. `before`: the first words."""
     if pairs:
         first = list(pairs)[:5]
         listed = [f"{key} is {show(pairs[key][0])} but {show(pairs[key][1])} {place}" for key in first]
         more = f" and {len(pairs) - 5} more" if len(pairs) > 5 else ""
-        yield Difference(file, ", ".join(first), before + "; ".join(listed) + more, severity, count=len(pairs))
+        yield SideDifference(file, ", ".join(first), before + "; ".join(listed) + more, severity, count=len(pairs))

@@ -18,7 +18,7 @@ from verify.launch.settings.overrides import is_override
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import ask
-from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, Answer, TrainerJob
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 _LIMIT_S = 600.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -59,7 +59,7 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     trainers = [package] if package else [MEGATRON] if _is_megatron(job) else ["slime", "miles"]
     request = TrainerJob(trainers, [text.program, *words], _folders(text, text.directory), str(text.directory))
     interpreter = replace(interpreter, variables=_variables(job))
-    answer, failed = ask(request, "verify.witnesses.trainer.process", Answer, _LIMIT_S, interpreter)
+    answer, failed = ask(request, "verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
     if answer is None:
         raise CkptkitError("the trainer gave no answer", failed or "it ended by itself")
     gpu = f"told of a GPU of compute capability {'.'.join(map(str, GPU_CAPABILITY))}"
@@ -112,7 +112,7 @@ def _variables(job: Job) -> Mapping[str, str]:
     return {**public, **rank, "CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ".".join(map(str, GPU_CAPABILITY))}
 
 
-def _refusals(answer: Answer, job: Job, has_settings: bool) -> Iterator[Issue]:
+def _refusals(answer: TrainerAnswer, job: Job, has_settings: bool) -> Iterator[Issue]:
     """An issue for each message of the trainer, at the options that it names as they are written or by their `dest`."""
     text = job.text
     written = job.written if has_settings else {one.name: one.word for one in options_of(text.words)}
@@ -140,7 +140,7 @@ def _names_last(message: str, part: str) -> bool:
     return ("_" in part or f"'{part}'" in message) and _names(message, part)
 
 
-def _untaken(answer: Answer, job: Job) -> Iterator[Issue]:
+def _untaken(answer: TrainerAnswer, job: Job) -> Iterator[Issue]:
     for word in job.text.words:
         if word.text in answer.untaken:
             name = word.text.partition("=")[0]

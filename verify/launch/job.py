@@ -14,7 +14,7 @@ from verify.launch.options.speculative import Speculation
 from verify.launch.settings.config import Config, Tree
 from verify.launch.sides import Side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Placement
+from verify.launch.stacks.sizes import GpuPlacement
 from verify.launch.words import LaunchText, Word
 
 
@@ -85,7 +85,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class TrainedAdapter:
     """The LoRA adapter that a trainer trains.
 
     rank, targets: as the launch gives them, or "" if it does not.
@@ -133,9 +133,9 @@ class Job:
     sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
     sizes_at: Mapping[str, Word] = field(default_factory=dict)
     sharing: tuple[tuple[str, str], ...] = ()
-    placement: Placement | None = None
+    placement: GpuPlacement | None = None
     speculation: Speculation | None = None
-    adapter: Adapter | None = None
+    adapter: TrainedAdapter | None = None
     updates: bool = False
     arguments: GivenArguments = field(default_factory=GivenArguments)
     written: Mapping[str, Word] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from ckptkit.core.printable import printable
 from verify.check import all_checks
 from verify.report import CheckResult, Report
-from verify.reports.text import Group, groups, rest, said_of, subject_of
+from verify.reports.text import FindingGroup, groups, rest, said_of, subject_of
 
 _SHOWN = 100  # findings of one code
 _CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here
@@ -50,7 +50,7 @@ def junit(report: Report) -> str:
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 
 
-def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) -> None:
+def _case(suite: ElementTree.Element, check: CheckResult, found: list[FindingGroup]) -> None:
     stage: str = next((one.stage for one in all_checks() if one.code == check.code), "checks")
     classname = f"ckptkit.{_CLASSES.get(stage, stage)}"
     case = ElementTree.SubElement(
@@ -69,7 +69,7 @@ def _case(suite: ElementTree.Element, check: CheckResult, found: list[Group]) ->
         ElementTree.SubElement(case, "system-out").text = _text(warnings)
 
 
-def _text(found: list[Group]) -> str:
+def _text(found: list[FindingGroup]) -> str:
     lines = []
     for group in found:
         for anchor, finding in group.shown:

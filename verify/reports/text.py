@@ -32,7 +32,7 @@ _PLAIN = ("missing", "different")  # words that say enough
 
 
 @dataclass(frozen=True)
-class Group:
+class FindingGroup:
     """The findings of one code and severity. Of many only the first are shown; `more` says how many are not."""
 
     code: str
@@ -42,7 +42,7 @@ class Group:
     more: int
 
 
-def groups(report: Report, limit: int) -> list[Group]:
+def groups(report: Report, limit: int) -> list[FindingGroup]:
     """All findings with their anchors by code, errors first; at most `limit` shown of each.
 
     Those that another finding explains come last.
@@ -52,12 +52,12 @@ def groups(report: Report, limit: int) -> list[Group]:
     titles = {check.code: check.title for check in report.checks}
     ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "error"))
     return [
-        Group(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit))
+        FindingGroup(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit))
         for (_, severity, code), group in ordered
     ]
 
 
-def rest(group: Group) -> str:
+def rest(group: FindingGroup) -> str:
     """What to say of the findings that are not shown."""
     return f"and {group.more} more {group.code} findings, all of them in the JSON report (--report FILE.json)"
 

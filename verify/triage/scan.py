@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from verify.triage.symptom import LEADS, NEAR, TABLE, Phase, Served, Symptom, metric_symptoms
+from verify.triage.symptom import LEADS, NEAR, TABLE, JobPhase, Served, Symptom, metric_symptoms
 
 _PIECE = 1 << 16  # bytes of a line that are looked at together
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
@@ -66,7 +66,7 @@ class Found:
     places: dict[Symptom, list[Place]] = field(default_factory=dict)  # the first of them
     loaded: list[Place] = field(default_factory=list)  # lines that name what was loaded
     served: set[Served] = field(default_factory=set)  # what engines serve
-    _phase: Phase = field(default_factory=Phase)
+    _phase: JobPhase = field(default_factory=JobPhase)
     _update: int = -NEAR  # the last line of an update
     _near: dict[Symptom, int] = field(default_factory=dict)
     _last: dict[Symptom, tuple[str, int]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Found:
     def scan(self, log: BinaryIO, name: str) -> None:
         """Reads a log to its end. Lines of any length are looked at piece by piece."""
         self._near.clear()
-        self._phase, self._update = Phase(), -NEAR
+        self._phase, self._update = JobPhase(), -NEAR
         for number, text, is_start in _pieces(log):
             self.lines += is_start
             if _TELLING.search(text):
@@ -109,7 +109,7 @@ class Found:
             update, self._update = found[0], number
         elif number - self._update >= NEAR or any(fragment in text for fragment in _STARTING):
             update = ""
-        self._phase = Phase(engine or self._phase.engine, update)
+        self._phase = JobPhase(engine or self._phase.engine, update)
         if (path := _SERVED.search(text)) and len(self.served) < _PLACES:
             ranks = _TP.search(text)
             self.served.add(Served(path[1], ranks[1] if ranks else ""))

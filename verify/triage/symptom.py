@@ -33,7 +33,7 @@ class Symptom:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class JobPhase:
     """What the lines around a message show: the engine, and the function that was updating its weights, or ""."""
 
     engine: str = ""

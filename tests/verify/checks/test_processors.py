@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from verify.evidence.side.processors import processor_differences
-from verify.evidence.side_files import Difference, SideFiles
+from verify.evidence.side_files import SideDifference, SideFiles
 
 Files = Mapping[str, Any]
-Compare = Callable[..., list[Difference]]
+Compare = Callable[..., list[SideDifference]]
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 QWEN2 = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -82,7 +82,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
     """Compares the files of a copy with those of a source, of a Qwen2-VL where they do not tell their class."""
     ask_here(monkeypatch, tmp_path)
 
-    def differences(copy: Files, source: Files, model: str = "qwen2_vl") -> list[Difference]:
+    def differences(copy: Files, source: Files, model: str = "qwen2_vl") -> list[SideDifference]:
         sides = []
         for name, files in (("copy", copy), ("source", source)):
             (tmp_path / name).mkdir(exist_ok=True)

@@ -159,7 +159,7 @@ class FakeServer:
         self._held = {"0 a": ("x", 8), "0 b": ("y", 8), "0 layers.0.attn.k_scale": ("s", 4)}
         self._loaded = dict(self._held)
         self._lost, self._refuses = lost, refuses
-        self._refusal = process.Refused if tried else process.NotTried
+        self._refusal = process.RefusedByEngine if tried else process.NotTried
         self.calls: list[str] = []
 
     def held(self) -> dict[str, tuple[str, int]]:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from ckptkit.core.errors import CkptkitError
 from quant.online import sglang_reload
 from verify.witnesses.live.job import EngineJob
-from verify.witnesses.live.server import Refused
+from verify.witnesses.live.server import RefusedByEngine
 from verify.witnesses.sglang.live import server as server_module
 from verify.witnesses.sglang.live.readback import POISON, RECORD
-from verify.witnesses.sglang.live.server import BEGIN, END, Server, start
+from verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start
 
 Answer = tuple[bool, str]
 
@@ -125,8 +125,8 @@ CHECKPOINT: Any = SimpleNamespace(
 )
 
 
-def server(engine: Engine, root: Path, **job: Any) -> Server:
-    return Server(EngineJob("model", [], str(root / "report"), **job), CHECKPOINT, engine, device="cpu")
+def server(engine: Engine, root: Path, **job: Any) -> SglangServer:
+    return SglangServer(EngineJob("model", [], str(root / "report"), **job), CHECKPOINT, engine, device="cpu")
 
 
 def test_an_engine_without_sessions_is_sent_weights_at_any_time(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_packed_experts_are_opened_and_closed_where_there_are_no_sessions(tmp_pa
     assert engine.sent == [BEGIN, None, END, "flush"]
     assert named(BEGIN) is sglang_reload.begin
     assert named(END) is sglang_reload.end
-    with pytest.raises(Refused, match="not tried"):
+    with pytest.raises(RefusedByEngine, match="not tried"):
         one.update_from_disk()
 
 
@@ -174,7 +174,7 @@ def test_looking_and_poisoning_never_repack_the_model(tmp_path: Path) -> None:
 def test_what_a_session_refuses_is_its_own_words_and_nothing_more_is_sent(tmp_path: Path) -> None:
     engine = SessionEngine(Qwen3ForCausalLM())
     engine.open = "all"
-    with pytest.raises(Refused, match="already open"):
+    with pytest.raises(RefusedByEngine, match="already open"):
         server(engine, tmp_path).update_by_tensor()
     assert engine.sent == []
 

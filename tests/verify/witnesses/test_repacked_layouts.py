@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from verify.witnesses.loading.examine import Examination
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import Layout, Outcome, not_kept, reordered, swapped_halves, unknown
+from verify.witnesses.loading.layouts.layout import LayerOutcome, Layout, not_kept, reordered, swapped_halves, unknown
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
 from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 from verify.witnesses.loading.merge import merged
@@ -56,7 +56,7 @@ def power_of_two(layer: nn.Module, factor: float = 1.0) -> None:
 
 def test_fp8_blocks_as_loaded_pass() -> None:
     layer = in_fp8()
-    assert fp8_blocks(BLOCK, PAIR)(layer).compare() == Outcome()
+    assert fp8_blocks(BLOCK, PAIR)(layer).compare() == LayerOutcome()
 
 
 def test_fp8_blocks_rounded_to_powers_of_two_pass_and_are_told() -> None:
@@ -107,7 +107,7 @@ def test_fp8_scales_in_a_kernels_own_layout_are_not_judged() -> None:
     layer = in_fp8()
     expected = fp8_blocks(BLOCK, PAIR)(layer)
     layer.weight_scale_inv = nn.Parameter(torch.zeros(2, 3, dtype=torch.int32), requires_grad=False)
-    assert expected.compare() == Outcome(unknown="weight_scale_inv has a layout of its kernel's own")
+    assert expected.compare() == LayerOutcome(unknown="weight_scale_inv has a layout of its kernel's own")
 
 
 def packed(symmetric: bool = True) -> tuple[nn.Module, Tensor]:
@@ -136,7 +136,7 @@ def test_a_layer_is_compared_by_its_products(symmetric: bool, wrong: object) -> 
 def test_products_of_a_form_that_is_not_known_are_not_judged() -> None:
     layer = module(weight=torch.zeros(4, 4, dtype=torch.int8))
     outcome = products(lambda inputs: inputs, torch.bfloat16)(layer).compare()
-    assert outcome == Outcome(unknown="its kernel has a layout of its own")
+    assert outcome == LayerOutcome(unknown="its kernel has a layout of its own")
 
 
 @pytest.mark.parametrize("form", ["plain", "int4", "fp8"])
@@ -178,7 +178,7 @@ def test_padding_that_is_not_zero_is_named() -> None:
     layer, _ = packed()
     expected = marlin()(layer)
     repacked(layer)
-    assert expected.compare() == Outcome()
+    assert expected.compare() == LayerOutcome()
     wider = nn.functional.pad(layer.weight_scale.data, (0, 64))
     wider[0, 70] = 1
     layer.weight_scale = nn.Parameter(wider, requires_grad=False)
@@ -200,7 +200,7 @@ def test_gate_and_up_in_the_other_order() -> None:
     expected = reordered({"w13_weight": swapped_halves})(layer)
     loaded = layer.w13_weight.data.clone()
     layer.w13_weight.data = torch.cat([loaded[:, 4:], loaded[:, :4]], 1)
-    assert expected.compare() == Outcome()
+    assert expected.compare() == LayerOutcome()
     layer.w13_weight.data[1] = loaded[1]
     (difference,) = expected.compare().differences
     assert (difference.param, difference.expert) == ("w13_weight", 1)
@@ -208,7 +208,7 @@ def test_gate_and_up_in_the_other_order() -> None:
 
 def test_layouts_that_judge_nothing() -> None:
     assert unknown("Humming")(nn.Module()).free
-    assert not_kept(["k_scale"])(nn.Module()).compare() == Outcome()
+    assert not_kept(["k_scale"])(nn.Module()).compare() == LayerOutcome()
 
 
 def layout_of(layer: nn.Module) -> Layout:

@@ -17,7 +17,7 @@ from verify.check import Tally
 from verify.checks.witnesses.loading import repacked
 from verify.evidence.subject import Subject
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import Expected, Outcome
+from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
 from verify.witnesses.loading.run import LoadedBy, LoadRun
 from verify.witnesses.sglang.adapter import layout
@@ -116,7 +116,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     module.w13_weight_zero_point.data = of_sglang(
         "moe_awq_to_marlin_zero_points", zeros, size_k=4, size_n=64, num_bits=4
     )
-    assert expected.compare() == Outcome()
+    assert expected.compare() == LayerOutcome()
     module.w13_weight_zero_point.data = zeros
     differences = expected.compare().differences
     assert [(one.param, one.expert) for one in differences] == [
@@ -159,7 +159,7 @@ def test_repacking_is_checked_expert_by_expert() -> None:
     packed, scales = module.w13_weight_packed.data, module.w13_weight_scale.data
     module.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
     module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
-    assert expected.compare() == Outcome()
+    assert expected.compare() == LayerOutcome()
     module.w13_weight_packed.data[1, 3, 5] ^= 1
     (difference,) = expected.compare().differences
     assert (difference.param, difference.expert) == ("w13_weight_packed", 1)
@@ -189,7 +189,7 @@ def test_a_repacked_linear_layer() -> None:
     module.weight_zero_point = nn.Parameter(repacked, requires_grad=False)
     module.weight_packed = nn.Parameter(marlin_weight(module.weight_packed.data.t()), requires_grad=False)
     module.weight_scale = nn.Parameter(marlin_scales(module.weight_scale.data.t())[0], requires_grad=False)
-    assert expected.compare() == Outcome()
+    assert expected.compare() == LayerOutcome()
 
 
 def test_another_kernels_layout_is_not_taken_for_marlins() -> None:
@@ -208,7 +208,7 @@ def test_columns_in_activation_order_are_not_checked() -> None:
     assert expected_of(module).compare().unknown == "CompressedTensorsWNA16MoE has a layout of its own"
 
 
-def expected_of(module: nn.Module) -> Expected:
+def expected_of(module: nn.Module) -> LayerExpected:
     found = layout(module)
     assert found is not None
     return found(module)

@@ -29,7 +29,7 @@ _MAX_EXPONENT = 700.0  # exp of more overflows float64
 
 
 @dataclass(frozen=True)
-class Gap:
+class LogprobGap:
     """Between log-probabilities p that `tokens` tokens were sampled by and others q, in nats a token.
 
     mean, largest: of |p - q|. k3: the mean of exp(q - p) - 1 - (q - p), an estimate of the Kullback-Leibler divergence
@@ -45,13 +45,15 @@ class Gap:
         return f"mean {self.mean:.4f} nats a token, largest {self.largest:.3f}; KL {self.k3:.2g} (k3)"
 
 
-def gap(sampled: Sequence[Sequence[float]], other: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]) -> Gap:
+def gap(
+    sampled: Sequence[Sequence[float]], other: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]
+) -> LogprobGap:
     """The gap over the tokens that the masks choose; they must choose some."""
     chosen = np.concatenate([np.asarray(mask, bool) for mask in masks])
     p, q = (np.concatenate([np.asarray(one, np.float64) for one in lists])[chosen] for lists in (sampled, other))
     ratio = np.minimum(q - p, _MAX_EXPONENT)
     k3 = float((np.expm1(ratio) - ratio).mean())
-    return Gap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
+    return LogprobGap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
 
 
 _no_rollout = without(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
@@ -113,7 +115,7 @@ def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
             yield Issue(expected, actual, hint, file=recording.path, count=count)
 
 
-def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[Gap, Gap]:
+def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap]:
     """Of what was recorded, and of transformers in an engine's dtype: both from transformers in float32."""
     masks, exact = [part.mask for part, _, _ in rows], [one for _, one, _ in rows]
     recorded, rounded = [part.log_probs[side] for part, _, _ in rows], [one for *_, one in rows]

@@ -8,10 +8,17 @@ from typing import Any
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
-from verify.evidence.side.templates import Rendered, is_refusal, render
+from verify.evidence.side.templates import RenderedTemplates, is_refusal, render
 from verify.evidence.side.texts import first_apart, strings_in
 from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
-from verify.evidence.side_files import GENERATION, PROCESSOR_CONFIG, TOKENIZER_CONFIG, Difference, SideFiles, of_keys
+from verify.evidence.side_files import (
+    GENERATION,
+    PROCESSOR_CONFIG,
+    TOKENIZER_CONFIG,
+    SideDifference,
+    SideFiles,
+    of_keys,
+)
 from verify.skip import Unable
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
@@ -46,7 +53,7 @@ _DEFAULTS = {
 _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_hash")
 
 
-def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """How the files of `here` differ from those of `there`, named `place` ("in the source").
 
     Raises CkptkitError for files that cannot be read, Unable as `text_differences`, at the end.
@@ -58,7 +65,7 @@ def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
     yield from text_differences(here, there, place)
 
 
-def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """What puts texts together otherwise, or gives them other ids: chat templates and tokenizers.
 
     Raises CkptkitError for files that cannot be read and, at the end, Unable for what a library could not be asked.
@@ -73,7 +80,7 @@ def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
         raise unable
 
 
-def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def template_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Chat templates by name and what they make of conversations, wherever they are.
 
     A second text under a name is a difference too. Where transformers is not installed, another text is one.
@@ -89,12 +96,12 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
             yield from _unread_template(here, there, name)
             continue
         if not mine:
-            yield Difference(next(iter(its.values())), what, "missing", is_presentation=True)
+            yield SideDifference(next(iter(its.values())), what, "missing", is_presentation=True)
             continue
         odd = [text for text in mine if text not in its] or list(mine)
         words = f"{what} has {len(odd[-1])} characters"
         if (other := there.templates.get(name, next(iter(its), None))) is None:
-            yield Difference(mine[odd[-1]], what, f"{words} and there is none {place}", is_presentation=True)
+            yield SideDifference(mine[odd[-1]], what, f"{words} and there is none {place}", is_presentation=True)
             continue
         tokens = {f"{kind}_token": token for kind in SPECIAL if (token := there.special(kind)) is not None}
         found = render([other, *odd], tokens)
@@ -107,10 +114,10 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
         apart = f"from character {at} on {shortened(odd[-1][at : at + 24])} instead of {shortened(other[at : at + 24])}"
         words = f"{what} has {len(odd[-1])} characters but {len(other)} {place}, {apart}"
         words += f"; {shown[-1]} {place}" if shown else ""
-        yield Difference(mine[odd[-1]], what, words, source=its.get(other), is_presentation=True)
+        yield SideDifference(mine[odd[-1]], what, words, source=its.get(other), is_presentation=True)
 
 
-def _rendered(texts: Sequence[str], found: Rendered) -> str:
+def _rendered(texts: Sequence[str], found: RenderedTemplates) -> str:
     """The first conversation that is rendered otherwise than by the first template, in words."""
     for name, text, other in zip(found.names, texts, found.texts[0], strict=True):
         if text != other and not (is_refusal(text) and is_refusal(other)):
@@ -120,7 +127,7 @@ def _rendered(texts: Sequence[str], found: Rendered) -> str:
     return ""
 
 
-def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[Difference]:
+def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[SideDifference]:
     """A template that was moved to where the tokenizer or the processor does not look."""
     mine, its = ({file for file, other, _ in side.template_places if other == name} for side in (here, there))
     readers = {"tokenizers": {"chat_template.json", PROCESSOR_CONFIG}}
@@ -130,10 +137,10 @@ def _unread_template(here: SideFiles, there: SideFiles, name: str) -> Iterator[D
         if mine <= unread and not its <= unread:
             file = min(mine)
             words = f"it is only in {file}, which {reader} do not read"
-            yield Difference(file, f"chat template {name!r}", words, is_presentation=True)
+            yield SideDifference(file, f"chat template {name!r}", words, is_presentation=True)
 
 
-def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def _generation(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """generation_config.json: what is sampled, and where it ends. Ids that it lacks are those of config.json."""
     mine, its = here.generation, there.generation
     odd = [
@@ -160,7 +167,7 @@ def _generates(side: SideFiles, key: str) -> Any:
     return value if value not in ((None, _DEFAULTS[key]) if key in _DEFAULTS else (None, False, 0)) else None
 
 
-def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Python files at any depth, and the entries of `auto_map` that name the code which `trust_remote_code` runs.
 
     Code that `here` lacks is a difference only where its own `auto_map` names code.
@@ -171,20 +178,20 @@ def code_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
         mapped = mapped or bool(entries)
         if odd := [one for one in entries if one not in others]:
             words = f"{_CODE} names the code {shortened(odd[0])}, which is not named {place}"
-            yield Difference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
+            yield SideDifference(file, f"no {_CODE} of {shortened(odd[0])}", words, count=len(odd))
         elif away := [one for one in entries if one.startswith("/")]:  # transformers reads it, wherever it is
             words = f"{_CODE} names the code {shortened(away[0])}, which is outside the checkpoint and not compared"
-            yield Difference(file, f"no {_CODE} of {shortened(away[0])}", words, count=len(away))
+            yield SideDifference(file, f"no {_CODE} of {shortened(away[0])}", words, count=len(away))
     mine, its = ({name for name in side.loaded if name.endswith(".py")} for side in (here, there))
     for name in sorted(mine | its):
         if name not in its:
             words = f"there is no such file {place}, and trust_remote_code runs it"
-            yield Difference(name, "no Python file of this name", words)
+            yield SideDifference(name, "no Python file of this name", words)
         elif name not in mine:
             if mapped:
-                yield Difference(name, "Python file", "missing, and auto_map names code")
+                yield SideDifference(name, "Python file", "missing, and auto_map names code")
         elif here.content(name) != there.content(name):
-            yield Difference(name, "Python file", f"its content is not that of the file {place}")
+            yield SideDifference(name, "Python file", f"its content is not that of the file {place}")
 
 
 def _named_code(content: Any) -> list[str]:
@@ -195,18 +202,18 @@ def _named_code(content: Any) -> list[str]:
     return [text for key, value in items for text in (strings_in(value) if key == _CODE else _named_code(value))]
 
 
-def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def _others(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Other files that loaders read, by their content. One that is lost is a warning."""
     done = {*here.tokenizer_files, *there.tokenizer_files, GENERATION, PREPROCESSOR, VIDEO, PROCESSOR_CONFIG}
     done |= {file for side in (here, there) for file, _, _ in side.template_places} | _COMPARED_ELSEWHERE
     mine, its = ({name for name in side.loaded if not name.endswith(".py")} - done for side in (here, there))
     for name in sorted(mine | its):
         if name not in its:
-            yield Difference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
+            yield SideDifference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
         elif name not in mine:
-            yield Difference(name, name, "missing", "warning")
+            yield SideDifference(name, name, "missing", "warning")
         elif not _is_equal(here.content(name), there.content(name)):
-            yield Difference(name, name, f"its content is not that of the file {place}")
+            yield SideDifference(name, name, f"its content is not that of the file {place}")
 
 
 def _is_equal(content: bytes | None, other: bytes | None) -> bool:

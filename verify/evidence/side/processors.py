@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from verify.evidence.side_files import PROCESSOR_CONFIG, Difference, SideFiles, of_keys
+from verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, of_keys
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
@@ -59,7 +59,7 @@ class _Settings:
         return {key: one.removesuffix("Fast") if isinstance(one, str) else one for key, one in plain.items()}
 
 
-def processor_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def processor_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Settings of `here` that a reader takes otherwise than those of `there`.
 
     Releases write out more or fewer defaults, so transformers builds both where keys differ. Where it does not know the
@@ -73,7 +73,7 @@ def processor_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
     for other in its:
         found = _counterpart(other, mine)
         if found is None and other.read:
-            yield Difference(other.file, "settings of a processor", "missing")
+            yield SideDifference(other.file, "settings of a processor", "missing")
         elif found is not None and (found.file, other.file, other.part) not in done:
             yield from _compare(here, there, found, other, place)
 
@@ -104,7 +104,7 @@ def _counterpart(one: _Settings, others: Sequence[_Settings]) -> _Settings | Non
 
 def _compare(
     here: SideFiles, there: SideFiles, one: _Settings, other: _Settings | None, place: str
-) -> Iterator[Difference]:
+) -> Iterator[SideDifference]:
     values, others = one.read, {} if other is None else other.read
     if values == others:
         return
@@ -113,13 +113,15 @@ def _compare(
     built = _build(here, there, part, one, other)
     is_absent = other is None or ((one.part == VIDEO_PART) != (other.part == VIDEO_PART))
     if built is not None and built.refused:
-        yield Difference(one.file, "settings that transformers accepts", f"transformers refuses them: {built.refused}")
+        yield SideDifference(
+            one.file, "settings that transformers accepts", f"transformers refuses them: {built.refused}"
+        )
     elif is_absent and (built is None or other is None):
         if other is not None and other.part == VIDEO_PART and (built is None or built.settings):
-            yield Difference(other.file, "settings of a processor", "missing")
+            yield SideDifference(other.file, "settings of a processor", "missing")
         elif built is None or built.settings:
             words = f"there is no such file {place}, and loaders read it"
-            yield Difference(one.file, "no settings of a processor", words)
+            yield SideDifference(one.file, "no settings of a processor", words)
     else:
         yield from _describe(one.file, built, values, others, place)
 
@@ -146,7 +148,7 @@ def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: 
 
 def _describe(
     file: str, built: Built | None, values: Mapping[str, Any], others: Mapping[str, Any], place: str
-) -> Iterator[Difference]:
+) -> Iterator[SideDifference]:
     """The keys that differ: an error, or a warning for one that only one side has and no class is known to read."""
     if built is None:
         pairs = {key: (values.get(key), others.get(key)) for key in {**others, **values}}

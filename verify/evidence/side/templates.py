@@ -65,7 +65,7 @@ class TemplateJob:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedTemplates:
     """What each template makes of each conversation, or why it refuses it; in one order."""
 
     texts: Sequence[Sequence[str]]
@@ -77,17 +77,17 @@ def is_refusal(text: str) -> bool:
     return text.startswith(_REFUSED)
 
 
-def render(templates: Sequence[str], tokens: Mapping[str, str]) -> Rendered | None:
+def render(templates: Sequence[str], tokens: Mapping[str, str]) -> RenderedTemplates | None:
     """What transformers renders, or None where it is not installed. Raises Unable where it gives no answer."""
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return None
-    answer, failed = ask(TemplateJob(templates, tokens), __name__, Rendered, _LIMIT_S)
+    answer, failed = ask(TemplateJob(templates, tokens), __name__, RenderedTemplates, _LIMIT_S)
     if answer is None:
         raise Unable(f"transformers did not render the chat templates, which are stored in two texts: {failed}")
     return answer
 
 
-def run(job: TemplateJob, phases: PhaseLog) -> Rendered:
+def run(job: TemplateJob, phases: PhaseLog) -> RenderedTemplates:
     """Renders every conversation with every setting, with and without a tool."""
     cases = [
         (f"{name}{' with a tool' if tools else ''}", list(messages), tools, settings)
@@ -100,7 +100,7 @@ def run(job: TemplateJob, phases: PhaseLog) -> Rendered:
         [_render(template, messages, tools, {**job.tokens, **settings}) for _, messages, tools, settings in cases]
         for template in job.templates
     ]
-    return Rendered(texts, [name for name, *_ in cases])
+    return RenderedTemplates(texts, [name for name, *_ in cases])
 
 
 def _render(template: str, messages: list[Any], tools: Any, settings: Mapping[str, Any]) -> str:

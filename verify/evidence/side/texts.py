@@ -60,7 +60,7 @@ class TextJob:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TextAnswer:
     """What a library makes of both tokenizers; each difference in words, empty where there is none."""
 
     library: str
@@ -78,12 +78,12 @@ class Answer:
         return self.ids or self.text
 
 
-def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequence[Answer], str]:
+def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequence[TextAnswer], str]:
     """What tokenizers and transformers make of the tokenizers of two directories, up to the first other id or text.
 
     Without an answer, why there is none.
     """
-    answers: list[Answer] = []
+    answers: list[TextAnswer] = []
     reason = "the library tokenizers is not installed"
     for library in LIBRARIES:
         alone = library == "tokenizers" and not all((root / TOKENIZER).exists() for root in (here, there))
@@ -99,13 +99,13 @@ def ask_libraries(here: Path, there: Path, strings: Sequence[str]) -> tuple[Sequ
     return answers, "" if answers else reason
 
 
-def ask_library(job: TextJob) -> tuple[Answer | None, str]:
+def ask_library(job: TextJob) -> tuple[TextAnswer | None, str]:
     """The answer of one library, or why there is none. A tokenizer that it refuses is an answer."""
     if missing := [one for one in {LIBRARIES[0], job.library} if find_spec(one) is None]:
         return None, f"the library {missing[0]} is not installed"
-    answer, failed = ask(job, __name__, Answer, _LIMIT_S)
+    answer, failed = ask(job, __name__, TextAnswer, _LIMIT_S)
     if failed.startswith(f"while {_LOADING_HERE}: ") and "install" not in failed:
-        answer = Answer(job.library, refused=failed.partition(": ")[2].partition(" (at ")[0])
+        answer = TextAnswer(job.library, refused=failed.partition(": ")[2].partition(" (at ")[0])
     return answer, "" if answer else f"{job.library} did not answer {failed}"
 
 
@@ -149,7 +149,7 @@ def _pieces(tokenizer: Any, text: str) -> list[str]:
     return [piece for piece, _ in pieces]
 
 
-def run(job: TextJob, phases: PhaseLog) -> Answer:
+def run(job: TextJob, phases: PhaseLog) -> TextAnswer:
     """Loads both tokenizers and compares them."""
     is_own = job.here == job.there
     phases.enter(Phase(f"loading {job.there}"))
@@ -159,11 +159,11 @@ def run(job: TextJob, phases: PhaseLog) -> Answer:
     phases.enter(Phase("encoding texts"))
     if is_own:
         texts = _TEXTS[:_WORDS]
-        return Answer(job.library, len(texts), _other_ids(here, there, texts))
+        return TextAnswer(job.library, len(texts), _other_ids(here, there, texts))
     return _compare(job.library, here, there, job.strings)
 
 
-def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]) -> Answer:
+def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]) -> TextAnswer:
     own = [text for side in (here, there) for part in _PARTS for text in strings_in(side.parts.get(part))]
     strings = list(dict.fromkeys([*strings, *own]))
     short = list(dict.fromkeys(_short_texts(there, strings)))
@@ -194,7 +194,7 @@ def _compare(library: str, here: _Loaded, there: _Loaded, strings: Sequence[str]
     special = {name: pair for name, pair in special.items() if pair[0] != pair[1]}
     parts = first_other(here.parts, there.parts, "") if ids or text else ""
     lengths = (here.length, there.length) if here.length != there.length else ()
-    return Answer(library, len(short) + len(texts), ids, text, special, "", parts, lengths)
+    return TextAnswer(library, len(short) + len(texts), ids, text, special, "", parts, lengths)
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verify.evidence.side.texts import Answer, ask_libraries, first_other
+from verify.evidence.side.texts import TextAnswer, ask_libraries, first_other
 from verify.evidence.side_files import (
     ADDED_TOKENS,
     MERGES,
@@ -15,7 +15,7 @@ from verify.evidence.side_files import (
     TOKENIZER_CONFIG,
     VOCABULARY,
     VOCABULARY_LINES,
-    Difference,
+    SideDifference,
     SideFiles,
     of_keys,
     show,
@@ -37,7 +37,7 @@ _UNLIMITED = 10**18  # from here on, transformers has no longest text
 ONLY_NEW = "TokenizersBackend"
 
 
-def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """What gives a text other ids, or ids another text, in `here` than in `there`, named `place` ("in the source").
 
     Where a file differs and the tokens do not, libraries are asked for the ids of texts and the texts of ids: what is
@@ -65,44 +65,44 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
         mine, its = ({**side.tokenizer, **dict.fromkeys(_UNREAD_PARTS)} for side in (here, there))
         if words := first_other(mine, its, ""):
             words = f"{words} {place}; no text was tried: {reason}"
-            seen = [Difference(TOKENIZER, "parts of the tokenizer", words)]
+            seen = [SideDifference(TOKENIZER, "parts of the tokenizer", words)]
     yield from (seen := seen or list(_stated(here, there, place)))
     if not answers and not seen and (words := _settings(here, there)):
         raise Unable(f"{here.root / TOKENIZER_CONFIG}: {words} {place}, which only transformers can judge: {reason}")
     if here.tokenizer_config.get("tokenizer_class") == ONLY_NEW != there.tokenizer_config.get("tokenizer_class"):
         words = f"tokenizer_class is {ONLY_NEW!r}, which transformers 4 does not have, but "
         words += f"{show(there.tokenizer_config.get('tokenizer_class'))} {place}"
-        yield Difference(TOKENIZER_CONFIG, "tokenizer_class", words, "warning")
+        yield SideDifference(TOKENIZER_CONFIG, "tokenizer_class", words, "warning")
 
 
 def _by_answer(
-    answer: Answer, here: SideFiles, there: SideFiles, place: str, *, is_explained: bool
-) -> Iterator[Difference]:
+    answer: TextAnswer, here: SideFiles, there: SideFiles, place: str, *, is_explained: bool
+) -> Iterator[SideDifference]:
     """What a library makes of both: other ids or texts, else other special tokens and another longest text."""
     is_same = here.tokenizer_config == there.tokenizer_config
     settings = SPECIAL_TOKENS if is_same and here.json(SPECIAL_TOKENS) else TOKENIZER_CONFIG
     file = TOKENIZER if answer.library == "tokenizers" else settings
     if answer.refused:
         words = f"{answer.library} loads the other tokenizer but not this one: {answer.refused}"
-        yield Difference(file, "tokenizer", words)
+        yield SideDifference(file, "tokenizer", words)
     elif answer.first and not is_explained:
         why = answer.parts if file == TOKENIZER else _settings(here, there)
         words = f"in {answer.library} {answer.first} {place}"
-        yield Difference(file, "ids of a text", f"{why} {place}; {words}" if why else words)
+        yield SideDifference(file, "ids of a text", f"{why} {place}; {words}" if why else words)
     elif answer.special and not answer.first:
         for name, (mine, its) in list(answer.special.items())[:1]:
             is_named = name.endswith("_token")
             values = (show(mine), show(its)) if is_named else (mine or "not special", its or "not special")
             words = f"{name if is_named else repr(name)} is {values[0]} but {values[1]} {place}"
             severity: Severity = "warning" if name == "pad_token" and its is None else "error"
-            yield Difference(file, name, words, severity, count=len(answer.special), is_presentation=True)
+            yield SideDifference(file, name, words, severity, count=len(answer.special), is_presentation=True)
     if answer.lengths and answer.lengths[1] < _UNLIMITED:
         lengths = ["without a limit" if one >= _UNLIMITED else str(one) for one in answer.lengths]
         words = f"model_max_length is {lengths[0]} but {lengths[1]} {place}"
-        yield Difference(TOKENIZER_CONFIG, "model_max_length", words, "warning", is_presentation=True)
+        yield SideDifference(TOKENIZER_CONFIG, "model_max_length", words, "warning", is_presentation=True)
 
 
-def _stated(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def _stated(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Settings that both sides state, with two values that the installed libraries make the same of; others may not."""
     mine, its = here.tokenizer_config, there.tokenizer_config
     names = (*(f"{kind}_token" for kind in SPECIAL), "additional_special_tokens", "extra_special_tokens")
@@ -121,7 +121,7 @@ def _stated(here: SideFiles, there: SideFiles, place: str) -> Iterator[Differenc
                 words = (
                     f"{kind}_token is {text!r} but {' or '.join(map(repr, sorted(set(values[1].values()))))} {place}"
                 )
-                yield Difference(file, f"{kind}_token", words, is_presentation=True)
+                yield SideDifference(file, f"{kind}_token", words, is_presentation=True)
 
 
 def _pairs(mine: Mapping[str, Any], its: Mapping[str, Any], path: str) -> Iterator[tuple[str, tuple[Any, Any]]]:
@@ -142,19 +142,19 @@ def _settings(here: SideFiles, there: SideFiles) -> str:
     return first_other(mine, its, "")
 
 
-def _absent(here: SideFiles, there: SideFiles) -> Iterator[Difference]:
+def _absent(here: SideFiles, there: SideFiles) -> Iterator[SideDifference]:
     """A tokenizer that only one side has."""
     side = there if there.has_tokenizer else here
     file = next((name for name in side.tokenizer_files if name not in SETTINGS_FILES), None)
     if file is None:
         return  # settings alone are not a tokenizer
     if side is there:
-        yield Difference(file, "tokenizer", "missing", count=max(1, len(there.ids)))
+        yield SideDifference(file, "tokenizer", "missing", count=max(1, len(there.ids)))
     else:
-        yield Difference(file, "no tokenizer", "a tokenizer, and none to compare it with", "warning")
+        yield SideDifference(file, "no tokenizer", "a tokenizer, and none to compare it with", "warning")
 
 
-def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Tokens and their ids, where both sides have a file with all of them."""
     if not (here.reads_vocabulary and there.reads_vocabulary):
         return
@@ -175,10 +175,12 @@ def _tokens(here: SideFiles, there: SideFiles, place: str) -> Iterator[Differenc
     another = _ANOTHER if 2 * (len(missing) + len(moved)) > len(its) else ""
     file = here.file_of_token((moved or added)[0]) if moved or added else there.file_of_token(missing[0])
     count = len(missing) + len(moved) + len(added)
-    yield Difference(file, f"{len(its)} tokens with their ids", another + ", ".join(filter(None, parts)), count=count)
+    yield SideDifference(
+        file, f"{len(its)} tokens with their ids", another + ", ".join(filter(None, parts)), count=count
+    )
 
 
-def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[Difference]:
+def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """Files with a vocabulary besides tokenizer.json, which some loaders read instead of it.
 
     A re-saved tokenizer may lack them, or gain one with the tokens and merges of its tokenizer.json.
@@ -192,12 +194,12 @@ def _vocabulary_files(here: SideFiles, there: SideFiles, place: str) -> Iterator
             read = SideFiles.json if name.endswith(".json") else SideFiles.lines
             is_same = read(here, name) == read(there, name)
         if mine and its and not is_same:
-            yield Difference(name, name, f"its content is not that of the file {place}")
+            yield SideDifference(name, name, f"its content is not that of the file {place}")
         elif mine and not its and (there.tokenizer or name.endswith((".json", ".txt"))):
             if not _is_of_tokenizer(name, here, there):
-                yield Difference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
+                yield SideDifference(name, f"no {name}", f"there is no such file {place}, and loaders read it")
         elif its and not mine and not here.tokenizer:
-            yield Difference(name, name, "missing")
+            yield SideDifference(name, name, "missing")
 
 
 def _is_of_tokenizer(name: str, here: SideFiles, there: SideFiles) -> bool:

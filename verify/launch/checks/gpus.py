@@ -18,7 +18,7 @@ from verify.check import Skip, Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, engine_dims, job_of, unless_skipped
-from verify.launch.stacks.sizes import Cut, Placement
+from verify.launch.stacks.sizes import Cut, GpuPlacement
 from verify.launch.words import at_places, first_file
 from verify.report import Severity
 
@@ -173,7 +173,7 @@ def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterat
         yield Issue(expected, f"{groups}", hint)
 
 
-def _placement(subject: Subject) -> Placement:
+def _placement(subject: Subject) -> GpuPlacement:
     """How the sizes of the job go with its GPUs. Raises Skip for a launch that counts none."""
     if (placement := job_of(subject).placement) is None:
         raise Skip("the launch counts no GPUs")

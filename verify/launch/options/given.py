@@ -31,7 +31,7 @@ _OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedWord:
     """A word that argparse refuses: its option, what it takes, and the word."""
 
     option: str
@@ -51,7 +51,7 @@ class GivenArguments:
     places: Mapping[str, Word] = field(default_factory=dict)
     unknown: frozenset[str] = frozenset()
     anything: bool = False
-    refused: tuple[Refused, ...] = ()
+    refused: tuple[RefusedWord, ...] = ()
 
     @property
     def describes_model(self) -> bool:
@@ -116,7 +116,7 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
     values: dict[str, Any] = {}
     places: dict[str, Word] = {}
     unknown: set[str] = set()
-    refused: list[Refused] = []
+    refused: list[RefusedWord] = []
     for option in options_of(words):
         if option.name not in _TABLE:
             continue
@@ -132,7 +132,7 @@ def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
             values[name] = value
             _check_size(option.name, name, value, places[name])
         if value is None and option.known:
-            refused.append(Refused(option.name, _expected(name, kind), places[name]))
+            refused.append(RefusedWord(option.name, _expected(name, kind), places[name]))
     for name, word in (settings or {}).items():
         if name in _KINDS:
             places[name] = word

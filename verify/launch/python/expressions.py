@@ -14,9 +14,9 @@ from verify.launch.python.values import (
     MISSING,
     Builtin,
     Class,
-    Function,
     Module,
     Object,
+    PythonFunction,
     State,
     Text,
     TooMuchPythonError,
@@ -86,7 +86,7 @@ def truth_of(value: Any) -> bool | None:
         return True if any(isinstance(piece, str) for piece in value.pieces) else None
     if isinstance(value, Unknown):
         return None
-    if isinstance(value, Object | Function | Class | Module):
+    if isinstance(value, Object | PythonFunction | Class | Module):
         return True
     return bool(value)
 
@@ -204,7 +204,7 @@ class Expressions:
             ):
                 return self._comprehension(node, element, generator)
             case ast.Lambda():
-                return Function(node, self.module)
+                return PythonFunction(node, self.module)
             case ast.NamedExpr(target=ast.Name(id=name), value=inner):
                 self.state.frames[-1][name] = self.value(inner)
                 return self.state.frames[-1][name]
@@ -251,7 +251,7 @@ class Expressions:
         attributes = self.state.objects[value.number]
         method = value.kind.methods.get(name)
         if name not in attributes and method is not None and isinstance(method.node, ast.FunctionDef):
-            bound = Function(method.node, method.module, value)
+            bound = PythonFunction(method.node, method.module, value)
             if any(ast.unparse(one).endswith("property") for one in method.node.decorator_list):
                 call = ast.copy_location(ast.Call(node, [], []), node)
                 return self.call(self.state, self.module, bound, [], {}, call)

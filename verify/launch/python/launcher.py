@@ -23,10 +23,10 @@ from verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
     Class,
-    Function,
     Maybe,
     Module,
     Piece,
+    PythonFunction,
     State,
     TooMuchPythonError,
     Unknown,
@@ -130,8 +130,8 @@ def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> N
         follower.state = state
 
 
-def _commands(module: Module) -> Iterator[tuple[str, Function]]:
-    tree = {name: value for name, value in module.names.items() if isinstance(value, Function)}
+def _commands(module: Module) -> Iterator[tuple[str, PythonFunction]]:
+    tree = {name: value for name, value in module.names.items() if isinstance(value, PythonFunction)}
     for name, function in tree.items():
         if isinstance(function.node, ast.FunctionDef) and function.module is module:
             decorators = [ast.unparse(one) for one in function.node.decorator_list]

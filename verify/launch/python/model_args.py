@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from verify.launch.python.statements import Follower
-from verify.launch.python.values import Function, Module, State, Text, TooMuchPythonError, Unknown, text_of, why_unread
+from verify.launch.python.values import (
+    Module,
+    PythonFunction,
+    State,
+    Text,
+    TooMuchPythonError,
+    Unknown,
+    text_of,
+    why_unread,
+)
 
 TOOL = "model_args_utils.py"
 _FUNCTION = "model_args"
@@ -33,7 +42,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
         try:
             module = follower.module(path)
             function = module.names.get(_FUNCTION)
-            if not isinstance(function, Function):
+            if not isinstance(function, PythonFunction):
                 return Unknown(path.name, f"{path} has no function {_FUNCTION}")
             call = ast.copy_location(ast.Call(ast.Name(_FUNCTION, ast.Load()), [], []), function.node)
             value = follower.call(follower.state, module, function, [], given, ast.fix_missing_locations(call))

@@ -16,9 +16,9 @@ from verify.launch.python.values import (
     MISSING,
     Builtin,
     Class,
-    Function,
     Module,
     Object,
+    PythonFunction,
     State,
     Text,
     Unknown,
@@ -75,7 +75,7 @@ class Follower:
             case ast.Import() | ast.ImportFrom():
                 module.names.update(self._imports(module, statement))
             case ast.FunctionDef(name=name):
-                module.names[name] = Function(statement, module)
+                module.names[name] = PythonFunction(statement, module)
             case ast.ClassDef(name=name):
                 module.names[name] = self._class(module, statement)
             case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
@@ -125,7 +125,7 @@ class Follower:
 
     def _class(self, module: Module, node: ast.ClassDef) -> Any:
         fields: dict[str, ast.AnnAssign] = {}
-        methods: dict[str, Function] = {}
+        methods: dict[str, PythonFunction] = {}
         modules: dict[str, Module] = {}
         for base in node.bases:
             parent = self.expressions(module).value(base)
@@ -139,7 +139,7 @@ class Follower:
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     fields[name], modules[name] = statement, module
                 case ast.FunctionDef(name=name):
-                    methods[name] = Function(statement, module)
+                    methods[name] = PythonFunction(statement, module)
         return Class(node.name, fields, methods, modules)
 
     def expressions(self, module: Module) -> Expressions:
@@ -161,7 +161,7 @@ class Follower:
             return self.watched[name](state, arguments, named, node)
         if isinstance(function, Class):
             return self.create(function, named, arguments)
-        if isinstance(function, Function):
+        if isinstance(function, PythonFunction):
             ended, value = self._run(function, arguments, named)
             return unknown(node, "it raises an exception") if ended == "raise" else value
         for value in (*arguments, *named.values()):
@@ -186,7 +186,7 @@ class Follower:
             self.state.objects[number][name] = value
         made = Object(number, kind)
         if after := kind.methods.get("__post_init__"):
-            ended, _ = self._run(Function(after.node, after.module, made), [], {})
+            ended, _ = self._run(PythonFunction(after.node, after.module, made), [], {})
             if ended == "raise":
                 return Unknown(kind.name, "it raises an exception")
         return made
@@ -201,7 +201,7 @@ class Follower:
             return self.expressions(module).value(made) if "default_factory" in parts else MISSING
         return self.expressions(module).value(node)
 
-    def _run(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any]) -> Ended:
+    def _run(self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]) -> Ended:
         bound = [function.bound] if function.bound else []
         names = self._parameters(function, [*bound, *arguments], named)
         self.state.frames.append(names)
@@ -228,7 +228,9 @@ class Follower:
         self.state.take_over(state)
         return "return", value
 
-    def _parameters(self, function: Function, arguments: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    def _parameters(
+        self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]
+    ) -> dict[str, Any]:
         stated = function.node.args
         positional = [*stated.posonlyargs, *stated.args]
         names: dict[str, Any] = {one.arg: MISSING for one in (*positional, *stated.kwonlyargs)}
@@ -375,7 +377,7 @@ class Follower:
             case ast.Expr(value=value):
                 self._expression(module, value)
             case ast.FunctionDef(name=name) if self.state.frames[-1] is not module.names:
-                self.state.frames[-1][name] = Function(statement, module)
+                self.state.frames[-1][name] = PythonFunction(statement, module)
             case _ if not isinstance(statement, _SIMPLE):
                 self._forget(module, [statement], f"a statement at line {statement.lineno} that is not followed")
         return "", None

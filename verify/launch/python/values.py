@@ -50,7 +50,7 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Function:
+class PythonFunction:
     """A function or lambda of a file; `bound` is the object of a method."""
 
     node: ast.FunctionDef | ast.Lambda
@@ -64,7 +64,7 @@ class Class:
 
     name: str
     fields: Mapping[str, ast.AnnAssign]
-    methods: Mapping[str, Function]
+    methods: Mapping[str, PythonFunction]
     modules: Mapping[str, Module]  # the file in which each field stands
 
 

@@ -136,7 +136,7 @@ class _Parser:
             node = self._parentheses(line)
         else:
             return self._simple(line)
-        return syntax.Group((node,), line, silent=True) if self._redirections() else node
+        return syntax.CommandGroup((node,), line, silent=True) if self._redirections() else node
 
     def _parentheses(self, line: int) -> Node:
         self.lexer.take()
@@ -144,13 +144,13 @@ class _Parser:
         if self.lexer.peek() != ")" or not body:
             raise self.lexer.error("( is never closed, or holds nothing", line)
         self.lexer.take()
-        return syntax.Group(body, line, subshell=True)
+        return syntax.CommandGroup(body, line, subshell=True)
 
     def _group(self, line: int) -> Node:
         self.lexer.take()
         body = self.list_until(frozenset({"}"}))
         self._expect("}", line)
-        return syntax.Group(body, line)
+        return syntax.CommandGroup(body, line)
 
     def _if(self, line: int) -> Node:
         branches: list[tuple[tuple[Node, ...], tuple[Node, ...]]] = []
@@ -236,7 +236,7 @@ class _Parser:
         if re.match(r"\(\s*\)", self.lexer.text[self.lexer.position :][:10]):
             self._empty_parentheses()
         self._blank_lines()
-        return syntax.Function(name, self._command(), line)
+        return syntax.ShellFunction(name, self._command(), line)
 
     def _empty_parentheses(self) -> None:
         self.lexer.take()
@@ -289,7 +289,7 @@ class _Parser:
     def _definition(self, name: str, line: int) -> Node:
         self._empty_parentheses()
         self._blank_lines()
-        return syntax.Function(name, self._command(), line)
+        return syntax.ShellFunction(name, self._command(), line)
 
     def _assignment(self, found: re.Match[str]) -> syntax.Assignment:
         line, name, append = self.lexer.line, found[1], bool(found[3])

@@ -56,7 +56,7 @@ def _node(shell: Shell, node: Node) -> Outcome:
     """One command. Under `set -e` one that fails ends the script, unless a condition asks for its result."""
     flow, shell.result = _done(shell, node)
     match node:
-        case syntax.Group(subshell=alone):
+        case syntax.CommandGroup(subshell=alone):
             pass
         case syntax.Pipeline(negated=negated):
             alone = not negated
@@ -89,13 +89,13 @@ def _done(shell: Shell, node: Node) -> Outcome:
         case syntax.While():
             flow = _loop(shell, node)
             return flow, shell.result if flow in ("exit", "return") else None
-        case syntax.Group(loud, silent=True):
+        case syntax.CommandGroup(loud, silent=True):
             return _silent(shell, lambda: follow(shell, loud))
-        case syntax.Group(body, subshell=True):  # its variables are gone afterwards
+        case syntax.CommandGroup(body, subshell=True):  # its variables are gone afterwards
             return "", follow(shell.branch(), body)[1]
-        case syntax.Group(body):
+        case syntax.CommandGroup(body):
             return follow(shell, body)
-        case syntax.Function(name, body):
+        case syntax.ShellFunction(name, body):
             shell.functions[name] = body
             return "", True
         case syntax.Calculation(text):

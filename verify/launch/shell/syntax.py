@@ -166,7 +166,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Group:
+class CommandGroup:
     """`{ ... }`, or with `subshell` `( ... )`; `silent`: its output goes to a file."""
 
     body: tuple[Node, ...]
@@ -176,7 +176,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Function:
+class ShellFunction:
     """`name() { ... }`."""
 
     name: str
@@ -200,4 +200,17 @@ class Test:
     line: int
 
 
-Node = Simple | Pipeline | AndOr | If | For | ForArithmetic | While | Case | Group | Function | Calculation | Test
+Node = (
+    Simple
+    | Pipeline
+    | AndOr
+    | If
+    | For
+    | ForArithmetic
+    | While
+    | Case
+    | CommandGroup
+    | ShellFunction
+    | Calculation
+    | Test
+)

@@ -20,14 +20,14 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Adapter, Job, Launch, Stack
+from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, Side, iterations_in, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Cut, Engine, Gpus, Group, Placement, Sizes, places
+from verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
@@ -84,14 +84,14 @@ def read(launch: Launch) -> Job:
         adapter=None if megatron else _trained(settings.quietly()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
-        placement=Placement(
+        placement=GpuPlacement(
             tuple(_groups(settings, roles, sizes)), cuts=(*(cut for cut in cuts if cut.ranks > 1), *engine.cuts)
         ),
         speculation=of_settings(settings, f"{_GENERATION}.vllm_kwargs", engine.sizes.server),
     )
 
 
-def _trained(settings: Settings) -> Adapter | None:
+def _trained(settings: Settings) -> TrainedAdapter | None:
     """The adapter of a policy without Megatron. Source: NeMo-RL 7ea279a `dtensor_policy_worker_v2.py`."""
     prefix = f"{_DTENSOR}.lora_cfg"
     if not settings.is_on(f"{prefix}.enabled"):
@@ -99,7 +99,7 @@ def _trained(settings: Settings) -> Adapter | None:
     targets = settings.listed(f"{prefix}.target_modules", "all linear layers")
     is_served = settings.word(f"{_GENERATION}.backend") is not None
     engine = "NeMo-RL merges it into the weights that it sends" if is_served else "no engine is started"
-    return Adapter(settings.text(f"{prefix}.dim"), targets, engine, settings.place(f"{prefix}.enabled"))
+    return TrainedAdapter(settings.text(f"{prefix}.dim"), targets, engine, settings.place(f"{prefix}.enabled"))
 
 
 def _fits(tree: Mapping[str, Tree]) -> bool:
@@ -206,7 +206,7 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
 
 
-def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> Iterator[Group]:
+def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> Iterator[GpuGroup]:
     """The GPUs of every role: a reward model and teachers have theirs, training and generation share or part the rest.
 
     On one node, be it all that is left of several, generation takes GPUs of it, else whole nodes. The teacher of
@@ -233,7 +233,9 @@ def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> It
         yield replace(Sizes.read(settings, *own), etp=etp).group(role, gpus)
         if gpus.node > each:
             products = (("gpus_per_node", (gpus.node,)),)
-            yield Group(f"node of the {role}", Gpus(each, settings.place(keys[1])), products, settings.place(names[1]))
+            yield GpuGroup(
+                f"node of the {role}", Gpus(each, settings.place(keys[1])), products, settings.place(names[1])
+            )
         left = left.less(gpus.count // gpus.node * each, f"for the {role}")
     train = generate = left
     if not settings.switch(f"{_GENERATION}.colocated.enabled", True):
@@ -246,7 +248,7 @@ def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> It
     yield from (sizes.group(role, train) for role in roles if sizes)
     for cut in () if sizes else _dtensor(settings, roles):
         context = settings.size(f"{_DTENSOR}.context_parallel_size") or 1
-        yield Group(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where)
+        yield GpuGroup(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where)
     for role, prefix in (("teacher", "teacher.megatron_cfg"), ("critic", "value.megatron_cfg")):
         if settings.switch(f"{prefix}.enabled"):
             yield Sizes.read(settings, prefix).group(role, train)
@@ -265,7 +267,7 @@ def _teachers(settings: Settings) -> list[str]:
     return list({settings.text(f"{models}.{alias}"): alias for alias in reversed(aliases)}.values())
 
 
-def _engines(settings: Settings, gpus: Gpus, trained: Sizes | None) -> Iterator[Group]:
+def _engines(settings: Settings, gpus: Gpus, trained: Sizes | None) -> Iterator[GpuGroup]:
     """What must divide the GPUs of generation.
 
     Megatron takes the policy's sizes for those that mcore_generation_config does not give, and no context parallelism
@@ -286,11 +288,11 @@ def _engines(settings: Settings, gpus: Gpus, trained: Sizes | None) -> Iterator[
         products, spread = [("tp x pp", (tp, pp))], backend == "vllm" and ep is not None and ep > 1
         if spread and ep and ep % tp:
             where = f"{settings.place(keys[2])} {ep}"
-            yield Group("expert parallel ranks", Gpus(ep, where), (("tp", (tp,)),), settings.place(keys[0]))
+            yield GpuGroup("expert parallel ranks", Gpus(ep, where), (("tp", (tp,)),), settings.place(keys[0]))
         elif spread and ep:
             products.append(("ep x pp", (ep, pp)))
         is_inside = backend == "vllm" and tp * pp <= (gpus.node or 0) and len(products) == 1
-        yield Group(ENGINE, gpus, tuple(products), places(settings, keys), is_engine=is_inside)
+        yield GpuGroup(ENGINE, gpus, tuple(products), places(settings, keys), is_engine=is_inside)
 
 
 def _engine_keys(backend: str) -> list[str]:
@@ -314,16 +316,16 @@ def _missing(settings: Settings, *keys: str) -> None:
             settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
 
 
-def _engine(settings: Settings) -> Engine:
+def _engine(settings: Settings) -> RolloutEngine:
     """The engine, whose GPUs `_engines` has."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
-        return Engine(sizes=LaunchArguments(server=backend or None))
+        return RolloutEngine(sizes=LaunchArguments(server=backend or None))
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.word(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
-    engine = Engine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=backend))
+    engine = RolloutEngine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=backend))
     keys = _engine_keys(backend)
     tp, pp, ep = (settings.size(one) for one in keys)
     if tp is None or pp is None:

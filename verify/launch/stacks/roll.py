@@ -20,7 +20,7 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Adapter, Job, Launch, Stack
+from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.lists import numbers
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
@@ -28,7 +28,7 @@ from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import Cut, Engine, Gpus, Group, Placement, Sizes, places
+from verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 from verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
@@ -96,7 +96,7 @@ def read(launch: Launch) -> Job:
         sizes=dict.fromkeys((*roles, ENGINE), engine.sizes) | arguments,
         sharing=(("actor", "reference"),) if same else (),
         combinations=tuple(_adapters(settings.quietly(), engine.sizes.server)),
-        placement=Placement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
+        placement=GpuPlacement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
         adapter=_trained(settings.quietly(), engine.sizes.server),
         speculation=of_settings(settings, _SIZES[ENGINE], engine.sizes.server),
     )
@@ -228,7 +228,7 @@ def _renumbered(launch: Launch) -> Iterator[Issue]:
     yield Issue(expected, f"{word.text} ({word.place})", hint, file=word.file)
 
 
-def _trained(settings: Settings, server: str | None) -> Adapter | None:
+def _trained(settings: Settings, server: str | None) -> TrainedAdapter | None:
     """The adapter. Source: ROLL 8eb27cc `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`."""
     trains, serves = (f"{role}.model_args" for role in ("actor_train", "actor_infer"))
     if not given(settings.listed(f"{trains}.lora_target")):
@@ -238,20 +238,20 @@ def _trained(settings: Settings, server: str | None) -> Adapter | None:
     if server != "vllm" or not given(settings.listed(f"{serves}.lora_target")):
         engine = f"{server or 'the engine'} is started without it"
     rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
-    return Adapter(rank, settings.listed(target), engine, settings.place(target))
+    return TrainedAdapter(rank, settings.listed(target), engine, settings.place(target))
 
 
-def _engine(settings: Settings) -> Engine:
+def _engine(settings: Settings) -> RolloutEngine:
     """The engine; none where nothing is generated."""
     prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
     if not name:
-        return Engine()
+        return RolloutEngine()
     key = _key(settings, ENGINE)
     dummy = settings.text(f"{_SIZES[ENGINE]}.load_format") == "dummy"
     weights = "its weights come from the actor" if dummy else "its first weights too"
     why = f"{name} takes config and tokenizer from {key}, {weights}"
-    engine = Engine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
+    engine = RolloutEngine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
     keys = [f"{_SIZES[ENGINE]}.{one}_parallel_size" for one in ("tensor", "pipeline")]
     if name != "vllm":
         keys = [f"{prefix}.num_gpus_per_worker"]
@@ -259,7 +259,7 @@ def _engine(settings: Settings) -> Engine:
     pp = rest[0] if rest else 1
     if tp is None or pp is None:
         return engine
-    group = Group(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
+    group = GpuGroup(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
     return replace(engine, groups=(group,)).cut(tp, pp, None, settings.place(keys[0]), plain=False)
 
 
@@ -291,7 +291,7 @@ def read_supervised(launch: Launch) -> Job:
         keys = {role: f"{one}.{_OWN}" if own else f"{one}_pretrain" for role, one in workers.items()}
     sides: list[Side] = []
     sizes: dict[str, LaunchArguments] = {}
-    groups: list[Group] = []
+    groups: list[GpuGroup] = []
     for role, key in keys.items():
         prefix = f"{workers[role]}.strategy_args"
         megatron = settings.text(f"{prefix}.strategy_name").startswith("megatron")
@@ -303,7 +303,7 @@ def read_supervised(launch: Launch) -> Job:
             size = Sizes.read(settings, f"{prefix}.strategy_config")
             sizes[role] = size.arguments(LaunchArguments(), settings, f"{prefix}.strategy_config")
             groups.append(size.group(role, _devices(settings, workers[role])))
-    placement = Placement(tuple(groups))
+    placement = GpuPlacement(tuple(groups))
     return Job(SUPERVISED, sides=tuple(sides), hf=settings.model(keys["actor"]), sizes=sizes, placement=placement)
 
 

@@ -54,7 +54,7 @@ class Gpus:
 
 
 @dataclass(frozen=True)
-class Group:
+class GpuGroup:
     """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`.
 
     source: where the sizes are written, in `file` where that is known.
@@ -148,13 +148,13 @@ class Cut:
         if (ranks := settings.size(key)) and ranks > 1:
             yield Cut(role, "ulysses", ranks, settings.place(key))
 
-    def group(self, gpus: Gpus, name: str) -> Group:
+    def group(self, gpus: Gpus, name: str) -> GpuGroup:
         """The GPUs that these ranks, which the stack calls so, must divide."""
-        return Group(self.role, gpus, ((name, (self.ranks,)),), self.where)
+        return GpuGroup(self.role, gpus, ((name, (self.ranks,)),), self.where)
 
 
 @dataclass(frozen=True)
-class Placement:
+class GpuPlacement:
     """How the sizes of a job go with its GPUs.
 
     groups: the GPUs of each role or group of engines, and what must divide them.
@@ -162,7 +162,7 @@ class Placement:
     cuts: how engines and trainers without Megatron share a model out.
     """
 
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GpuGroup, ...] = ()
     issues: tuple[Issue, ...] = ()
     cuts: tuple[Cut, ...] = ()
 
@@ -190,7 +190,7 @@ class Sizes:
             tp = None
         return Sizes(tp, pp, cp, ep, etp, vpp, places(settings, list(keys.values())))
 
-    def group(self, role: str, gpus: Gpus) -> Group:
+    def group(self, role: str, gpus: Gpus) -> GpuGroup:
         """What must divide the GPUs. Source: megatron-core `initialize_model_parallel`; etp is tp where not given."""
         etp = self.tp if self.etp is None else self.etp
         products = []
@@ -199,7 +199,7 @@ class Sizes:
         is_implied = self.tp and self.cp and self.ep and etp and self.tp * self.cp % (self.ep * etp) == 0
         if self.ep and etp and self.pp and not is_implied:
             products.append(("ep x etp x pp", (self.ep, etp, self.pp)))
-        return Group(role, gpus, tuple(products), self.source, self.file)
+        return GpuGroup(role, gpus, tuple(products), self.source, self.file)
 
     def arguments(self, engine: LaunchArguments, settings: Settings, prefix: str) -> LaunchArguments:
         """Those of a trainer beside this rollout engine, and how `settings` under this prefix cut its pipeline."""
@@ -215,15 +215,17 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Engine:
+class RolloutEngine:
     """The rollout engine of a job: what it loads, its sizes, the GPUs that they must divide, how it cuts a model."""
 
     side: Side | None = None
     sizes: LaunchArguments = field(default_factory=LaunchArguments)
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GpuGroup, ...] = ()
     cuts: tuple[Cut, ...] = ()
 
-    def cut(self, tp: int, pp: int, ep: int | None, where: str, *, plain: bool = True, fp8: bool = False) -> Engine:
+    def cut(
+        self, tp: int, pp: int, ep: int | None, where: str, *, plain: bool = True, fp8: bool = False
+    ) -> RolloutEngine:
         """With sizes that are known, `tp` by `where`.
 
         plain: no more than these sizes cut experts. fp8: it packs what it is sent in FP8.

@@ -20,13 +20,23 @@ from pathlib import Path
 from ckptkit.formats.detect import TRACKER, tracker_text
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Adapter, Job, Launch, Stack
+from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.settings.config import Tree
 from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
 from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.sizes import NAMES, Cut, Engine, Gpus, Group, Placement, Sizes, places, server_named
+from verify.launch.stacks.sizes import (
+    NAMES,
+    Cut,
+    GpuGroup,
+    GpuPlacement,
+    Gpus,
+    RolloutEngine,
+    Sizes,
+    places,
+    server_named,
+)
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -95,7 +105,7 @@ def read(launch: Launch) -> Job:
         models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         sizes=sizes,
         sharing=() if resumed.path else tuple(sharing),
-        placement=Placement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
+        placement=GpuPlacement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
         speculation=_speculation(settings.quietly()),
         adapter=_trained(settings.quietly()),
         combinations=_combinations(launch, settings.quietly(), megatron),
@@ -129,7 +139,7 @@ def _adapter(settings: Settings) -> Iterator[Issue]:
         yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint, "error")
 
 
-def _trained(settings: Settings) -> Adapter | None:
+def _trained(settings: Settings) -> TrainedAdapter | None:
     """The adapter. Source: verl 1dda039 `vllm_async_server.py`, `async_sglang_server.py` (lora_served_as_adapter)."""
     path, merge = f"{_AR}.model.lora_adapter_path", f"{_AR}.model.lora.merge"
     if not _lora(settings):
@@ -140,7 +150,7 @@ def _trained(settings: Settings) -> Adapter | None:
     engine = "verl merges it into the weights that it sends" if settings.is_on(merge) else engine
     targets = settings.first(f"{_AR}.model.lora.target_modules.0", f"{_AR}.model.target_modules").removesuffix(".0")
     text = settings.text(rank) if rank else ""
-    return Adapter(text, settings.listed(targets, "all-linear"), engine, settings.place(rank or path))
+    return TrainedAdapter(text, settings.listed(targets, "all-linear"), engine, settings.place(rank or path))
 
 
 def _tracker(settings: Settings) -> Iterator[Issue]:
@@ -285,7 +295,7 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
                 yield Issue(expected, actual, hint, severity="warning")
 
 
-def _rollout(settings: Settings, gpus: Gpus) -> Engine:
+def _rollout(settings: Settings, gpus: Gpus) -> RolloutEngine:
     """The engine. Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
 
     fully_async_policy and one_step_off_policy give it GPUs of its own.
@@ -298,14 +308,14 @@ def _rollout(settings: Settings, gpus: Gpus) -> Engine:
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
     weights = "its weights come from the actor" if dummy else "its first weights too"
     why = f"{name or 'the engine'} takes config and tokenizer from {_MODEL}, {weights}"
-    engine = Engine(hf_side(ENGINE, settings, _MODEL, why), LaunchArguments(server=name or None))
+    engine = RolloutEngine(hf_side(ENGINE, settings, _MODEL, why), LaunchArguments(server=name or None))
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     if tp is None or dp is None or pp is None:
         return engine
     spread = f"{prefix}.expert_parallel_size"
     ep, fp8 = settings.size(spread, None), settings.text(f"{prefix}.quantization") == "fp8"
-    group = Group(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
+    group = GpuGroup(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
     engine = replace(engine, groups=(replace(group, is_inside=name == "vllm" and dp > 1),))
     return engine.cut(tp, pp, ep, settings.place(keys[0]), plain=dp == 1 and settings.resolved(spread), fp8=fp8)
 
@@ -412,14 +422,14 @@ def read_sft(launch: Launch) -> Job:
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     cuts = () if sizes else tuple(Cut.ulysses(settings, "actor", *_SEQUENCE))
-    shared = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [Group("actor", gpus, (("1", (1,)),))]
+    shared = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [GpuGroup("actor", gpus, (("1", (1,)),))]
     groups = [sizes.group("actor", gpus)] if sizes else shared
     return Job(
         SFT,
         sides=(side,) if side else (),
         hf=settings.model(_TUNED),
         sizes={"actor": sizes.arguments(LaunchArguments(), settings, "engine")} if sizes else {},
-        placement=Placement(tuple(groups), cuts=cuts),
+        placement=GpuPlacement(tuple(groups), cuts=cuts),
     )
 
 

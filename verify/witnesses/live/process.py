@@ -21,7 +21,7 @@ import torch
 from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
-from verify.witnesses.live.server import Adapter, NotTried, Refused, Server
+from verify.witnesses.live.server import LiveAdapter, NotTried, RefusedByEngine, Server
 from verify.witnesses.process.codec import save
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 
@@ -29,7 +29,7 @@ from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 def run(job: EngineJob, phases: PhaseLog) -> None:
     """Starts the engine and does what the job asks; saves the report after each step. Raises whatever it raises."""
     phases.enter(Phase("starting the engine"))
-    adapter: Adapter = import_module(job.adapter)
+    adapter: LiveAdapter = import_module(job.adapter)
     server = adapter.serve(job, HfCheckpoint(job.checkpoint))
     try:
         for report in _reports(job, server, phases, adapter.version()):
@@ -93,7 +93,7 @@ def _reload(
     try:
         for method in step:
             getattr(server, method)()
-    except Refused as refusal:
+    except RefusedByEngine as refusal:
         return Reload(name, refused=words_of(refusal), tried=not isinstance(refusal, NotTried))
     unequal = server.check("compare") if checked else []
     return Reload(name, "", [one for one in _changed(first, server.held()) if one not in volatile], unequal)

@@ -16,11 +16,11 @@ BUCKET_BYTES = 512 << 20
 Held = Mapping[str, tuple[str, int]]  # digest and bytes, by rank and name
 
 
-class Refused(Exception):  # noqa: N818
+class RefusedByEngine(Exception):  # noqa: N818
     """The engine answered that it did not do what was asked; the message is its own."""
 
 
-class NotTried(Refused):
+class NotTried(RefusedByEngine):
     """A request that is known to end this engine was not sent; the message says why."""
 
 
@@ -52,7 +52,7 @@ class Server(Protocol):
         """The engine's own checker remembers every tensor; then every parameter is poisoned."""
 
 
-class Adapter(Protocol):
+class LiveAdapter(Protocol):
     """A module that starts engines of one kind. Its phases' exceptions are no verdict."""
 
     def serve(self, job: EngineJob, checkpoint: HfCheckpoint) -> Server:

@@ -62,7 +62,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class Build:
+class ModelBuild:
     """The model that one rank is to build."""
 
     path: Path  # the directory that has its config
@@ -91,7 +91,7 @@ class Engine(Protocol):
     LOAD: Phase  # whose exceptions are the engine's verdict on the weights
     REPACK: Phase  # and on what its kernels can take
 
-    def build(self, wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+    def build(self, wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
         """Builds the model with the engine's default loader, which calls `loading` where it would load.
 
         `loading` gets the model, the weights and the device. Raises CkptkitError where there is no draft model.

@@ -17,7 +17,7 @@ from verify.witnesses.loading.compare import Comparison, Loaded
 from verify.witnesses.loading.draft import DraftLoaded, without_shared
 from verify.witnesses.loading.engine import Engine, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport, Observation, PartialTensor
-from verify.witnesses.loading.layouts.layout import Difference, Expected, Outcome
+from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome, ParamDifference
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.placement import Placement
 from verify.witnesses.loading.trace import Trace
@@ -176,10 +176,10 @@ class Repacking:
         wrong += [one for one in again.differing if one.tensor in equal and one.param not in self.free]
         return wrong + [one for one in after.dead_routers() if one not in dead]
 
-    def _run(self, step: Step, names: Mapping[int, str], phases: PhaseLog) -> list[Difference]:
+    def _run(self, step: Step, names: Mapping[int, str], phases: PhaseLog) -> list[ParamDifference]:
         """Runs the step of a module, and compares what it made. `names`: of parameters, by address."""
         name, module = step.name, step.module
-        expected = step.layout(module) if step.layout else Expected(frozenset(), Outcome)
+        expected = step.layout(module) if step.layout else LayerExpected(frozenset(), LayerOutcome)
         others = {  # the other parameters and buffers: by its name for each, the model's, and a copy
             parameter: (names[tensor.data_ptr()], tensor.detach().clone())
             for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))

@@ -35,7 +35,7 @@ from converters.open import open_megatron
 from verify.evidence.plain import as_release
 from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.draft import beyond_layers
-from verify.witnesses.loading.engine import Build, Engine, Weights
+from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from verify.witnesses.loading.examine import Examination
 from verify.witnesses.loading.job import LoadJob, LoadReport
 from verify.witnesses.loading.names import of_draft
@@ -131,7 +131,7 @@ def examine(
     reference = partial(material.reference, lambda name: name.startswith(prefixes))
     feed = material.feed(beyond_layers(config) if draft else lambda name: True)
     examination = Examination(engine, config, reference, alter, phases, job.sizes, target)
-    wanted = Build(material.path, Path(job.scratch), feed, material.fused, job.sizes, job.rank, draft)
+    wanted = ModelBuild(material.path, Path(job.scratch), feed, material.fused, job.sizes, job.rank, draft)
     return engine.build(wanted, examination, phases), examination
 
 

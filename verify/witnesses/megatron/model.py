@@ -45,7 +45,7 @@ Chunk = Any  # a GPTModel or a HybridModel: their common base class has none of 
 
 
 @dataclass(frozen=True)
-class Build:
+class MegatronBuild:
     """How to build: parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own).
 
     `hybrid`: as HybridModel, and the sizes of its pipeline count its layers.
@@ -123,7 +123,7 @@ def lay_out(sizes: ParallelSizes, *, gloo: bool = True) -> None:
     )
 
 
-def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -> TransformerConfig:
+def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: MegatronBuild) -> TransformerConfig:
     """TransformerConfig from Megatron-LM arguments, as Megatron-LM makes it, without randomness or GPU features."""
     kind = MLATransformerConfig if dims.mla else TransformerConfig
     known = {field.name for field in fields(kind)}
@@ -170,7 +170,7 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Build) -
     return kind(**values)
 
 
-def build_chunks(dims: ModelDims, build: Build) -> list[Chunk]:
+def build_chunks(dims: ModelDims, build: MegatronBuild) -> list[Chunk]:
     """This rank's model, one GPTModel or HybridModel a virtual pipeline stage, with arbitrary parameters of the dtype.
 
     In 16 bits it is cast as in training, by Megatron's Float16Module. What then stays float32 (router biases), Megatron
@@ -221,7 +221,7 @@ def _standard(config: TransformerConfig) -> TransformerConfig:
 
 
 def _adapted(
-    dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, first: int
+    dims: ModelDims, config: TransformerConfig, build: MegatronBuild, spec: TransformerBlockSubmodules, first: int
 ) -> TransformerBlockSubmodules:
     """The spec of this rank's layers: Megatron's own, changed as the model's architecture needs.
 
@@ -237,7 +237,11 @@ def _adapted(
 
 
 def _mtp_spec(
-    dims: ModelDims, config: TransformerConfig, build: Build, spec: TransformerBlockSubmodules, stage: int | None
+    dims: ModelDims,
+    config: TransformerConfig,
+    build: MegatronBuild,
+    spec: TransformerBlockSubmodules,
+    stage: int | None,
 ) -> Any:
     """The spec of multi-token prediction layers, which have the model's last layer inside; None where there are none.
 
@@ -254,7 +258,7 @@ def _mtp_spec(
 
 
 def _gpt_model(
-    dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
+    dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Callable[..., Chunk]:
     """GPTModel with what only it takes."""
     spec = get_gpt_decoder_block_spec(
@@ -271,7 +275,9 @@ def _gpt_model(
     )
 
 
-def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stage: int | None) -> Callable[..., Chunk]:
+def _hybrid_model(
+    dims: ModelDims, config: TransformerConfig, build: MegatronBuild, stage: int | None
+) -> Callable[..., Chunk]:
     """HybridModel with what only it takes. The spec of its layers is made of those of the whole GPTModel.
 
     With Transformer Engine it is megatron-core's own.
@@ -293,7 +299,7 @@ def _hybrid_model(dims: ModelDims, config: TransformerConfig, build: Build, stag
 
 
 def _build(
-    dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: Build, stage: int | None
+    dims: ModelDims, args: Mapping[str, Any], config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Chunk:
     kind = _hybrid_model(dims, config, build, stage) if build.hybrid else _gpt_model(dims, args, config, build, stage)
     with _default_device():

@@ -44,7 +44,7 @@ with importing_megatron():
     from megatron.core.package_info import __version__
     from megatron.core.transformer.moe import moe_utils
 
-    from verify.witnesses.megatron.model import Build, Chunk, build_chunks, connect, has_mtp, inputs_of, logits
+    from verify.witnesses.megatron.model import Chunk, MegatronBuild, build_chunks, connect, has_mtp, inputs_of, logits
     from verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
 
 
@@ -157,7 +157,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     else:
         connect(job.sizes, job.rank, job.store)
     enter(BUILD)
-    chunks = build_chunks(dims, Build(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
+    chunks = build_chunks(dims, MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))

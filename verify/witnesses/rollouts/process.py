@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from ckptkit.core.errors import CkptkitError, words_of
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.rollouts.recorded import RecordedSample
-from verify.witnesses.rollouts.run import Rendered, Rendering, RolloutJob
+from verify.witnesses.rollouts.run import RenderedPrompts, Rendering, RolloutJob
 
 _BEFORE = 12  # tokens of context before the first difference
 # Options that a launch may give to the template and no file records (slime's --apply-chat-template-kwargs).
@@ -27,14 +27,14 @@ _UNRECORDED: tuple[Mapping[str, Any], ...] = (
 )
 
 
-def run(job: RolloutJob, phases: PhaseLog) -> Rendered:
+def run(job: RolloutJob, phases: PhaseLog) -> RenderedPrompts:
     """Renders prompts. Raises CkptkitError where there are messages and no template."""
     phases.enter(Phase("loading the tokenizer"))
     tokenizer = AutoTokenizer.from_pretrained(job.home, trust_remote_code=False)
     if not tokenizer.chat_template and any(not isinstance(one.prompt, str) for one in job.samples):
         raise CkptkitError(f"{job.home} has no chat template", "copy it from the release")
     phases.enter(Phase("rendering prompts"))
-    return Rendered([_rendering(tokenizer, one) for one in job.samples])
+    return RenderedPrompts([_rendering(tokenizer, one) for one in job.samples])
 
 
 def _rendering(tokenizer: Any, asked: RecordedSample) -> Rendering:

@@ -42,7 +42,7 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedPrompts:
     """What became of the prompts of a job."""
 
     renderings: Sequence[Rendering]
@@ -126,7 +126,7 @@ def prompts_of(subject: Subject) -> Sequence[RecordedSample]:
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises Unable where it gives none."""
     job = RolloutJob(str(home_of(subject).absolute()), subject.once(prompts_of))
-    found, failed = ask(job, "verify.witnesses.rollouts.process", Rendered, _START_S)
+    found, failed = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, _START_S)
     if failed or found is None:
         raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
     return found.renderings

@@ -24,7 +24,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from quant.formats.modelopt import flattened
 from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
-from verify.witnesses.loading.engine import Build, Loading, Step, Weights
+from verify.witnesses.loading.engine import Loading, ModelBuild, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from verify.witnesses.loading.layouts.layout import Layout, unknown
 from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
@@ -62,7 +62,7 @@ _UNUSED_NORM = re.compile(r"vision_tower\.vision_model\.post_layernorm\.(?:weigh
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
-def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     """Builds the model that SGLang chooses with its default loader, which calls `loading` where it would load.
 
     Raises CkptkitError where SGLang has no draft model for this one.

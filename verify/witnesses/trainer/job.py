@@ -28,7 +28,7 @@ class TrainerJob:
 
 
 @dataclass(frozen=True)
-class Answer:
+class TrainerAnswer:
     """What a trainer's parsing made of the words of a launch."""
 
     trainer: str  # the package that was asked

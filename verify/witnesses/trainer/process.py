@@ -26,7 +26,7 @@ from unittest.mock import MagicMock, patch
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, Answer, TrainerJob
+from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 # What trainers import for other things than parsing; sglang_router has options of its own.
 _NOT_NEEDED = (
@@ -101,7 +101,7 @@ class _AcceptedError(BaseException):
     """Ends a program that would begin its job now; no `except Exception` of the trainer catches it."""
 
 
-def run(job: TrainerJob, phases: PhaseLog) -> Answer:
+def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
     """Parses the words. Raises what says nothing about them, and CkptkitError where the trainer cannot be asked."""
     phases.enter(Phase("importing the trainer"))
     sys.addaudithook(_refuse_checkpoint_code)
@@ -147,7 +147,7 @@ def run(job: TrainerJob, phases: PhaseLog) -> Answer:
     # Where a parser stops, others have not seen the words.
     is_known = parsers.have_parsed and not parsers.error
     untaken = [word for word in parsers.untaken if is_known and word.startswith("-") and word != "--"]
-    return Answer(trainer, home, refusal, at, untaken, stand_ins.names)
+    return TrainerAnswer(trainer, home, refusal, at, untaken, stand_ins.names)
 
 
 def _find_trainer(trainers: Sequence[str]) -> tuple[str, str]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ckptkit.formats.hf.reader import read_json
-from verify.witnesses.loading.engine import Build, Loading, Step, Weights
+from verify.witnesses.loading.engine import Loading, ModelBuild, Step, Weights
 from verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.vllm import platform
@@ -53,7 +53,7 @@ _QUIET = {
 }
 
 
-def build(wanted: Build, loading: Loading, phases: PhaseLog) -> nn.Module:
+def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load."""
     phases.enter(SET_UP)
     os.environ.update(_QUIET)
@@ -127,7 +127,7 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     return without_input_scale(param, config) or without_order(param, config)
 
 
-def configure(wanted: Build) -> Any:
+def configure(wanted: ModelBuild) -> Any:
     """Sets vLLM up in this process for one rank. Returns its VllmConfig."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry
@@ -156,7 +156,7 @@ def configure(wanted: Build) -> Any:
     return config
 
 
-def start_process_groups(config: Any, wanted: Build) -> None:
+def start_process_groups(config: Any, wanted: ModelBuild) -> None:
     """vLLM's process groups, met through a file; those of a model before it are ended."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

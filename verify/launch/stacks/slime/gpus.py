@@ -15,7 +15,7 @@ from verify.issue import Issue
 from verify.launch.arguments import server_of
 from verify.launch.options.given import GivenArguments
 from verify.launch.sides import ENGINE
-from verify.launch.stacks.sizes import NAMES, Cut, Gpus, Group, Placement, Sizes
+from verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, Sizes
 from verify.launch.words import Word, at_places, first_file, places_of
 
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
@@ -39,7 +39,7 @@ _NUMBER = "give the number of GPUs of the engines, or --colocate: without a numb
 
 def placement_of(
     given: GivenArguments, words: Sequence[Word], ranks: Word | None = None, is_miles: bool = False
-) -> Placement | None:
+) -> GpuPlacement | None:
     """The GPUs of trainer and engines against their sizes and nodes, or None if a launch counts none.
 
     `ranks`: the processes that torchrun or its like starts, where the launch counts no nodes itself.
@@ -54,7 +54,7 @@ def placement_of(
     number = sizes.number() if is_counted else ()
     issues = (*sizes.vocabulary(), *number, *sizes.engine_sizes(), *sizes.shared_nodes())
     cut = sizes.cut()
-    return Placement(groups, issues, (cut,) if cut else ())
+    return GpuPlacement(groups, issues, (cut,) if cut else ())
 
 
 def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
@@ -104,7 +104,7 @@ class _Sizes:
         words = _spelled(self.given, names)
         return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.where)
 
-    def trainer(self) -> Group:
+    def trainer(self) -> GpuGroup:
         """The trainer's GPUs."""
         words = _spelled(self.given, (*_JOB, *_RANKS))
         source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
@@ -132,7 +132,7 @@ class _Sizes:
             expected = f"--{name.replace('_', '-')} above 0 without --colocate"
             yield self.given.issue((name, *_JOB), expected, _NUMBER)
 
-    def engines(self) -> Iterator[Group]:
+    def engines(self) -> Iterator[GpuGroup]:
         """The rollout's GPUs on nodes of `num_gpus_per_node`, by which slime and miles compute where an engine is.
 
         vime takes the trainer's number instead where they share GPUs.
@@ -142,7 +142,7 @@ class _Sizes:
         is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))
         words = _spelled(given, ("rollout_num_gpus", "num_gpus_per_node", *_JOB, *_ENGINE))
         gpus = Gpus(total, "those of the rollout", self.node, first or 0)
-        group = Group(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
+        group = GpuGroup(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
         prefill = given.known("prefill_num_servers", 0)
         is_known = total and self.engine and "vllm_config" not in given.places and "sglang_config" not in given.places
         if is_known and self.engine and prefill is not None:

@@ -18,7 +18,7 @@ from converters.config.values import class_of, language_part
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
 from verify.launch.checks.engine import engine_config
-from verify.launch.job import Adapter, Job, Launch, Stack
+from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.names import names, trainer_options
@@ -239,7 +239,7 @@ def _adapter(given: GivenArguments) -> Iterator[Issue]:
             yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
 
 
-def _trained(given: GivenArguments) -> Adapter | None:
+def _trained(given: GivenArguments) -> TrainedAdapter | None:
     """The adapter of miles. Source: miles 31f1ca9 `utils/lora.py`, `backends/sglang_utils/sglang_engine.py`."""
     rank, names = given.known("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
     if not rank and not any(map(given.has, names[1:])):
@@ -247,7 +247,7 @@ def _trained(given: GivenArguments) -> Adapter | None:
     engine = f"sent as it is to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
     engine = "the engine generates without it, by --lora-train-only" if given.has("lora_train_only") else engine
     place = next(given.place(name) for name in names if given.has(name))
-    return Adapter(str(rank or ""), given.known("target_modules") or "", engine, place)
+    return TrainedAdapter(str(rank or ""), given.known("target_modules") or "", engine, place)
 
 
 def _raw(given: GivenArguments, hf: Path | None) -> Iterator[Issue]:

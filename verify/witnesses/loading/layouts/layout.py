@@ -12,7 +12,7 @@ from verify.witnesses.loading.bits import difference
 
 
 @dataclass(frozen=True)
-class Difference:
+class ParamDifference:
     """A parameter that does not hold what it must."""
 
     param: str  # by its name in the layer
@@ -21,24 +21,24 @@ class Difference:
 
 
 @dataclass
-class Outcome:
+class LayerOutcome:
     """What was found of a layer after repacking."""
 
-    differences: list[Difference] = field(default_factory=list)
+    differences: list[ParamDifference] = field(default_factory=list)
     requantized: dict[str, float] = field(default_factory=dict)  # parameters in new scales: the largest change, of 1
     unknown: str | None = None  # what of it cannot be compared, and why
 
 
 @dataclass(frozen=True)
-class Expected:
+class LayerExpected:
     """What a layer must hold after repacking, noted down before it."""
 
     params: frozenset[str]  # the parameters that are compared, by their names in the layer
-    compare: Callable[[], Outcome]  # afterwards
+    compare: Callable[[], LayerOutcome]  # afterwards
     free: bool = False  # instead, any parameter of the layer may change in ways that are not known
 
 
-Layout = Callable[[nn.Module], Expected]
+Layout = Callable[[nn.Module], LayerExpected]
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -49,30 +49,30 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
 def unknown(name: str) -> Layout:
     """The layout of a kernel or a quantization method that is not known here."""
 
-    def expect(module: nn.Module) -> Expected:
-        outcome = Outcome(unknown=f"{name} has a layout of its own")
-        return Expected(frozenset(), lambda: outcome, free=True)
+    def expect(module: nn.Module) -> LayerExpected:
+        outcome = LayerOutcome(unknown=f"{name} has a layout of its own")
+        return LayerExpected(frozenset(), lambda: outcome, free=True)
 
     return expect
 
 
 def not_kept(names: Iterable[str]) -> Layout:
     """Parameters that are read once and taken away."""
-    return lambda module: Expected(frozenset(names), Outcome)
+    return lambda module: LayerExpected(frozenset(names), LayerOutcome)
 
 
 def reordered(orders: Mapping[str, Callable[[Tensor], Tensor]]) -> Layout:
     """Parameters whose elements stand in another order: for each, what makes it of the loaded one."""
 
-    def expect(module: nn.Module) -> Expected:
+    def expect(module: nn.Module) -> LayerExpected:
         own = own_parameters(module)
         before = {name: own[name].clone() for name in orders if name in own}
 
-        def compare() -> Outcome:
+        def compare() -> LayerOutcome:
             wanted = ((name, orders[name](loaded)) for name, loaded in before.items())
-            return Outcome([one for name, tensor in wanted for one in unlike(module, name, [tensor])])
+            return LayerOutcome([one for name, tensor in wanted for one in unlike(module, name, [tensor])])
 
-        return Expected(frozenset(before), compare)
+        return LayerExpected(frozenset(before), compare)
 
     return expect
 
@@ -82,7 +82,7 @@ def swapped_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, 1)[::-1], 1)
 
 
-def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[Difference]:
+def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[ParamDifference]:
     """How a parameter differs from the first of `wanted`, unless it equals one of them bit for bit.
 
     One of three axes is compared expert by expert.
@@ -91,15 +91,15 @@ def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[D
     first = candidates[0]
     found = getattr(module, name, None)
     if found is None:
-        yield Difference(name, "it is not there any more")
+        yield ParamDifference(name, "it is not there any more")
     elif found.dtype != first.dtype or found.shape != first.shape:
-        yield Difference(name, f"{list(found.shape)} {found.dtype} instead of {list(first.shape)} {first.dtype}")
+        yield ParamDifference(name, f"{list(found.shape)} {found.dtype} instead of {list(first.shape)} {first.dtype}")
     else:
         actual = found.detach()
         for expert in range(len(actual)) if actual.dim() == 3 else [None]:
             differences = [difference(_of(actual, expert), _of(one, expert)) for one in candidates]
             if None not in differences:
-                yield Difference(name, str(differences[0]), expert)
+                yield ParamDifference(name, str(differences[0]), expert)
 
 
 def _of(tensor: Tensor, expert: int | None) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
-from verify.witnesses.loading.layouts.layout import Expected, Layout, Outcome, own_parameters, unlike
+from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome, Layout, own_parameters, unlike
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -85,20 +85,20 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
     `awq_experts`: the zero points of experts are stored in AWQ's order. `bias`: it is permuted too.
     """
 
-    def expect(module: nn.Module) -> Expected:
+    def expect(module: nn.Module) -> LayerExpected:
         own = own_parameters(module)
         # [inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so.
         packed = packed_parameters(module).items()
         before = {name: (tensor.t() if tensor.dim() == 2 else tensor).clone() for name, tensor in packed}
         before |= {name: own[name].clone() for name in _BIASES if bias and name in own}
 
-        def compare() -> Outcome:
+        def compare() -> LayerOutcome:
             found = {name: getattr(module, name, None) for name in before}
             awq = {name: awq_experts and name != WEIGHT_ZERO_POINT for name in before}
             wanted = ((name, _wanted(name, loaded, found[name], awq[name])) for name, loaded in before.items())
-            return Outcome([one for name, tensors in wanted for one in unlike(module, name, tensors)])
+            return LayerOutcome([one for name, tensors in wanted for one in unlike(module, name, tensors)])
 
-        return Expected(frozenset(before), compare)
+        return LayerExpected(frozenset(before), compare)
 
     return expect
 

@@ -16,7 +16,7 @@ from quant.formats.floats.decode import codes_and_scales
 from quant.formats.packing import unpack, unpack_zero_point
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
 from verify.witnesses.loading.bits import first_wrong, unequal
-from verify.witnesses.loading.layouts.layout import Difference, Expected, Layout, Outcome, own_parameters
+from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome, Layout, ParamDifference, own_parameters
 
 # Of a step of INT4. Kernels multiply codes and zero points by the scale in bfloat16, which rounds each product of up to
 # 15 steps by a 512th, and their sum once more; a wrong code is a whole step away.
@@ -29,14 +29,14 @@ _ROUNDING = 2**-20  # of a scale, computed in float32
 
 
 @dataclass(frozen=True)
-class Values:
+class KernelValues:
     """A weight [outputs, inputs] in float32, and how far a kernel may be from it."""
 
     exact: Tensor
     within: Tensor  # of the same shape, or one that spreads to it
 
 
-def values_of(own: Mapping[str, Tensor], block: tuple[int, int] | None = None) -> Values | None:
+def values_of(own: Mapping[str, Tensor], block: tuple[int, int] | None = None) -> KernelValues | None:
     """What a Linear layer's parameters stand for, as they are loaded; None for a form that is not known here.
 
     Packed INT4 in compressed-tensors' layout, FP8 with a scale for each `block`, or a plain weight.
@@ -53,11 +53,11 @@ def values_of(own: Mapping[str, Tensor], block: tuple[int, int] | None = None) -
             return None
         codes, factors = codes_and_scales(weight, scales, block)
         exact = codes * factors
-        return Values(exact, exact.abs() * _OF_FP8)
-    return Values(weight.float(), torch.zeros((), device=weight.device)) if weight.dtype.itemsize > 1 else None
+        return KernelValues(exact, exact.abs() * _OF_FP8)
+    return KernelValues(weight.float(), torch.zeros((), device=weight.device)) if weight.dtype.itemsize > 1 else None
 
 
-def _of_int4(own: Mapping[str, Tensor]) -> Values | None:
+def _of_int4(own: Mapping[str, Tensor]) -> KernelValues | None:
     words, scales = own[WEIGHT_PACKED], own[WEIGHT_SCALE].float()
     if words.dim() != 2:
         return None
@@ -66,7 +66,7 @@ def _of_int4(own: Mapping[str, Tensor]) -> Values | None:
         zero_points = unpack_zero_point(own[WEIGHT_ZERO_POINT], tuple(scales.shape)).float()
         codes -= zero_points.repeat_interleave(codes.shape[1] // zero_points.shape[1], 1)
     steps = scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
-    return Values(codes * steps, steps.abs() * _OF_A_STEP)
+    return KernelValues(codes * steps, steps.abs() * _OF_A_STEP)
 
 
 def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[int, int] | None = None) -> Layout:
@@ -76,23 +76,23 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
     and 0 elsewhere, so that its outputs are a column of the weight.
     """
 
-    def expect(module: nn.Module) -> Expected:
+    def expect(module: nn.Module) -> LayerExpected:
         own = own_parameters(module)
         names = [name for name in own if name.startswith("weight")]
         weight, values = WEIGHT_PACKED if WEIGHT_PACKED in own else "weight", values_of(own, block)
 
-        def compare() -> Outcome:
+        def compare() -> LayerOutcome:
             if values is None:
-                return Outcome(unknown="its kernel has a layout of its own")
+                return LayerOutcome(unknown="its kernel has a layout of its own")
             what = _unlike(values, run, dtype)
-            return Outcome([Difference(weight, what)] if what else [])
+            return LayerOutcome([ParamDifference(weight, what)] if what else [])
 
-        return Expected(frozenset(names), compare)
+        return LayerExpected(frozenset(names), compare)
 
     return expect
 
 
-def _unlike(values: Values, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> str | None:
+def _unlike(values: KernelValues, run: Callable[[Tensor], Tensor], dtype: torch.dtype) -> str | None:
     outputs, inputs = values.exact.shape
     several = torch.split(torch.arange(inputs, device=values.exact.device), _AT_ONCE)
     units = (nn.functional.one_hot(some, inputs).to(dtype) for some in several)
@@ -109,30 +109,30 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
     own = own_parameters(layer)
     packed = {name: tensor.clone() for name, tensor in own.items()} if WEIGHT_PACKED in own else None
 
-    def expect(module: nn.Module) -> Expected:
-        def compare() -> Outcome:
+    def expect(module: nn.Module) -> LayerExpected:
+        def compare() -> LayerOutcome:
             # A plain weight stays as it is; FP8 may have been rounded again, which is compared there.
             values = values_of(packed or own_parameters(layer), block)
             if values is None:
-                return Outcome(unknown="what it makes of kv_b_proj is not known")
+                return LayerOutcome(unknown="what it makes of kv_b_proj is not known")
             parts = [
                 one.expand(values.exact.shape).reshape(heads, -1, values.exact.shape[1])
                 for one in (values.exact, values.within)
             ]
             up, value = ([one[:, :rows] for one in parts], [one[:, rows:].transpose(1, 2) for one in parts])
-            return Outcome([*_beyond(module, "W_UK_T", *up), *_beyond(module, "W_UV", *value)])
+            return LayerOutcome([*_beyond(module, "W_UK_T", *up), *_beyond(module, "W_UV", *value)])
 
-        return Expected(frozenset(("W_UK_T", "W_UV")), compare)
+        return LayerExpected(frozenset(("W_UK_T", "W_UV")), compare)
 
     return expect
 
 
-def _beyond(module: nn.Module, name: str, wanted: Tensor, within: Tensor) -> Iterator[Difference]:
+def _beyond(module: nn.Module, name: str, wanted: Tensor, within: Tensor) -> Iterator[ParamDifference]:
     found = getattr(module, name).detach().float()
     if found.shape != wanted.shape:
-        yield Difference(name, f"shape {list(found.shape)} instead of {list(wanted.shape)}")
+        yield ParamDifference(name, f"shape {list(found.shape)} instead of {list(wanted.shape)}")
     elif what := first_wrong(~((found - wanted).abs() <= within), found, wanted, "elements differ from kv_b_proj's"):
-        yield Difference(name, what)
+        yield ParamDifference(name, what)
 
 
 def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layout:
@@ -141,12 +141,12 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
     `pairs`: the names of each weight and its scales [..., rows / block, columns / block].
     """
 
-    def expect(module: nn.Module) -> Expected:
+    def expect(module: nn.Module) -> LayerExpected:
         own = own_parameters(module)
         before = {pair: tuple(own[name].clone() for name in pair) for pair in pairs}
 
-        def compare() -> Outcome:
-            outcome = Outcome()
+        def compare() -> LayerOutcome:
+            outcome = LayerOutcome()
             for (name, scale_name), (codes, scales) in before.items():
                 now = [getattr(module, one).detach() for one in (name, scale_name)]
                 if [(one.shape, one.dtype) for one in now] != [(one.shape, one.dtype) for one in (codes, scales)]:
@@ -158,12 +158,12 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
                         for several in ((codes, scales), now)
                     )
                     if wrong := _wrong_codes(block, was, found):
-                        outcome.differences.append(Difference(name, wrong, expert))
+                        outcome.differences.append(ParamDifference(name, wrong, expert))
                     elif change := _change(block, was, found):
                         outcome.requantized[name] = max(change, outcome.requantized.get(name, 0.0))
             return outcome
 
-        return Expected(frozenset(name for pair in pairs for name in pair), compare)
+        return LayerExpected(frozenset(name for pair in pairs for name in pair), compare)
 
     return expect
 

@@ -18,7 +18,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
 from verify.witnesses.live.job import DRAFT, EngineJob
-from verify.witnesses.live.server import NotTried, Refused, buckets
+from verify.witnesses.live.server import NotTried, RefusedByEngine, buckets
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.reference.job import TOP, Judged
 from verify.witnesses.sglang.adapter import draft_class
@@ -42,7 +42,7 @@ _SPECULATIVE: dict[str, Any] = {
 }
 
 
-class Server:
+class SglangServer:
     """An engine and the requests that the witness sends. `device`: where tensors are sent from."""
 
     def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, engine: Any, device: str = "cuda") -> None:
@@ -236,9 +236,9 @@ def _judged(answer: Mapping[str, Any]) -> Judged:
     )
 
 
-def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
+def serve(job: EngineJob, checkpoint: HfCheckpoint) -> SglangServer:
     """A running engine. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
-    return Server(job, checkpoint, start(job, checkpoint))
+    return SglangServer(job, checkpoint, start(job, checkpoint))
 
 
 def version() -> str:
@@ -250,7 +250,7 @@ def _granted(answer: Sequence[Any]) -> None:
     """Raises Refused unless SGLang's answer to a request says that it was done."""
     success, message = answer[:2]
     if not success:
-        raise Refused(str(message))
+        raise RefusedByEngine(str(message))
 
 
 def _has_sessions(engine: Any) -> bool:

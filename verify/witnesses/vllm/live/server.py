@@ -25,7 +25,7 @@ _SETTINGS = {
 _CACHE_BYTES = 4 << 30
 
 
-class Server:
+class VllmServer:
     """An engine and the requests that the witness sends."""
 
     def __init__(self, job: EngineJob, checkpoint: HfCheckpoint, llm: Any) -> None:
@@ -77,7 +77,7 @@ class Server:
         self._llm.collective_rpc("live_poison")
 
 
-def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
+def serve(job: EngineJob, checkpoint: HfCheckpoint) -> VllmServer:
     """A running engine."""
     os.environ.update(_SETTINGS)
     import vllm
@@ -104,7 +104,7 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> Server:
         seed=0,
         **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": _CACHE_BYTES} if _on_gpu() else {}),
     )
-    return Server(job, checkpoint, llm)
+    return VllmServer(job, checkpoint, llm)
 
 
 def version() -> str:
