@@ -45,7 +45,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
     from converters.megatron.module_names import global_name
     from converters.megatron.parallel import ParallelSizes
     from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
-    from verify.witnesses.megatron.process import held_by, layers_of
+    from verify.witnesses.megatron.process import held_by, layers_of_chunk
 
     config = json.loads((source / "config.json").read_text())
     release = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -56,7 +56,7 @@ def to_megatron_built(source: Path, target: Path) -> None:
         (model,) = build_chunks(dims, MegatronBuild(ParallelSizes(), torch.bfloat16))
         rules = {rule.megatron: rule for rule in rules_of(config)}
         for local, held in held_by(model).items():
-            name = global_name(local, layers_of(model), range(dims.experts), rules)
+            name = global_name(local, layers_of_chunk(model), range(dims.experts), rules)
             whole = view.read([name])[name]
             held[: whole.shape[0]].copy_(whole)
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}

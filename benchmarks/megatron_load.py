@@ -79,12 +79,12 @@ def _rank(checkpoint: str, hf: str, store: str, rank: int) -> None:
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
     from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
-    from verify.witnesses.megatron.process import load
+    from verify.witnesses.megatron.process import load_chunks
 
     sizes = ParallelSizes(tp=TP, pp=PP, etp=1)
     connect(sizes, rank, store)
     chunks = build_chunks(dims_of(read_json(Path(hf) / "config.json")), MegatronBuild(sizes, torch.bfloat16))
-    _, missing, unexpected, refused = load(chunks, checkpoint)
+    _, missing, unexpected, refused = load_chunks(chunks, checkpoint)
     if unexpected or refused:
         raise SystemExit(f"rank {rank}: {unexpected} {refused} {missing}")
     torch.distributed.destroy_process_group()

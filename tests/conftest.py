@@ -203,12 +203,16 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     require_megatron()
     from support.forking import started
 
-    from verify.witnesses.process.sandbox import start
+    from verify.witnesses.process.sandbox import start_confined
 
     def fork(module: str, *words: Any, **how: Any) -> Any:
-        return start(module, *words, **how) if ".reference." in module else started("megatron", module, *words, **how)
+        return (
+            start_confined(module, *words, **how)
+            if ".reference." in module
+            else started("megatron", module, *words, **how)
+        )
 
-    monkeypatch.setattr("verify.witnesses.process.run.start", fork)
+    monkeypatch.setattr("verify.witnesses.process.run.start_confined", fork)
 
 
 @pytest.fixture
@@ -217,7 +221,7 @@ def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.forking import started
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("verify.witnesses.process.run.start", partial(started, "sglang"))
+    monkeypatch.setattr("verify.witnesses.process.run.start_confined", partial(started, "sglang"))
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import grimp
@@ -56,3 +57,20 @@ def test_python_is_started_in_one_place() -> None:
             elif isinstance(node, ast.ImportFrom) and node.module in ("subprocess", "multiprocessing", "pty"):
                 found.setdefault(module, set()).add(f"from {node.module}")
     assert found == STARTERS
+
+
+# What every engine, every stack and every process of a witness offers, under one name each.
+INTERFACES = {
+    *("build", "chosen_for", "configure", "fill", "fuses_shared", "layout", "left_empty", "load", "share"),
+    *("start_process_groups", "steps_after_loading", "serve", "version", "read", "run", "main"),
+}
+
+
+def test_no_public_name_in_verify_means_two_things() -> None:
+    homes: dict[str, list[Path]] = defaultdict(list)
+    for file in (ROOT / "verify").rglob("*.py"):
+        for one in ast.parse(file.read_text()).body:
+            if isinstance(one, ast.ClassDef | ast.FunctionDef) and not one.name.startswith("_"):
+                homes[one.name].append(file.relative_to(ROOT))
+    assert {name: files for name, files in homes.items() if len(files) > 1 and name not in INTERFACES} == {}
+    assert all(len(homes[name]) > 1 for name in INTERFACES)

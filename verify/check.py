@@ -189,7 +189,7 @@ def all_checks(*, witnesses: bool = True) -> Sequence[Check]:
     return [_CHECKS[code] for code in sorted(_CHECKS)]
 
 
-def choose(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
+def applicable_checks(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
     """The checks that apply, and a line for each reason why others do not. A check left out is not a skipped one.
 
     Of checks of headers, which always are for one format or the other, nothing is said.

@@ -27,7 +27,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
-from verify.check import NOT_APPLICABLE, Skip, all_checks, choose, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, Skip, all_checks, applicable_checks, looked_at, run_checks
 from verify.evidence.expected import model_of, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.folding import layers_of
@@ -126,7 +126,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     """Runs the checks of what `subject_of` made of a `path` and a `source`. Raises as `verify`."""
     stage, others = stage_of(subject), {"launch", "deltas", *_OF_ITS_OWN}
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
-    chosen, left_out = choose(subject, checks)
+    chosen, left_out = applicable_checks(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, chosen)
     left_out += outcome.facts.pop(NOT_APPLICABLE, [])  # before the checks ran, and as they found

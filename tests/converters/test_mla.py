@@ -32,7 +32,7 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.megatron.slices import Position, compare
+from verify.witnesses.megatron.slices import Position, compare_slice
 from verify.witnesses.process.interpreter import Interpreter
 
 Config = dict[str, Any]
@@ -269,10 +269,10 @@ def test_down_projections_are_whole_with_transformer_engine_only() -> None:
     ]
     whole = torch.arange(56 * 128, dtype=torch.float32).reshape(56, 128)
     engine, local = (Position(1, 2, 0, 1, range(12), local_spec) for local_spec in (False, True))
-    assert compare("x", rule, whole, whole, engine).verdict == "equal"
-    assert compare("x", rule, whole, whole[28:], local).verdict == "equal"
-    assert compare("x", rule, whole, whole[28:], engine).verdict == "differs"
-    assert compare("x", rule, whole, whole[:28], local).verdict == "differs"
+    assert compare_slice("x", rule, whole, whole, engine).verdict == "equal"
+    assert compare_slice("x", rule, whole, whole[28:], local).verdict == "equal"
+    assert compare_slice("x", rule, whole, whole[28:], engine).verdict == "differs"
+    assert compare_slice("x", rule, whole, whole[:28], local).verdict == "differs"
 
 
 def test_megatron_from_019_on_has_another_moonlight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from families.layers import of_last_layer, recorded_layers, replaced, reused_layers, untouched
     from families.mutations import mutations
     from verify.witnesses.megatron import model as megatron_model
-    from verify.witnesses.megatron.process import held_by, layers_of, load
+    from verify.witnesses.megatron.process import held_by, layers_of_chunk, load_chunks
 
     source = HfCheckpoint(question["hf"])
     dims, tokens = dims_of(source.config), question["tokens"]
@@ -82,7 +82,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     (model,) = megatron_model.build_chunks(
         dims, megatron_model.MegatronBuild(ParallelSizes(), torch.float32, hybrid=hybrid)
     )
-    _, missing, unexpected, refused = load([model], str(path))
+    _, missing, unexpected, refused = load_chunks([model], str(path))
     with recorded_layers(model.decoder.layers) as outputs:
         logits, mtp = _logits(model, tokens, dims)
     answer: dict[str, Any] = {
@@ -98,7 +98,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     held: dict[str, list[Tensor]] = {}
     for local, tensor in held_by(model).items():
         held.setdefault(
-            global_name(local, layers_of(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []
+            global_name(local, layers_of_chunk(model), range(dims.experts), {rule.megatron: rule for rule in rules}), []
         ).append(tensor)
     view = to_megatron(source, "the test model")
     unfused = view.source

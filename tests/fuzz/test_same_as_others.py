@@ -33,7 +33,7 @@ from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
-from verify.launch.settings.config import Tree, parse
+from verify.launch.settings.config import Tree, parse_yaml
 
 T = TypeVar("T")
 _FEW = settings(max_examples=250, deadline=None, derandomize=True, database=None)
@@ -232,5 +232,5 @@ def test_yaml_is_what_pyyaml_reads_or_refused_by_a_named_rule(text: str) -> None
         expected = yaml.load(text, _Words)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError:
         expected = None
-    found, refused = _read(lambda: _plain(parse(text)))
+    found, refused = _read(lambda: _plain(parse_yaml(text)))
     assert found == expected if refused is None else expected is None or _REFUSED_YAML.search(refused), (text, refused)

@@ -12,7 +12,7 @@ import torch
 from support.fixture_types import PathOf
 
 from verify.check import Tally
-from verify.checks.witnesses.behaviour import judge
+from verify.checks.witnesses.behaviour import judge_run
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
@@ -42,7 +42,7 @@ def computed(subject: Subject, dtype: str) -> Computed:
 def agrees(run: Computed, subject: Subject) -> None:
     """Every rank's answers are within the noise."""
     assert run.reference is not None
-    assert list(judge(run, subject, Tally())) == []
+    assert list(judge_run(run, subject, Tally())) == []
 
 
 @ENGINE

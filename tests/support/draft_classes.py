@@ -20,7 +20,7 @@ from torch import nn
 
 from verify.witnesses.loading.bits import difference, poison, poisoned
 from verify.witnesses.loading.engine import ModelBuild, Weights
-from verify.witnesses.loading.placement import Placement, flat
+from verify.witnesses.loading.placement import Placement, flat_elements
 from verify.witnesses.loading.trace import Trace
 from verify.witnesses.process.exit_report import PhaseLog
 
@@ -55,7 +55,7 @@ class Seen:
         ]
         self.held = {
             "class": type(model).__name__,
-            "unwritten": sorted(name for name, one in after.items() if bool(poisoned(flat(one)).any())),
+            "unwritten": sorted(name for name, one in after.items() if bool(poisoned(flat_elements(one)).any())),
             "places": {name: sorted({piece.param for piece in pieces.get(name, ())}) for name in given},
             "wrong": sorted(set(wrong)),
             "tokens": tokens_of(model),

@@ -1,9 +1,9 @@
 """A process that has imported SGLang or Megatron and forks, one by one, what would be processes that import it.
 
 Importing takes ten seconds of a processor, and to load a small model less than one. `started`, `ran` and `run_module`
-stand in the place of `verify.witnesses.process.sandbox.start`, `processes.run_logged` and `processes.run_module`; what
-runs, and how it is waited for and ended, is the same. Tests of how a witness itself is started and ends start it for
-real.
+stand in the place of `verify.witnesses.process.sandbox.start_confined`, `processes.run_logged` and
+`processes.run_module`; what runs, and how it is waited for and ended, is the same. Tests of how a witness itself is
+started and ends start it for real.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def validating(base: type, validate: Callable[..., None]) -> Any:
 def vllm(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
     from verify.witnesses.vllm import platform
 
-    platform.choose(Path(sys.argv[2]).parent)
+    platform.choose_platform(Path(sys.argv[2]).parent)
     from vllm import distributed
     from vllm.model_executor.layers import linear
     from vllm.model_executor.layers.quantization import fp8

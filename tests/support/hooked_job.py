@@ -119,7 +119,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
     from converters.megatron.parallel import ParallelSizes
     from converters.planner import dims_of
     from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, lay_out
-    from verify.witnesses.megatron.process import load
+    from verify.witnesses.megatron.process import load_chunks
 
     dims = dims_of(HfCheckpoint(hf).config)
     found: dict[str, dict[str, dict[str, str]]] = {}
@@ -132,7 +132,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
             lay_out(sizes)
         (core,) = build_chunks(dims, MegatronBuild(sizes, torch.bfloat16))
         wrapped = _wrapped(core)
-        load([core], str(megatron / "release"))
+        load_chunks([core], str(megatron / "release"))
         args = Namespace(**megatron_args(dims), hf_checkpoint=str(hf), load=str(megatron), ref_load=str(megatron))
         found[layout] = dict(_cases(args, core, [wrapped], rank, hf))
     (out / f"{rank}.json").write_text(json.dumps(found))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from support.grammar import text_of
-from verify.launch.settings.config import Config, UnresolvedError, parse
+from verify.launch.settings.config import Config, UnresolvedError, parse_yaml
 from verify.launch.settings.overrides import applied, hydra_value
 from verify.launch.words import UnresolvedWord, Word
 
@@ -29,7 +29,7 @@ def overrides(number: int) -> list[str]:
 
 def compared(words: list[str], composed: dict[str, Any] | str) -> str:
     """`equal`, `unresolved`, `refused` or `differ: ...`; `composed` is what Hydra has by dotted key, or its error."""
-    tree = parse(FILE)
+    tree = parse_yaml(FILE)
     assert isinstance(tree, dict)
     found, groups = applied(tree, [Word(word) for word in words])
     if groups:

@@ -21,7 +21,7 @@ from support.sync_faults import FAULTS, Fault, Pair, faults_of
 from support.vllm_logits import SETTINGS
 from verify.witnesses.live import process
 from verify.witnesses.live.job import EngineJob, EngineReport
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import PhaseLog
 
 NONE = "none"
@@ -40,7 +40,7 @@ def reports(
     words = (engine, root, path)
     ended = run_logged(root / "log", "support.live_faults", *words, gpu=gpu, limit_s=1200, program=program)
     assert ended, (root / "log").read_text(errors="replace")[-5000:]
-    return {fault: load(EngineReport, root / fault) for fault in (NONE, *faults_of(models.tensors(path)))}
+    return {fault: load_record(EngineReport, root / fault) for fault in (NONE, *faults_of(models.tensors(path)))}
 
 
 def mistakes(found: Mapping[str, EngineReport]) -> list[str]:

@@ -65,11 +65,11 @@ def _run_logits(scratch: Path) -> None:
 def _assign(model: Any, case: Case, experts: int) -> None:
     from converters.megatron.module_names import global_name
     from converters.planner import rules_of
-    from verify.witnesses.megatron.process import held_by, layers_of
+    from verify.witnesses.megatron.process import held_by, layers_of_chunk
 
     rules = {rule.megatron: rule for rule in rules_of(case.config)}
     for local, held in held_by(model).items():
-        whole = case.tensors[global_name(local, layers_of(model), range(experts), rules)]
+        whole = case.tensors[global_name(local, layers_of_chunk(model), range(experts), rules)]
         # The vocabulary of the model is padded, that of the tensors is not.
         held[: whole.shape[0]].copy_(whole)
 

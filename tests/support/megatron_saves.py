@@ -138,11 +138,11 @@ def _rank(folder: Path, world: int, rank: int) -> None:
 def _save(save: Save, rank: int) -> None:
     from converters.planner import dims_of
     from verify.witnesses.megatron.model import MegatronBuild, build_chunks
-    from verify.witnesses.megatron.process import load
+    from verify.witnesses.megatron.process import load_chunks
 
     dims = dims_of(save.config)
     chunks = build_chunks(dims, MegatronBuild(save.sizes, torch.bfloat16, hybrid=save.hybrid))
-    load(chunks, str(save.source))
+    load_chunks(chunks, str(save.source))
     if save.stacked:
         for chunk in chunks:
             chunk.config.moe_layer_freq = 1

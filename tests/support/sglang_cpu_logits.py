@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from support.forking import ran
 from verify.witnesses.loading.engine import ModelBuild
-from verify.witnesses.process.exit_report import PhaseLog, described
+from verify.witnesses.process.exit_report import PhaseLog, described_error
 from verify.witnesses.sglang.adapter import build
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -108,7 +108,7 @@ def main() -> None:
             model = build(ModelBuild(path, out), loading, PhaseLog(out / "report"))
             torch.save(logits_of(model, tokens()), out / f"{path.name}.pt")
         except Exception as error:  # noqa: BLE001 - it is the answer
-            (out / f"{path.name}.txt").write_text(described(error))
+            (out / f"{path.name}.txt").write_text(described_error(error))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def asked_of(path: Path) -> Asked:
     from verify.witnesses.vllm import adapter, platform
 
     scratch = Path(tempfile.mkdtemp())
-    platform.choose(scratch)
+    platform.choose_platform(scratch)
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig

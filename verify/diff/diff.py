@@ -44,10 +44,10 @@ def diff(a: str | Path, b: str | Path, *, hf: str | Path | None = None, exact: b
     if find_spec("torch") is None:
         return _compare_headers(sides, str(a), str(b), exact)
     with unchanged([locate(a).path, locate(b).path], is_own):
-        return compare(sides, str(a), str(b), exact=exact)
+        return compare_checkpoints(sides, str(a), str(b), exact=exact)
 
 
-def compare(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
+def compare_checkpoints(sides: Sides, a: str, b: str, *, exact: bool = False) -> Diff:
     """The same of two checkpoints that are open."""
     pairs = {pair.name: pair for pair in pairs_of(sides.a, sides.b)}
     if not pairs:

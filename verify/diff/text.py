@@ -13,7 +13,7 @@ from verify.evidence.folding import by_key
 _SHOWN = 20  # lines of a kind of difference
 
 
-def lines(found: Diff, width: int | None = None) -> Iterator[str]:
+def diff_lines(found: Diff, width: int | None = None) -> Iterator[str]:
     """Yields the report for people; `width` None is that of the terminal."""
     counts = found.counts
     closing = [f"A  {found.a} ({found.formats[0]})", f"B  {found.b} ({found.formats[1]})"]

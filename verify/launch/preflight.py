@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
-from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, choose, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, applicable_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.evidence.expected import model_of
@@ -85,7 +85,7 @@ def preflight(
             raise
         except CkptkitError as error:
             reasons = [f"{error.message}: {error.hint}"]
-    report = judged(job)
+    report = judged_job(job)
     return replace(report, reasons=[*report.reasons, *reasons])
 
 
@@ -109,12 +109,12 @@ _SEVERAL, _FEW = 2, 4
 _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
-def judged(job: Job) -> Report:
+def judged_job(job: Job) -> Report:
     """The report of a job: of its launch as a whole, and of every directory that it loads."""
     checks, directories = all_checks(witnesses=False), list(_directories(job))
     loaded = {one.path: one for one in directories}
     launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
-    chosen, left_out = choose(launched, [one for one in checks if one.stage == "launch"])
+    chosen, left_out = applicable_checks(launched, [one for one in checks if one.stage == "launch"])
     outcome = run_checks(launched, [one for one in chosen if not one.needs])
     headers = Outcome()
     for subject in directories:
@@ -191,7 +191,7 @@ def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
 def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
     wanted = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
-    chosen, left_out = choose(subject, wanted)
+    chosen, left_out = applicable_checks(subject, wanted)
     outcome = run_checks(subject, chosen)
     outcome.facts[NOT_APPLICABLE] = left_out
     return _of_another_model(subject, outcome)

@@ -25,7 +25,7 @@ FORMATS = tuple(_BEGINNINGS)
 _READ = 4096  # bytes at the beginning of a file
 
 
-def text_of(report: Report, ending: str) -> str:
+def report_text(report: Report, ending: str) -> str:
     """The report in the format of one of `FORMATS`."""
     # Imported here so that the command line can ask for the endings without importing every check.
     from verify.reports import html, junit, markdown, sarif
@@ -43,7 +43,7 @@ def write_report(report: Report, path: Path) -> None:
     """
     if (fault := fault_of(path)) is not None:
         raise CkptkitError(fault, "name another file for the report")
-    write_whole(path, text_of(report, path.suffix))
+    write_whole(path, report_text(report, path.suffix))
 
 
 def fault_of(path: Path) -> str | None:

@@ -143,7 +143,7 @@ def _kind(tail: str) -> str:
     return kind
 
 
-def expand(text: str) -> list[int]:
+def expand_numbers(text: str) -> list[int]:
     """The numbers of `{0..3,7}`, or of a bare `5`."""
     numbers: list[int] = []
     for part in text.strip("{}").split(","):

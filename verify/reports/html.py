@@ -18,8 +18,8 @@ from ckptkit.core.specs import ranges
 from verify.check import LOOKS_AT, WITNESSES, all_checks
 from verify.evidence.folding import by_key
 from verify.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
-from verify.reports.heat import OUTSIDE, expand
-from verify.reports.text import alike, cause_of, duration, headline, numbered, other_reasons, subject_of, totals
+from verify.reports.heat import OUTSIDE, expand_numbers
+from verify.reports.text import alike, cause_of, duration, headline, named_subject, numbered, other_reasons, totals
 
 _SHOWN = 50  # causes
 _LISTED = 20  # findings below one
@@ -55,7 +55,7 @@ def html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, script, found = _asset("page.css"), _asset("page.js"), causes(report)
+    style, script, found = _asset("page.css"), _asset("page.js"), grouped_causes(report)
     targets = _targets(report, found)
     return environment.from_string(_asset("page.html")).render(
         report=report,
@@ -70,7 +70,7 @@ def html(report: Report) -> str:
         more=len(found) - _SHOWN,
         codes={check.code: targets[anchor] for check in report.checks if (anchor := f"{check.code}-1") in targets},
         rationales={check.code: check.rationale for check in all_checks()},
-        subject_of=subject_of,
+        subject_of=named_subject,
         duration=duration,
         style=style,
         script=script,
@@ -79,7 +79,7 @@ def html(report: Report) -> str:
     )
 
 
-def causes(report: Report) -> list[Cause]:
+def grouped_causes(report: Report) -> list[Cause]:
     """What is wrong, errors first: findings that say the same together, and below each what follows from it."""
     named = dict(zip(anchors(report.findings), report.findings, strict=True))
     anchor_of = {id(one): anchor for anchor, one in named.items()}
@@ -367,7 +367,7 @@ def _experts(columns: Sequence[str], heat: Mapping[str, Cells], targets: Mapping
     for at, layer in enumerate(columns):
         for cell in heat[layer].values():
             if text := cell.get("failed_experts"):
-                wrong[_link(cell, targets)][at].update(expand(text))
+                wrong[_link(cell, targets)][at].update(expand_numbers(text))
     if not wrong:
         return None
     experts = max(sizes.values())

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from ckptkit.core.printable import printable
 from verify.check import all_checks
 from verify.report import CheckResult, Report
-from verify.reports.text import FindingGroup, groups, rest, said_of, subject_of
+from verify.reports.text import FindingGroup, groups, named_subject, rest, said_of
 
 _SHOWN = 100  # findings of one code
 _CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here
@@ -73,7 +73,7 @@ def _text(found: list[FindingGroup]) -> str:
     lines = []
     for group in found:
         for anchor, finding in group.shown:
-            about = subject_of(finding)
+            about = named_subject(finding)
             lines += [f"{anchor} {group.severity}" + (f": {about}" if about else "")]
             lines += [f"  file: {finding.file}"] if finding.file and finding.tensor else []
             lines += [f"  rank: {finding.rank}"] if finding.rank else []

@@ -6,7 +6,7 @@ import re
 
 from ckptkit.core.printable import printable
 from verify.report import Finding, Report
-from verify.reports.text import groups, headline, other_reasons, rest, subject_of, totals
+from verify.reports.text import groups, headline, named_subject, other_reasons, rest, totals
 
 _SHOWN = 20  # findings of one code
 
@@ -14,11 +14,11 @@ _SHOWN = 20  # findings of one code
 def markdown(report: Report) -> str:
     """The cause in a sentence; findings, the worst first, a line each; their details; facts and checks; the verdict."""
     source = f" against {code(report.source)}" if report.source else ""
-    verdict = plain(report.verdict)
-    lines = [f"# ckptkit: {verdict}", "", f"**{plain(headline(report))}**", ""]
+    verdict = escaped(report.verdict)
+    lines = [f"# ckptkit: {verdict}", "", f"**{escaped(headline(report))}**", ""]
     lines += [f"{code(report.checkpoint)}{source}", "", *body(report)]
-    about = [plain(text) for text in (report.model, report.date) if text]
-    made = f"Made by ckptkit {plain(report.version)} with {code(' '.join(report.command))}"
+    about = [escaped(text) for text in (report.model, report.date) if text]
+    made = f"Made by ckptkit {escaped(report.version)} with {code(' '.join(report.command))}"
     lines += [f"{' · '.join([*about, made])}.", "", f"**{verdict}**"]
     return "\n".join(lines) + "\n"
 
@@ -26,22 +26,22 @@ def markdown(report: Report) -> str:
 def body(report: Report) -> list[str]:
     """The lines of what was found, of facts and of checks."""
     shown = groups(report, _SHOWN)
-    lines = [f"- not looked at: {plain(reason)}" for reason in other_reasons(report)]
+    lines = [f"- not looked at: {escaped(reason)}" for reason in other_reasons(report)]
     lines += [""] if lines else []
     for severity, anchor, one in ((group.severity, *found) for group in shown for found in group.shown):
-        about, follows = subject_of(one), f" (follows from {one.cause})" if one.cause else ""
-        lines.append(f"- {severity} **{anchor}** {code(about) + ': ' if about else ''}{plain(one.actual)}{follows}")
+        about, follows = named_subject(one), f" (follows from {one.cause})" if one.cause else ""
+        lines.append(f"- {severity} **{anchor}** {code(about) + ': ' if about else ''}{escaped(one.actual)}{follows}")
     lines += [""] if shown else []
     for group in shown:
-        lines += [f"## {group.code} {group.severity}: {plain(group.title)}", ""]
+        lines += [f"## {group.code} {group.severity}: {escaped(group.title)}", ""]
         lines += [line for anchor, finding in group.shown for line in _finding(anchor, finding)]
         lines += [f"- … {rest(group)}", ""] if group.more else [""]
     for name, facts in report.facts.items():
-        lines += [f"## {plain(name)}", "", *(f"- {plain(fact)}" for fact in facts), ""]
+        lines += [f"## {escaped(name)}", "", *(f"- {escaped(fact)}" for fact in facts), ""]
     lines += ["<details>", f"<summary>{totals(report)}</summary>", ""]
     lines += ["| code | check | status | compared | seconds |", "| --- | --- | --- | ---: | ---: |"]
     for check in report.checks:
-        title = plain(check.title if check.reason is None else f"{check.title} ({check.reason})")
+        title = escaped(check.title if check.reason is None else f"{check.title} ({check.reason})")
         compared = f"{check.tensors_compared} | {check.seconds:.1f}"
         lines.append(f"| {check.code} | {title} | {check.status} | {compared} |")
     return [*lines, "", "</details>", ""]
@@ -52,16 +52,16 @@ def _finding(anchor: str, finding: Finding) -> list[str]:
     count = f" ({finding.count} tensors)" if finding.count > 1 else ""
     lines = [f"- **{anchor}** {about}{count}".rstrip()]
     lines += [f"  - file: {code(finding.file)}"] if finding.file and finding.tensor else []
-    lines += [f"  - rank: {plain(finding.rank)}"] if finding.rank else []
+    lines += [f"  - rank: {escaped(finding.rank)}"] if finding.rank else []
     return [
         *lines,
-        f"  - expected: {plain(finding.expected)}",
-        f"  - actual: {plain(finding.actual)}",
-        f"  - next: {plain(finding.hint)}",
+        f"  - expected: {escaped(finding.expected)}",
+        f"  - actual: {escaped(finding.actual)}",
+        f"  - next: {escaped(finding.hint)}",
     ]
 
 
-def plain(text: str) -> str:
+def escaped(text: str) -> str:
     """The text on one line, with the characters that mean something in Markdown or HTML escaped."""
     return re.sub(r"([\\`*_\[\]<>|#&~$!])", r"\\\1", printable(text))
 

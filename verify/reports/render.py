@@ -15,7 +15,16 @@ from ckptkit.core.printable import printable
 from verify.check import NOT_APPLICABLE
 from verify.evidence.folding import by_key
 from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
-from verify.reports.text import groups, headline, is_itself, names_its_file, other_reasons, subject_of, totals, wrong_of
+from verify.reports.text import (
+    groups,
+    headline,
+    is_itself,
+    named_subject,
+    names_its_file,
+    other_reasons,
+    totals,
+    wrong_of,
+)
 
 _COLOR = {
     "PASSED": "green",
@@ -79,7 +88,7 @@ def report_lines(report: Report, width: int, every: bool = False) -> Iterator[Li
 
 
 def _entry(report: Report, title: str, anchor: str, finding: Finding, every: bool) -> Entry:
-    tensors = subject_of(finding) if finding.tensor else None
+    tensors = named_subject(finding) if finding.tensor else None
     if finding.tensor and ", " in finding.tensor and not every:
         tensors = f"{finding.tensor.split(', ')[0]} and others ({finding.count} tensors)"
     fields = {

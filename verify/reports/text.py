@@ -62,7 +62,7 @@ def rest(group: FindingGroup) -> str:
     return f"and {group.more} more {group.code} findings, all of them in the JSON report (--report FILE.json)"
 
 
-def subject_of(finding: Finding) -> str:
+def named_subject(finding: Finding) -> str:
     """What the finding is about: the tensors, with their number; else the file; else nothing."""
     if finding.tensor:
         return finding.tensor + (f" ({finding.count} tensors)" if finding.count > 1 else "")
@@ -109,7 +109,7 @@ def said_of(finding: Finding) -> str:
         where = f"layer{'s' * (len(layers) > 1)} {ranges(layers).strip('{}')}, " if layers else ""
         return f"{finding.actual} ({where}{finding.count} tensors)"
     wrong = wrong_of(finding.expected, finding.actual)
-    about = subject_of(finding) or (finding.expected if has_no_subject(wrong) else "")
+    about = named_subject(finding) or (finding.expected if has_no_subject(wrong) else "")
     return f"{about}: {wrong}" if about else wrong
 
 

@@ -125,7 +125,7 @@ def _opened(log: str | Path) -> Iterator[BinaryIO]:
         raise CkptkitError(f"{log}: {error.strerror or error}", hint) from error
 
 
-def lines(found: Triage, width: int | None = None) -> Iterator[str]:
+def triage_lines(found: Triage, width: int | None = None) -> Iterator[str]:
     """Yields the report for people; `width` None is that of the terminal."""
     where = f"{', '.join(found.logs)} ({found.lines} line{'s' * (found.lines > 1)})"
     count = len(found.causes) + len(found.effects)

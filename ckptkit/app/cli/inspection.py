@@ -189,13 +189,13 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     Exit code 0: equal; 1: different; 2: unreadable, or inconclusive, since values were not compared.
     """
     from verify.diff.diff import diff as run
-    from verify.diff.text import lines
+    from verify.diff.text import diff_lines
 
     found = run(a, b, hf=hf, exact=exact)
     if as_json:
         echo_json(found.to_json())
     else:
-        echo(*lines(found))
+        echo(*diff_lines(found))
     end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
     if found.status != "equal":
         raise SystemExit(1 if found.status == "different" else 2)
@@ -209,14 +209,14 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
 
     `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log cannot be read, or is empty.
     """
-    from verify.triage.triage import lines
     from verify.triage.triage import triage as run
+    from verify.triage.triage import triage_lines
 
     found = run(logs)
     if as_json:
         echo_json(found.to_json())
     else:
-        echo(*lines(found))
+        echo(*triage_lines(found))
     end(f"{found.lines} lines", as_json)
     if found.found:
         raise SystemExit(1)

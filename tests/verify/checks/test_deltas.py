@@ -33,7 +33,7 @@ from ckptkit import CkptkitError
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
-from verify.checks.deltas.deltas import not_finite
+from verify.checks.deltas.deltas import count_not_finite
 from verify.diff.diff import diff
 from verify.report import Finding
 
@@ -325,14 +325,14 @@ def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them(name: str)
     """Every bit pattern of the short dtypes."""
     dtype: torch.dtype = getattr(torch, name)
     bits = torch.arange(1 << 8 * dtype.itemsize).to(torch.int16 if dtype.itemsize > 1 else torch.uint8)
-    assert not_finite(bits.view(dtype), name) == int((~torch.isfinite(bits.view(dtype).float())).sum()) > 0
+    assert count_not_finite(bits.view(dtype), name) == int((~torch.isfinite(bits.view(dtype).float())).sum()) > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_long_numbers_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
     infinity = float("inf")
     numbers = torch.tensor([0.0, -0.0, 1e38, -1e38, 1e-45, infinity, -infinity, float("nan")], dtype=dtype)
-    assert not_finite(numbers, str(dtype).removeprefix("torch.")) == 3
+    assert count_not_finite(numbers, str(dtype).removeprefix("torch.")) == 3
 
 
 def test_a_delta_without_changes_is_sound(published: Published, chain: Path) -> None:

@@ -12,17 +12,17 @@ from support import models
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
-from verify.diff.diff import compare
+from verify.diff.diff import compare_checkpoints
 from verify.diff.result import Diff
 from verify.diff.sides import Sides
-from verify.diff.text import lines, verdict
+from verify.diff.text import diff_lines, verdict
 
 UNKNOWN = {"model_type": "of no family"}
 LAYER = "model.layers.{}.mlp.{}.weight"
 
 
 def found_of(a: Checkpoint, b: Checkpoint, exact: bool = False) -> Diff:
-    return compare(Sides(a, b, ("HF", "HF"), ()), "a", "b", exact=exact)
+    return compare_checkpoints(Sides(a, b, ("HF", "HF"), ()), "a", "b", exact=exact)
 
 
 def of(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exact: bool = False) -> Diff:
@@ -56,7 +56,7 @@ def test_cast_of_a_wider_source_is_equal_unless_exact(narrow: torch.dtype, turne
     found = of(a, b)
     assert (found.status, [pair.name for pair in found.cast]) == ("equal", ["w"])
     assert of(a, b, exact=True).status == "different"
-    assert "float32" in " ".join(lines(found))
+    assert "float32" in " ".join(diff_lines(found))
 
 
 def test_float16_made_from_bfloat16_is_a_cast_and_a_wrong_element_is_not() -> None:
@@ -98,7 +98,7 @@ def test_nan_in_one_side_is_counted_and_leaves_finite_numbers() -> None:
     assert (far.unequal, far.not_finite) == (2, 1)
     assert far.largest == pytest.approx(0.5)
     json.loads(json.dumps(found.to_json(), allow_nan=False))
-    assert "1 of them not finite" in "\n".join(lines(found))
+    assert "1 of them not finite" in "\n".join(diff_lines(found))
 
 
 def test_differences_longer_than_a_piece_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,14 +124,14 @@ def test_worst_kind_comes_first_and_kinds_are_folded() -> None:
     found = of(a, b)
     assert [min(kind.names) for kind in found.kinds] == [LAYER.format(0, "down_proj"), LAYER.format(0, "up_proj")]
     assert [kind.largest for kind in found.kinds] == [pytest.approx(1.0), pytest.approx(0.01, rel=1e-3)]
-    text = list(lines(found))
+    text = list(diff_lines(found))
     assert any("differing  model.layers.{0..2}.mlp.down_proj.weight (3 tensors)" in line for line in text)
 
 
 def test_another_shape_is_named() -> None:
     found = of({"w": random(4, 2)}, {"w": random(2, 4)})
     assert found.status == "different"
-    assert "w: shape [4, 2] in A and [2, 4] in B" in "\n".join(lines(found))
+    assert "w: shape [4, 2] in A and [2, 4] in B" in "\n".join(diff_lines(found))
 
 
 def test_names_of_one_side_are_listed() -> None:

@@ -23,7 +23,7 @@ from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
 from verify.diff.diff import diff
 from verify.diff.result import Diff
-from verify.diff.text import lines
+from verify.diff.text import diff_lines
 
 UNKNOWN = {"model_type": "of no family"}
 
@@ -97,7 +97,7 @@ def test_exchanges_of_layers_experts_and_projections_are_named(converted: PathOf
         ("gate_proj and up_proj are exchanged", 4),
     ]
     assert found.counts["differing"] == 0
-    assert "model.layers.5.mlp.experts.{3,7}.gate_proj.weight" in "\n".join(lines(found))
+    assert "model.layers.5.mlp.experts.{3,7}.gate_proj.weight" in "\n".join(diff_lines(found))
 
 
 def test_tied_output_layer_stored_once_is_redundant_only_where_it_repeats_the_embedding(
@@ -141,7 +141,7 @@ def test_config_that_differs_is_a_difference(
     assert line.startswith("config.json differs: ")
     assert words in line
     assert found.to_json()["files"] == [line]
-    assert list(lines(found))[-1].startswith("DIFFERENT")
+    assert list(diff_lines(found))[-1].startswith("DIFFERENT")
 
 
 def test_config_of_another_order_or_release_is_no_difference(releases: PathOf, fresh: PathOf) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.job import Launch
-from verify.launch.settings.config import Config, UnresolvedError, flat, parse, read_yaml
+from verify.launch.settings.config import Config, UnresolvedError, flat_settings, parse_yaml, read_yaml
 from verify.launch.settings.files import compose
 from verify.launch.settings.overrides import applied
 from verify.launch.stacks.which import read_job
@@ -25,7 +25,7 @@ node: ${base}
 
 
 def config(text: str = TEXT) -> Config:
-    tree = parse(text, Path("job.yaml"))
+    tree = parse_yaml(text, Path("job.yaml"))
     assert isinstance(tree, dict)
     return Config(tree, {"NAME": "x"})
 
@@ -99,7 +99,7 @@ def test_overrides_set_add_and_delete_keys() -> None:
         [Word(text) for text in ("a.b=3", "+d.e={x:1,y:z}", "~a.c", "++f=null", "g='q=r'", "actor@a.b=megatron", "-x")],
     )
     expected = {"a.b": "3", "d.e.x": "1", "d.e.y": "z", "f": "null", "g": "q=r"}
-    assert {key: word.text for key, word in flat(tree)} == expected
+    assert {key: word.text for key, word in flat_settings(tree)} == expected
     assert [word.text for word in groups] == ["actor@a.b=megatron"]
 
 
@@ -120,18 +120,18 @@ def test_overrides_set_add_and_delete_keys() -> None:
 )
 def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:
     with pytest.raises(CkptkitError, match=why):
-        parse(text, Path("job.yaml"))
+        parse_yaml(text, Path("job.yaml"))
 
 
 def test_aliases_that_multiply_are_refused() -> None:
     lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
     lines += [f"{one}: &{one} [{', '.join([f'*{before}'] * 10)}]" for before, one in itertools.pairwise("abcdefg")]
     with pytest.raises(CkptkitError, match="more than 50000 values, aliases expanded"):
-        parse("\n".join(lines))
+        parse_yaml("\n".join(lines))
 
 
 def test_tags_make_no_objects() -> None:
-    assert parse("a: !!python/object/apply:os.system ['false']\n") == {"a": [Word("false")]}
+    assert parse_yaml("a: !!python/object/apply:os.system ['false']\n") == {"a": [Word("false")]}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_defaults_lists_are_composed_in_their_order(tmp_path: Path) -> None:
     )
     composed = compose(file)
     expected = {"x": "1", "y": "2", "z.p": "1", "z.q": "2", "deep.er.size": "4", "group.size": "4"}
-    assert {key: word.text for key, word in flat(composed.tree)} == expected
+    assert {key: word.text for key, word in flat_settings(composed.tree)} == expected
     assert [word.text for word in composed.absent] == ["two"]
 
 

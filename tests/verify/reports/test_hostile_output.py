@@ -15,7 +15,7 @@ import pytest
 from ckptkit.core.findings_text import plain
 from ckptkit.core.printable import json_text, printable
 from verify.report import CheckResult, Finding, Report
-from verify.reports import text_of
+from verify.reports import report_text
 from verify.reports.render import report_lines
 
 # What each does where it is not escaped, and what must stand in its place on one line.
@@ -91,8 +91,8 @@ def test_inconclusive_verdict_is_escaped(raw: str, shown: str) -> None:
     assert lines[-1].startswith("INCONCLUSIVE: not looked at: CK104 (")
     assert sum(line.startswith("PASSED") for line in lines) == 0
     for ending in (".md", ".xml", ".sarif"):
-        assert_harmless(text_of(found, ending))
-    assert "<script>alert" not in text_of(found, ".html")
+        assert_harmless(report_text(found, ending))
+    assert "<script>alert" not in report_text(found, ".html")
 
 
 @CASES
@@ -102,12 +102,12 @@ def test_json_is_escaped(raw: str, shown: str) -> None:
     assert text.isascii()
     read = json.loads(text)["findings"][0]["tensor"]
     assert read == raw.replace("\udc80", "\\udc80")
-    assert text_of(report(raw), ".json") == text + "\n"
+    assert report_text(report(raw), ".json") == text + "\n"
 
 
 @CASES
 def test_junit_is_escaped(raw: str, shown: str) -> None:
-    text = text_of(report(raw), ".xml")
+    text = report_text(report(raw), ".xml")
     assert_harmless(text)
     root = ElementTree.fromstring(text)  # noqa: S314 - our own text
     assert {element.tag for element in root.iter()} <= {
@@ -120,7 +120,7 @@ def test_junit_is_escaped(raw: str, shown: str) -> None:
 
 @CASES
 def test_sarif_is_escaped(raw: str, shown: str) -> None:
-    text = text_of(report(raw), ".sarif")
+    text = report_text(report(raw), ".sarif")
     assert_harmless(text)
     result = json.loads(text)["runs"][0]["results"][0]
     assert result["locations"][0]["logicalLocations"][0]["fullyQualifiedName"] == shown
@@ -147,7 +147,7 @@ class Page(HTMLParser):
 
 @CASES
 def test_html_is_escaped(raw: str, shown: str) -> None:
-    text = text_of(report(raw), ".html")
+    text = report_text(report(raw), ".html")
     assert_harmless(text)
     page = Page()
     page.feed(text)
@@ -157,7 +157,7 @@ def test_html_is_escaped(raw: str, shown: str) -> None:
 
 @CASES
 def test_markdown_is_escaped(raw: str, shown: str) -> None:
-    text = text_of(report(raw), ".md")
+    text = report_text(report(raw), ".md")
     assert_harmless(text)
     assert sum(line.startswith("# ") for line in text.split("\n")) == 1
     bare = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)  # without code spans, in which nothing is markup
@@ -168,7 +168,7 @@ def test_markdown_is_escaped(raw: str, shown: str) -> None:
 
 def test_sarif_names_files_relative_to_the_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def location(path: str) -> dict[str, str]:
-        content = json.loads(text_of(report(path), ".sarif"))
+        content = json.loads(report_text(report(path), ".sarif"))
         (found,) = content["runs"][0]["results"][0]["locations"]
         uri: dict[str, str] = found["physicalLocation"]["artifactLocation"]
         return uri

@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.core.specs import summarize
 from verify.report import CheckResult, Finding, Report
-from verify.reports import text_of, write_report
+from verify.reports import report_text, write_report
 from verify.reports.heat import Measured, heat_map
 from verify.reports.html import layer_map, stages
 from verify.reports.text import duration
@@ -50,7 +50,7 @@ def large() -> Report:
 
 
 def test_a_large_model_is_a_small_page_that_shows_where() -> None:
-    page = text_of(large(), ".html")
+    page = report_text(large(), ".html")
     assert len(page) < 60_000
     assert len(re.findall(r"<[a-z]", page)) < 600
     assert '<path class="failed" d="M70 0v200h1v-200zM80 0v200h1v-200z">' in page

@@ -18,7 +18,7 @@ from ckptkit.core.errors import CkptkitError
 from verify.check import Check, Run, Skip, Tally, Unable, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report, Severity
-from verify.reports import text_of as text_in
+from verify.reports import report_text as text_in
 from verify.reports.render import render
 from verify.reports.text import headline, said_of
 from verify.run import verify, with_causes

@@ -16,7 +16,7 @@ from support.fixture_types import PathOf
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from verify.report import CheckResult, Finding, Report
-from verify.reports import FORMATS, fault_of, text_of, write_report
+from verify.reports import FORMATS, fault_of, report_text, write_report
 
 BIAS = "model.layers.{2..11}.mlp.gate.bias"
 REPORT = Report(
@@ -38,7 +38,7 @@ REPORT = Report(
 
 
 def test_markdown() -> None:
-    lines = text_of(REPORT, ".md").splitlines()
+    lines = report_text(REPORT, ".md").splitlines()
     assert lines[:9] == [
         "# ckptkit: FAILED with 1 error and 1 warning",
         "",
@@ -67,7 +67,7 @@ def test_markdown() -> None:
 
 
 def test_junit() -> None:
-    suite = ElementTree.fromstring(text_of(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
+    suite = ElementTree.fromstring(report_text(REPORT, ".xml")).find("testsuite")  # noqa: S314 - our own
     assert suite is not None
     keys = ("tests", "failures", "errors", "skipped", "time")
     assert [suite.get(key) for key in keys] == ["3", "1", "0", "1", "1.625"]
@@ -84,7 +84,7 @@ def test_junit() -> None:
     about = "model.layers.{2..11}.mlp.gate.bias (10 tensors): bfloat16"
     assert (failure.get("type"), failure.get("message")) == ("CK203", about)
     two = replace(REPORT, findings=[REPORT.findings[0]] * 2)
-    (failure,) = ElementTree.fromstring(text_of(two, ".xml")).iter("failure")  # noqa: S314 - our own
+    (failure,) = ElementTree.fromstring(report_text(two, ".xml")).iter("failure")  # noqa: S314 - our own
     assert failure.get("message") == f"{about} (and 1 more finding)"
     assert text == (
         "CK203-1 error: model.layers.{2..11}.mlp.gate.bias (10 tensors)\n  file: /data/a b/1.safetensors\n"
@@ -97,7 +97,7 @@ def test_junit() -> None:
 
 
 def test_sarif() -> None:
-    content = json.loads(text_of(REPORT, ".sarif"))
+    content = json.loads(report_text(REPORT, ".sarif"))
     assert (content["version"], len(content["runs"])) == ("2.1.0", 1)
     (run,) = content["runs"]
     assert run["tool"]["driver"]["name"] == "ckptkit"
@@ -137,7 +137,7 @@ def test_sarif() -> None:
 
 def test_html_needs_nothing_else_and_escapes() -> None:
     """test_report_page.py looks at it in a browser."""
-    page = text_of(REPORT, ".html")
+    page = report_text(REPORT, ".html")
     assert "default-src 'none'" in page
     assert not any(mark in page for mark in ("http://", "https://", " src=", "<link", "\x1b"))
     assert "convert &lt;again&gt;" in page
@@ -145,7 +145,7 @@ def test_html_needs_nothing_else_and_escapes() -> None:
 
 
 def test_json_is_what_the_command_prints() -> None:
-    assert json.loads(text_of(REPORT, ".json")) == REPORT.to_json()
+    assert json.loads(report_text(REPORT, ".json")) == REPORT.to_json()
 
 
 @pytest.mark.parametrize("ending", FORMATS)
@@ -154,13 +154,13 @@ def test_report_over_a_report_or_nothing_is_written_whole(tmp_path: Path, ending
     path = tmp_path / f"report{ending}"
     old = {
         "empty": "",
-        "a report": text_of(REPORT, ending),
-        "a report that passed": text_of(replace(REPORT, checks=(), findings=()), ending),
+        "a report": report_text(REPORT, ending),
+        "a report that passed": report_text(replace(REPORT, checks=(), findings=()), ending),
     }
     if before in old:
         path.write_text(old[before], encoding="utf-8")
     REPORT.write(str(path))
-    assert path.read_text(encoding="utf-8") == text_of(REPORT, ending)
+    assert path.read_text(encoding="utf-8") == report_text(REPORT, ending)
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -204,7 +204,7 @@ def test_report_over_a_file_that_is_no_report_is_refused(tmp_path: Path, ending:
 
 @pytest.mark.parametrize("other", [ending for ending in FORMATS if ending != ".json"])
 def test_report_over_a_report_of_another_format_is_refused(tmp_path: Path, other: str) -> None:
-    (tmp_path / "report.json").write_text(text_of(REPORT, other), encoding="utf-8")
+    (tmp_path / "report.json").write_text(report_text(REPORT, other), encoding="utf-8")
     assert "is not a .json report" in (fault_of(tmp_path / "report.json") or "")
 
 

@@ -21,7 +21,7 @@ from ckptkit.app.cli import _MODULES
 from verify.check import all_checks
 from verify.triage.scan import Found
 from verify.triage.symptom import TABLE
-from verify.triage.triage import Triage, lines, triage
+from verify.triage.triage import Triage, triage, triage_lines
 
 # Lines of logs in the form in which the programs print them; paths, names and numbers are ours. Source: the messages of
 # Megatron-LM `training/checkpointing.py` and `core/dist_checkpointing`, slime and miles `backends/megatron_utils`,
@@ -152,7 +152,7 @@ def test_line_is_of_the_engine_that_printed_it(line: str, engine: str, tmp_path:
 
 
 def test_log_without_a_known_symptom_is_not_a_verdict(tmp_path: Path) -> None:
-    shown = "\n".join(lines(of(tmp_path, CLEAN["slime"]), 200))
+    shown = "\n".join(triage_lines(of(tmp_path, CLEAN["slime"]), 200))
     assert "That no symptom is known is not a verdict" in shown
     assert "says nothing about the checkpoint" not in shown
 

@@ -12,7 +12,7 @@ import pytest
 from ckptkit.core.errors import UsageError
 from verify.check import LOOKS_AT, NEEDS, WITNESSES, all_checks
 from verify.options import VerifyOptions
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.registry import ENGINES, live_engine, programs_not_asked, with_implied
 
 
@@ -44,7 +44,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     places = {"p": (Place((1, 2), True), Place((), False))}
     value = Outer(inner, None, (inner,), {"n": [inner]}, places, [(1, [2, 3])], [{"role": "user"}], [[4]])
     save(value, tmp_path / "file")
-    assert load(Outer, tmp_path / "file") == value
+    assert load_record(Outer, tmp_path / "file") == value
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -33,7 +33,7 @@ from verify.witnesses.loading.job import ONE_RANK
 from verify.witnesses.process import run as process_run
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.process.run import last_error
-from verify.witnesses.reference.distance import best_tokens, distance, not_finite
+from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 from verify.witnesses.reference.job import Judged, Reference, ReferenceJob
 from verify.witnesses.reference.process import run as run_reference
 from verify.witnesses.reference.run import prompts_of
@@ -62,7 +62,7 @@ def test_equal_answers_are_at_no_distance() -> None:
     answers = [judged(-1.0, -2.0)]
     found = distance(answers, answers)
     assert (found.mean, found.divergence, found.overlap, found.parted) == (0.0, 0.0, 1.0, None)
-    assert not_finite([judged(-1.0, math.nan, -math.inf)]) == (2, 3)
+    assert not_finite_logprobs([judged(-1.0, math.nan, -math.inf)]) == (2, 3)
     assert best_tokens([judged(-1.0), judged(-1.0, best=3)]) == 2
 
 

@@ -21,7 +21,7 @@ from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
 from verify.witnesses.reference.distance import mean_gap
 from verify.witnesses.reference.job import Reference, ReferenceJob
-from verify.witnesses.reference.process import as_hf, in_fp8, model_of, run
+from verify.witnesses.reference.process import as_hf, in_fp8, reference_model, run
 
 PROMPT = torch.randint(3, 1000, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -49,7 +49,7 @@ def reference(path: Path, activations: int | None, tmp_path: Path) -> Reference:
 def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(tmp_path: Path) -> None:
     quantize(saved("dense", tmp_path), tmp_path / "fp8", FloatScheme("fp8-channel"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "fp8", dtype=torch.float32)
-    ours = model_of(*as_hf(tmp_path / "fp8"), torch.float32).cpu()
+    ours = reference_model(*as_hf(tmp_path / "fp8"), torch.float32).cpu()
     stored = models.tensors(tmp_path / "fp8")
     for name in in_fp8(tmp_path / "fp8"):  # which `as_hf` rounds to bfloat16
         weight = stored[f"{name}.weight"].float() * stored[f"{name}.weight_scale"].float()

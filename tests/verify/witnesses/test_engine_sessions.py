@@ -22,7 +22,7 @@ from verify.witnesses.live.job import EngineJob
 from verify.witnesses.live.server import RefusedByEngine
 from verify.witnesses.sglang.live import server as server_module
 from verify.witnesses.sglang.live.readback import POISON, RECORD
-from verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start
+from verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start_engine
 
 Answer = tuple[bool, str]
 
@@ -249,7 +249,7 @@ def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
     checkpoint: Any = SimpleNamespace(config=config | named, specs=[f"model.layers.12.eh_proj.{leaf}"])
     job = EngineJob("model", [], draft=True)
     if refused is None:
-        start(job, checkpoint)
+        start_engine(job, checkpoint)
         (asked,) = started
         assert {name: value for name, value in asked.items() if name.startswith("speculative_")} == {
             "speculative_algorithm": "EAGLE",
@@ -260,6 +260,6 @@ def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
         }
         return
     with pytest.raises(CkptkitError) as error:
-        start(job, checkpoint)
+        start_engine(job, checkpoint)
     assert refused in f"{error.value.message} {error.value.hint}"
     assert started == []

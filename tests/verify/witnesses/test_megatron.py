@@ -25,7 +25,7 @@ from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.process.run import causes
+from verify.witnesses.process.run import failure_messages
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")
@@ -189,7 +189,7 @@ def test_a_witness_that_breaks_is_inconclusive(
 def test_sizes_that_do_not_divide_start_no_process(
     converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], message: str
 ) -> None:
-    monkeypatch.setattr(megatron_run, "run_ranks", None)
+    monkeypatch.setattr(megatron_run, "run_megatron_ranks", None)
     with pytest.raises(CkptkitError, match=message):
         list(
             strict_load(
@@ -243,5 +243,5 @@ def test_a_rank_that_lost_another_is_no_cause() -> None:
         4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
     }
     own = {1: "ValueError: no such key (exit code 1)"}
-    assert causes(lost | own) == own
-    assert causes(lost) == {}
+    assert failure_messages(lost | own) == own
+    assert failure_messages(lost) == {}

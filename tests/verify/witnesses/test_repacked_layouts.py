@@ -15,10 +15,17 @@ from torch import Tensor, nn
 
 from verify.witnesses.loading.examine import Examination
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import LayerOutcome, Layout, not_kept, reordered, swapped_halves, unknown
+from verify.witnesses.loading.layouts.layout import (
+    LayerOutcome,
+    Layout,
+    not_kept,
+    reordered,
+    swapped_halves,
+    unknown_layout,
+)
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
 from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
-from verify.witnesses.loading.merge import merged
+from verify.witnesses.loading.merge import merged_reports
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.sglang import adapter
 
@@ -207,7 +214,7 @@ def test_gate_and_up_in_the_other_order() -> None:
 
 
 def test_layouts_that_judge_nothing() -> None:
-    assert unknown("Humming")(nn.Module()).free
+    assert unknown_layout("Humming")(nn.Module()).free
     assert not_kept(["k_scale"])(nn.Module()).compare() == LayerOutcome()
 
 
@@ -236,7 +243,7 @@ def test_the_largest_change_of_all_ranks_is_told() -> None:
         LoadReport("0", "m", "cuda", "bfloat16", repacked=(), requantized={"a": change, f"{rank}": 0.01})
         for rank, change in enumerate((0.02, 0.03))
     ]
-    assert merged(reports).requantized == {"a": 0.03, "0": 0.01, "1": 0.01}
+    assert merged_reports(reports).requantized == {"a": 0.03, "0": 0.01, "1": 0.01}
 
 
 # What the witness says of layers that their quantization methods change after loading.

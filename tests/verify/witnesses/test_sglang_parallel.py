@@ -21,7 +21,7 @@ from ckptkit.app.api import convert
 from verify.run import verify
 from verify.witnesses.loading.job import EngineSizes, LoadReport
 from verify.witnesses.loading.run import LoadRun
-from verify.witnesses.process.codec import load
+from verify.witnesses.process.codec import load_record
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -218,7 +218,7 @@ def test_which_part_a_rank_holds(
     number = list(runs[sizes]).index("qwen3_moe")
     tensors = models.tensors(root / "qwen3_moe")
     for rank in range(2):
-        report = load(LoadReport, folders[sizes] / f"{number}-{rank}.json")
+        report = load_record(LoadReport, folders[sizes] / f"{number}-{rank}.json")
         for name, part in HELD[sizes].items():
             numbers = torch.arange(tensors[name].numel()).view(tensors[name].shape)
             assert torch.equal(seen(report, name, numbers), part(numbers, rank).flatten()), (rank, name)

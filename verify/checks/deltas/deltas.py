@@ -161,7 +161,7 @@ def replay_of(subject: Subject) -> Replay:
 def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
     name = patches[0].name
     tensor, dtype = base.read([name])[name], base.specs[name].dtype
-    result, before = Replay(applied={name: 0}), not_finite(tensor, dtype)
+    result, before = Replay(applied={name: 0}), count_not_finite(tensor, dtype)
     for patch in patches:
         try:
             changed = patch.apply(tensor)
@@ -173,7 +173,7 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
         if not changed:
             hint = "it has been applied before: version was published twice, or the base is a later one than it says"
             result.broken.append(Issue("changed bytes", "it changes nothing", hint, [name], patch.shard.path))
-        if (after := not_finite(tensor, dtype)) > before:
+        if (after := count_not_finite(tensor, dtype)) > before:
             actual = f"{after - before} elements become NaN or infinite"
             result.spoiled.append(Issue("finite numbers", actual, names=[name], file=patch.shard.path))
         before = after
@@ -182,7 +182,7 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
     return result
 
 
-def not_finite(tensor: Tensor, dtype: str) -> int:
+def count_not_finite(tensor: Tensor, dtype: str) -> int:
     """How many elements are NaN or infinite. By bits, at ten times the speed of torch's isfinite in bfloat16."""
     if dtype not in _NOT_FINITE:
         return 0

@@ -14,7 +14,7 @@ from ckptkit.formats.torch_save.records import Dtype
 from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from verify.check import Tally, check
-from verify.checks.headers.files import home_of, names_of
+from verify.checks.headers.files import file_of_tensor, names_of
 from verify.checks.quantization.quantization_config import undeclared_of
 from verify.evidence.expected import (
     Expected,
@@ -74,16 +74,18 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for group in group_by_pattern(odd):
             actual = specs[group[0]].dtype
             others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
-            yield Issue(f"{others}, as in the other layers", actual, names=group, file=home_of(subject, group[0]))
+            yield Issue(
+                f"{others}, as in the other layers", actual, names=group, file=file_of_tensor(subject, group[0])
+            )
         if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
-            yield Issue("float32", usual, hint, names=names, file=home_of(subject, names[0]), severity="warning")
+            yield Issue("float32", usual, hint, names=names, file=file_of_tensor(subject, names[0]), severity="warning")
         # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
         upcast = usual == "float64" and names[0] in expected.upcast
         if names[0] in expected.indices:
             if usual not in _INDICES:
                 hint = "take the table from the release: a smaller dtype, or a float, gives other numbers"
-                yield Issue("int64", usual, hint, names=names, file=home_of(subject, names[0]))
+                yield Issue("int64", usual, hint, names=names, file=file_of_tensor(subject, names[0]))
             continue
         if (
             usual not in COMPUTED
@@ -93,7 +95,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and names[0] not in subject.once(undeclared_of)  # CK104 says so
             and not (usual in _EIGHT_BITS and may_have_codes)
         ):
-            yield Issue("bfloat16, float16 or float32", usual, names=names, file=home_of(subject, names[0]))
+            yield Issue("bfloat16, float16 or float32", usual, names=names, file=file_of_tensor(subject, names[0]))
     yield from _config_dtype(subject, specs, config)
 
 

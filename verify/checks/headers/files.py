@@ -198,10 +198,10 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
     for (want, found), group in wrong.items():
         for names in group_by_pattern(group):
-            yield Issue(want, found, names=names, file=home_of(subject, names[0]))
+            yield Issue(want, found, names=names, file=file_of_tensor(subject, names[0]))
 
 
-def home_of(subject: Subject, name: str) -> str:
+def file_of_tensor(subject: Subject, name: str) -> str:
     """The file or directory that holds a tensor."""
     if subject.is_megatron:
         return str(subject.megatron_files.weights)

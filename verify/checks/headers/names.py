@@ -59,7 +59,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(0, len(specs) or len(subject.hf_files.unknown))
     if subject.is_hf:
         yield from leftovers(subject.hf_files)
-    yield from other_names(subject)
+    yield from renamed_layers(subject)
     yield from _three_way(subject, specs, expected)
     for text in remarks_of(subject) if config else ():
         tally.note(text)
@@ -139,7 +139,7 @@ def _verdict(
 _ALONE = "model."  # what a class of the language model alone calls its layers
 
 
-def other_names(subject: Subject) -> Iterator[Issue]:
+def renamed_layers(subject: Subject) -> Iterator[Issue]:
     """One issue for all tensors of the layers, a warning where transformers renames them while it loads."""
     if (found := subject.once(spelling_of)) is None:
         return

@@ -35,7 +35,7 @@ _FEW = 200  # of so many groups of NVFP4, one may be too small for a scale
 _APART = 1e3
 
 
-def has_floats(subject: Subject) -> bool:
+def stores_floats(subject: Subject) -> bool:
     """Whether weights are stored in floats of 8 or 4 bits, in a format that is read."""
     return bool(subject.once(stored_floats_of)[1])
 

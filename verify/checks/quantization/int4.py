@@ -25,7 +25,7 @@ from quant.selection.tree import class_tree
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
-from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, has_floats
+from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, stores_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
 from verify.evidence.agreement import agreement
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
@@ -114,7 +114,7 @@ def never_packed(subject: Subject) -> dict[str, str]:
 )
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
-    if has_floats(subject):
+    if stores_floats(subject):
         yield from forbidden_floats(subject, subject.once(never_packed), tally)
         if not packs_integers(subject):
             return
@@ -160,7 +160,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise Skip("not run because the tensors have other names than config.json promises (CK104)")
     config, specs = subject.once(config_of), subject.checkpoint.specs
     announced = subject.once(stored_floats_of)[0] is not None and not any(packed_in(specs))
-    if announced or (has_floats(subject) and not packs_integers(subject)):
+    if announced or (stores_floats(subject) and not packs_integers(subject)):
         yield from float_lists(subject, tally)
         return
     packed = set(packed_in(specs))
@@ -238,7 +238,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from cache_scales(subject, tally)
     if not_quantized(subject) is not None:
         return
-    if has_floats(subject):
+    if stores_floats(subject):
         yield from float_parts(subject, tally)
         if not packs_integers(subject):
             return
@@ -302,7 +302,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Readers multiply by a scale with its sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so a
     negative one is wrong only on a grid that has none (`_is_signed`).
     """
-    if has_floats(subject):
+    if stores_floats(subject):
         yield from float_scales(subject, tally)
         if not packs_integers(subject):
             return

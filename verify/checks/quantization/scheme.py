@@ -20,7 +20,7 @@ from quant.selection import tiles
 from quant.selection.tree import ClassTree, class_tree
 from verify.check import Skip, Tally, Unable, check
 from verify.checks.headers.files import names_of
-from verify.checks.quantization.floats import float_pairs, has_floats
+from verify.checks.quantization.floats import float_pairs, stores_floats
 from verify.checks.quantization.int4 import not_quantized, packed_weights, packs_integers
 from verify.checks.values.source import may_differ
 from verify.evidence.expected import is_quantized, require_config, usable_config
@@ -141,7 +141,7 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = subject.hf_files.specs
     if subject.readers and not set(_ENGINES) & set(subject.readers):
         raise Skip(f"--reader {' '.join(subject.readers)} holds no layers in one")
-    if has_floats(subject):
+    if stores_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
         if not packs_integers(subject):
             return
@@ -324,12 +324,12 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     experts that training never chose keep small weights.
     """
     sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
-    if has_floats(subject):
+    if stores_floats(subject):
         for one in subject.once(float_scales_of):
             tally.compared(one.nbytes)
             if one.median is not None:
                 sizes[one.stored.layout][one.stored.scale] = one.median
-    if not has_floats(subject) or packs_integers(subject):
+    if not stores_floats(subject) or packs_integers(subject):
         config, _, _ = packed_weights(subject)
         groups = groups_of(config)
         for scale in subject.once(read_scales):

@@ -13,7 +13,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from verify.check import Tally, check, without
-from verify.checks.headers.files import home_of
+from verify.checks.headers.files import file_of_tensor
 from verify.checks.values.values import UNREAD
 from verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 from verify.evidence.subject import Subject
@@ -48,7 +48,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
                 actual = f"{list(spec.shape)} {spec.dtype}, in the manifest {list(promised.shape)} {promised.dtype}"
         if actual:
-            file = home_of(subject, name) if name in specs else ""
+            file = file_of_tensor(subject, name) if name in specs else ""
             yield Issue("the tensor of the manifest", actual, names=[name], file=file)
     for name, digest in manifest.files.items():
         there = (root / name).is_file()

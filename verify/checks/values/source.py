@@ -62,13 +62,13 @@ def may_differ(subject: Subject) -> str | None:
     "two is the defect.",
     unless=may_differ,
 )
-def same_values(subject: Subject, tally: Tally) -> Iterator[Issue]:
+def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
 
     Weights that are quantized here and plain in the source are for CK305 to judge.
     """
     values, wrong = _compared(subject, tally)
-    yield from other_names(subject)
+    yield from names_of_one_side(subject)
     for issue in list(other_places(subject, wrong)):
         yield issue
         for name in issue.names or ():
@@ -87,7 +87,7 @@ def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorD
     return values, {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
 
 
-def other_names(subject: Subject) -> Iterator[Issue]:
+def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     """Tensors that only one of the two sides has, but those that other checks judge."""
     values = subject.once(read_values)
     quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
@@ -328,7 +328,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     What did not move at all is a note, since layers and towers are often frozen; if that is everything, a warning.
     """
     values, differing = _compared(subject, tally)
-    yield from other_names(subject)
+    yield from names_of_one_side(subject)
     for name, one in differing.items():
         if not one.same_shape:
             yield Issue(f"shape {list(one.source.shape)}", f"shape {list(one.actual.shape)}", names=[name])

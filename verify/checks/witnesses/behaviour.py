@@ -84,15 +84,15 @@ def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
     finished(subject)
     prompts = prompts_of(config_of(subject), with_long=False)
     for dtype in computes_in(subject):
-        yield from judge(run_megatron_logits(subject, prompts, dtype), subject, tally)
+        yield from judge_run(run_megatron_logits(subject, prompts, dtype), subject, tally)
 
 
-def judge(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What one run shows."""
-    from verify.witnesses.reference.distance import distance, mean_gap, not_finite
+    from verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
 
     answers = [answer for judged in run.answers.values() for answer in judged]
-    broken, count = not_finite(answers)
+    broken, count = not_finite_logprobs(answers)
     tally.compared(0, count)
     if run.reference is None:
         hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"

@@ -12,11 +12,11 @@ from verify.issue import Issue, warning_if
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from verify.witnesses.live.run import (
     EngineRun,
-    engine_of,
     no_second_load,
     run_draft_engine,
     run_engine,
     run_engine_reference,
+    running_engine,
 )
 
 DECODING = "with speculative decoding"
@@ -38,14 +38,14 @@ FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md has what sou
 )
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
-    from verify.witnesses.reference.distance import not_finite
+    from verify.witnesses.reference.distance import not_finite_logprobs
 
     run = subject.once(run_engine)
     report = run.require_report()
-    label = engine_of(subject).label
+    label = running_engine(subject).label
     tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
-        broken, count = not_finite(given)
+        broken, count = not_finite_logprobs(given)
         tally.compared(0, count)
         if broken:
             yield Issue("a finite log-probability for every token", f"{broken} of {count} are not, {name}")
@@ -97,7 +97,7 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     for decoding, run in runs.items():
         if run is None or run.report is None:
             continue
-        engine = f"{engine_of(subject).label} engine"
+        engine = f"{running_engine(subject).label} engine"
         tally.facts |= {f"{engine}, {decoding}": _held(run.report)} if decoding else {}
         for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
@@ -105,7 +105,7 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
     reasons = [
-        _unseen(engine_of(subject).label, decoding, run, kind) for decoding, run in runs.items() if run is not None
+        _unseen(running_engine(subject).label, decoding, run, kind) for decoding, run in runs.items() if run is not None
     ]
     if any(reasons):
         raise Unable("; ".join(filter(None, reasons)))
@@ -125,7 +125,7 @@ def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
 
 def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
     """What a step shows, without what `other`, the same step of another engine, shows too."""
-    other, label = other or Reload(step.name), engine_of(subject).label
+    other, label = other or Reload(step.name), running_engine(subject).label
     if step.refused:
         hint = "update it by tensor, which was tried and is checked above"
         if step.tried:
@@ -139,7 +139,7 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
     for held in sorted({*step.changed} - {*other.changed}):
         rank, _, name = held.partition(" ")
         actual = f"other bits{' in the draft model' * name.startswith(DRAFT)} after {step.name}"
-        is_scale = engine_of(subject).has_default(name)
+        is_scale = running_engine(subject).has_default(name)
         move, severity = _OF_THE_CACHE if is_scale else hint, warning_if(is_scale)
         yield Issue(expected, actual, move, names=[name], rank=rank, severity=severity, file=None)
     named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
@@ -158,17 +158,17 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
 )
 def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
-    from verify.witnesses.reference.distance import best_tokens, distance, not_finite
+    from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 
     passes = subject.once(run_engine).require_report().passes
-    if not_finite(passes[FIRST])[0]:
+    if not_finite_logprobs(passes[FIRST])[0]:
         raise Skip("not run because the engine's answers are not numbers (CK511)")
     reference = subject.once(run_engine_reference)
     dtype, exact = reference.dtype, reference.exact
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(0, sum(len(answer.tokens) for answer in exact))
-    unit, label = max(noise.mean, 1e-4), engine_of(subject).label
+    unit, label = max(noise.mean, 1e-4), running_engine(subject).label
     tally.tell("log-probabilities compared with transformers")
     tally.facts["log-probabilities"] = [
         f"{label} from transformers in float32: {found}",
@@ -185,5 +185,5 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"the same answers to the same prompts, but for {bound}", actual, hint)
     if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
         expected = f"{best_tokens(exact)} different most probable tokens, as in transformers"
-        hint = f"run `verify --against-{engine_of(subject).name}`: a part of the model is dead"
+        hint = f"run `verify --against-{running_engine(subject).name}`: a part of the model is dead"
         yield Issue(expected, "the same most probable token at every position", hint)

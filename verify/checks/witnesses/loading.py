@@ -217,7 +217,7 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
     fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: "
     "{engine} and ckptkit disagree.",
 )
-def same_values(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
+def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against each place that the engine wrote it to."""
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"

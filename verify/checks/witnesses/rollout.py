@@ -18,7 +18,14 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.witnesses.reference.activations import rounds_activations
 from verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
-from verify.witnesses.rollouts.run import Recomputed, home_of, prompts_of, recording_of, run_recompute, run_templates
+from verify.witnesses.rollouts.run import (
+    Recomputed,
+    recorded_prompts,
+    recording_of,
+    run_recompute,
+    run_templates,
+    tokenizer_directory,
+)
 
 FURTHEST_SAMPLE = 10.0  # times the noise, of one sample's mean: a few tokens scatter more than many
 _LEAST_NOISE = 1e-4  # nats a token
@@ -83,7 +90,7 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if not recording.sides:
         raise Unable(f"{recording.path} has no log-probabilities: the engine was not asked for any (return_logprob)")
-    if rounds_activations(quantization_of(read_config(home_of(subject))) or {}):
+    if rounds_activations(quantization_of(read_config(tokenizer_directory(subject))) or {}):
         raise Unable("the engine rounds activations of this format too, and ckptkit does not know the noise of that")
     unable = []
     for side in recording.sides:
@@ -171,14 +178,14 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
     if any(part.clipped for part in parts):
         doubts.append("they were sampled with top-p, and may be those among the tokens that it kept")
-    if subject.is_megatron and quantization_of(read_config(home_of(subject))):
+    if subject.is_megatron and quantization_of(read_config(tokenizer_directory(subject))):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 
 
 def _no_prompts(subject: Subject) -> str | None:
     """The trainer's own files have none."""
-    if (absent := _no_rollout(subject)) or subject.once(prompts_of):
+    if (absent := _no_rollout(subject)) or subject.once(recorded_prompts):
         return absent
     return "the file of --rollout-data has no prompts that tokens can tell"
 
@@ -196,7 +203,7 @@ def _no_prompts(subject: Subject) -> str | None:
 )
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Prompts through the checkpoint's tokenizer, messages through its chat template too; tokens must be equal."""
-    path, home = subject.options.rollout_data, home_of(subject)
+    path, home = subject.options.rollout_data, tokenizer_directory(subject)
     files = SideFiles(home)
     if not files.has_vocabulary and not files.sentencepiece:
         raise Unable(f"{home} has no tokenizer to render the recorded prompts with")

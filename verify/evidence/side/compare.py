@@ -8,7 +8,7 @@ from typing import Any
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
-from verify.evidence.side.templates import RenderedTemplates, is_refusal, render
+from verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
 from verify.evidence.side.texts import first_apart, strings_in
 from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
 from verify.evidence.side_files import (
@@ -104,7 +104,7 @@ def template_differences(here: SideFiles, there: SideFiles, place: str) -> Itera
             yield SideDifference(mine[odd[-1]], what, f"{words} and there is none {place}", is_presentation=True)
             continue
         tokens = {f"{kind}_token": token for kind in SPECIAL if (token := there.special(kind)) is not None}
-        found = render([other, *odd], tokens)
+        found = render_templates([other, *odd], tokens)
         shown = [_rendered(texts, found) for texts in found.texts[1:]] if found else []
         if found and not any(shown):
             yield from _unread_template(here, there, name)

@@ -77,7 +77,7 @@ def is_refusal(text: str) -> bool:
     return text.startswith(_REFUSED)
 
 
-def render(templates: Sequence[str], tokens: Mapping[str, str]) -> RenderedTemplates | None:
+def render_templates(templates: Sequence[str], tokens: Mapping[str, str]) -> RenderedTemplates | None:
     """What transformers renders, or None where it is not installed. Raises Unable where it gives no answer."""
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return None

@@ -22,7 +22,7 @@ def job_of(subject: Subject) -> Job:
     return subject.job
 
 
-def engine_of(subject: Subject) -> Path:
+def engine_directory(subject: Subject) -> Path:
     """The --hf-checkpoint of the launch. Raises Skip where there is none."""
     if subject.job is None or subject.job.hf is None:
         raise Skip("only preflight of a launch with --hf-checkpoint looks at it")

@@ -14,7 +14,7 @@ from verify.check import Skip, Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, engine_dims, engine_of, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of, unless_skipped
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments
@@ -35,7 +35,7 @@ _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 
 def _job(subject: Subject) -> Job:
     """A launch with model arguments and a config to hold them against. Raises Skip for any other."""
-    engine_of(subject)
+    engine_directory(subject)
     job = job_of(subject)
     if not (job.arguments.of_model or job.arguments.refused):
         raise Skip("the launch gives no model arguments")
@@ -61,7 +61,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Where only some are given, or not all words are known, those alone are judged.
     """
-    job, root = _job(subject), engine_of(subject)
+    job, root = _job(subject), engine_directory(subject)
     given, config = job.arguments, engine_config(root)
     for refused in given.refused:
         tally.compared(0)

@@ -11,7 +11,7 @@ from verify.check import Skip, Tally, check
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_directory, job_of, unless_skipped
 from verify.launch.job import Job
 from verify.launch.options.argv import last, options_of
 from verify.launch.options.given import GivenArguments
@@ -196,7 +196,7 @@ _TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
 
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
     """The word that asks for a template, and the ids to stop at. Raises Skip where a launch asks for neither."""
-    engine_of(subject)
+    engine_directory(subject)
     options = options_of(job_of(subject).text.words)
     template, stops = last(options, _TEMPLATE), last(options, _STOPS)
     ids = [word for word in stops.values if not isinstance(word, UnresolvedWord)] if stops else []
@@ -217,7 +217,7 @@ def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
 def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""
     template, ids = _asked(subject)
-    root = engine_of(subject)
+    root = engine_directory(subject)
     files = SideFiles(root)
     tally.compared(0, len(ids) + (template is not None))
     if template is not None and files.has_tokenizer and not files.templates:

@@ -16,7 +16,7 @@ from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
-from verify.launch.checks.engine import engine_config, engine_of, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_directory, job_of, unless_skipped
 from verify.launch.job import Job
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.sides import ENGINE
@@ -43,7 +43,7 @@ _VERL_OPTION = "actor_rollout_ref.rollout.quantization"
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
     """The engine's directory and the arguments of a launch whose training rounds weights. Raises Skip for any other."""
-    root, options = engine_of(subject), subject.arguments or LaunchArguments()
+    root, options = engine_directory(subject), subject.arguments or LaunchArguments()
     if options.qat is False or (options.qat is None and options.qat_group is None):
         raise Skip(f"{QAT_FLAG} is not set")
     return root, options
@@ -96,7 +96,7 @@ def _variables(subject: Subject) -> dict[str, Word]:
 
 def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     """Directory and config of an INT4 engine that a trainer updates. Raises Skip for any other."""
-    root = engine_of(subject)
+    root = engine_directory(subject)
     if not job_of(subject).updates:
         raise Skip("no trainer of this launch updates the engine")
     if subject.not_for_sglang:
@@ -134,7 +134,7 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
 
     Raises Skip for any other, and where neither says anything.
     """
-    root, job = engine_of(subject), job_of(subject)
+    root, job = engine_directory(subject), job_of(subject)
     content = quantization_of(engine_config(root))
     stated = content if isinstance(content, Mapping) and "quant_method" in content else None
     if job.stack.name == "verl" and stated and job.sizes[ENGINE].server == "sglang":

@@ -10,7 +10,7 @@ from verify.evidence.side.compare import text_differences
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_of, job_of, unless_skipped
+from verify.launch.checks.engine import engine_directory, job_of, unless_skipped
 from verify.launch.options.argv import last, options_of
 from verify.report import Severity
 
@@ -23,7 +23,7 @@ _HINT = "give the HF directory of the model that the trainer's weights were conv
 
 def _engine(subject: Subject) -> SideFiles:
     """The files of --hf-checkpoint. Raises Skip where it is not an HF directory."""
-    root = engine_of(subject)
+    root = engine_directory(subject)
     if not (root / "config.json").exists():
         raise Skip("--hf-checkpoint is not an HF directory (CK714)")
     return SideFiles(root)

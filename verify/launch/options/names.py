@@ -65,7 +65,7 @@ def engine_settings() -> frozenset[str]:
     return frozenset(name.replace("-", "_") for one in listed for name in one.every)
 
 
-def distance(one: str, other: str, most: int) -> int:
+def edit_distance(one: str, other: str, most: int) -> int:
     """How many letters must be added, left out, replaced or exchanged with their neighbour; above `most`, `most` + 1.
 
     Source: the optimal string alignment distance.
@@ -89,5 +89,5 @@ def distance(one: str, other: str, most: int) -> int:
 
 def nearest(name: str, known: Iterable[str], most: int) -> str | None:
     """The known name nearest to this one, at most `most` letters away; None where there is none."""
-    found = min(((distance(name, one, most), one) for one in known), default=(most + 1, ""))
+    found = min(((edit_distance(name, one, most), one) for one in known), default=(most + 1, ""))
     return found[1] if found[0] <= most else None

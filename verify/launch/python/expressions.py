@@ -21,8 +21,8 @@ from verify.launch.python.values import (
     Text,
     TooMuchPythonError,
     Unknown,
+    either_value,
     is_known,
-    merged,
     pieces_of,
     text_of,
 )
@@ -60,7 +60,7 @@ _METHODS = frozenset(
 )
 
 
-def unknown(node: ast.AST, why: str) -> Unknown:
+def unknown_expression(node: ast.AST, why: str) -> Unknown:
     """A value that is not known, as it is written."""
     source = " ".join(ast.unparse(node).split())
     return Unknown(source if len(source) <= _SHOWN else f"{source[:_SHOWN]}...", why)
@@ -73,10 +73,10 @@ class Environment:
 def _searched(node: ast.Call, pattern: Any, text: Any) -> Any:
     """`re.search(pattern, text)`, of patterns that take no time: few repetitions, and none of a group."""
     if not (isinstance(pattern, str) and isinstance(text, str)):
-        return unknown(node, "it depends on a value that is not known")
+        return unknown_expression(node, "it depends on a value that is not known")
     many = sum(pattern.count(sign) for sign in "*+{")
     if many > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
-        return unknown(node, "a pattern that is not worked out here")
+        return unknown_expression(node, "a pattern that is not worked out here")
     return getattr(re, ast.unparse(node.func).rpartition(".")[2])(pattern, text)
 
 
@@ -158,7 +158,7 @@ class Expressions:
         try:
             return self._value(node)
         except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
-            return unknown(node, f"{type(error).__name__}: {error}")
+            return unknown_expression(node, f"{type(error).__name__}: {error}")
 
     def _value(self, node: ast.expr) -> Any:  # noqa: C901, PLR0912 - a case for each kind of expression
         match node:
@@ -176,7 +176,9 @@ class Expressions:
                 return self._either(node, isinstance(symbol, ast.Or), values)
             case ast.UnaryOp(op=ast.Not(), operand=inner):
                 truth = truth_of(self.value(inner))
-                return unknown(node, "it depends on a value that is not known") if truth is None else not truth
+                return (
+                    unknown_expression(node, "it depends on a value that is not known") if truth is None else not truth
+                )
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 value = self.value(inner)
                 return -value if is_known(value) else value
@@ -185,8 +187,8 @@ class Expressions:
             case ast.IfExp(test=test, body=body, orelse=other):
                 truth = truth_of(self.value(test))
                 if truth is None:
-                    why = f"it depends on `{unknown(test, '').source}`, which is not known"
-                    return merged(self.value(body), self.value(other), why)
+                    why = f"it depends on `{unknown_expression(test, '').source}`, which is not known"
+                    return either_value(self.value(body), self.value(other), why)
                 return self.value(body if truth else other)
             case ast.List(elts=elements) | ast.Set(elts=elements):
                 return list(self._elements(elements))
@@ -208,7 +210,7 @@ class Expressions:
             case ast.NamedExpr(target=ast.Name(id=name), value=inner):
                 self.state.frames[-1][name] = self.value(inner)
                 return self.state.frames[-1][name]
-        return unknown(node, "it is not worked out here")
+        return unknown_expression(node, "it is not worked out here")
 
     def _formatted(self, part: ast.expr) -> tuple[Any, ...]:
         match part:
@@ -216,24 +218,24 @@ class Expressions:
                 return (str(constant),)
             case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
                 value = self.value(inner)
-                return (unknown(inner, value.why),) if isinstance(value, Unknown) else pieces_of(value)
-        return (unknown(part, "a format that is not worked out here"),)
+                return (unknown_expression(inner, value.why),) if isinstance(value, Unknown) else pieces_of(value)
+        return (unknown_expression(part, "a format that is not worked out here"),)
 
     def _named(self, node: ast.expr, name: str) -> Any:
         for names in (self.state.frames[-1], self.module.names):
             if name in names:
                 value = names[name]
-                return unknown(node, value.why) if isinstance(value, Unknown) else value
+                return unknown_expression(node, value.why) if isinstance(value, Unknown) else value
         if name in _BUILTINS:
             return _BUILTINS[name]
-        return unknown(node, "it is not set in this file")
+        return unknown_expression(node, "it is not set in this file")
 
     def _attribute(self, node: ast.expr, value: Any, name: str) -> Any:
         if isinstance(value, Object):
             return self._of_object(node, value, name)
         if isinstance(value, Module):
             found = value.names.get(name, MISSING)
-            return unknown(node, found.why) if isinstance(found, Unknown) else found
+            return unknown_expression(node, found.why) if isinstance(found, Unknown) else found
         if isinstance(value, re.Match) and name in ("group", "groups"):
             return Builtin(name, getattr(value, name))
         if isinstance(value, Environment) and name in ("get", "getenv"):
@@ -243,8 +245,8 @@ class Expressions:
         if isinstance(value, Text) and name in ("strip", "lstrip", "rstrip"):
             return Builtin(name, lambda: _stripped(value, name))
         if isinstance(value, Unknown):
-            return unknown(node, value.why)
-        return unknown(node, "an attribute that is not followed")
+            return unknown_expression(node, value.why)
+        return unknown_expression(node, "an attribute that is not followed")
 
     def _of_object(self, node: ast.expr, value: Object, name: str) -> Any:
         """An attribute, a property or a method of an object."""
@@ -257,7 +259,7 @@ class Expressions:
                 return self.call(self.state, self.module, bound, [], {}, call)
             return bound
         found = attributes.get(name, MISSING)
-        return unknown(node, found.why) if isinstance(found, Unknown) else found
+        return unknown_expression(node, found.why) if isinstance(found, Unknown) else found
 
     def _binary(self, node: ast.expr, left: Any, symbol: ast.operator, right: Any) -> Any:
         texts = isinstance(left, str | Text | Unknown) and isinstance(right, str | Text | Unknown)
@@ -268,18 +270,18 @@ class Expressions:
             reason = next(
                 (value.why for value in (left, right) if isinstance(value, Unknown)), "not all of it is known"
             )
-            return unknown(node, reason)
+            return unknown_expression(node, reason)
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
             many, times = (left, right) if not isinstance(left, int) else (right, left)
             if len(many) * max(0, times) > _MAX_ITEMS:
                 raise TooMuchPythonError("a list of more items than a model has layers")
         if isinstance(symbol, ast.Mod) and isinstance(left, str):
-            return unknown(node, "a format that is not worked out here")
+            return unknown_expression(node, "a format that is not worked out here")
         if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > _MAX_ITEMS:
             raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
         result = _BINARY[type(symbol)](left, right)
         if isinstance(result, int) and abs(result) > _MAX_INTEGER:
-            return unknown(node, "a number that no option takes")
+            return unknown_expression(node, "a number that no option takes")
         return result
 
     def _either(self, node: ast.expr, is_or: bool, values: Sequence[ast.expr]) -> Any:
@@ -289,7 +291,7 @@ class Expressions:
             value = self.value(one)
             truth = truth_of(value)
             if truth is None:
-                return unknown(node, "it depends on a value that is not known")
+                return unknown_expression(node, "it depends on a value that is not known")
             if truth == is_or:
                 return value
         return value
@@ -297,19 +299,21 @@ class Expressions:
     def _compared(self, node: ast.expr, left: Any, symbol: ast.cmpop, right: Any) -> Any:
         if isinstance(symbol, ast.In | ast.NotIn) and isinstance(right, Environment):
             if isinstance(self.state.variable(left, None), Unknown):
-                return unknown(node, "it depends on a variable that is not known")
+                return unknown_expression(node, "it depends on a variable that is not known")
             return (left in self.state.objects[ENVIRONMENT]) == isinstance(symbol, ast.In)
         if isinstance(left, Text) and isinstance(symbol, ast.Is | ast.IsNot) and right is None:
             return isinstance(symbol, ast.IsNot)
         if not (is_known(left) and is_known(right)):
-            return unknown(node, "it depends on a value that is not known")
+            return unknown_expression(node, "it depends on a value that is not known")
         return _COMPARED[type(symbol)](left, right)
 
     def _elements(self, elements: Sequence[ast.expr]) -> Iterator[Any]:
         for element in elements:
             if isinstance(element, ast.Starred):
                 many = self.value(element.value)
-                yield from _items_of(many) if is_known(many) else (unknown(element, "a list that is not known"),)
+                yield from (
+                    _items_of(many) if is_known(many) else (unknown_expression(element, "a list that is not known"),)
+                )
             else:
                 yield self.value(element)
 
@@ -322,21 +326,21 @@ class Expressions:
             elif isinstance(known, dict):
                 found |= known
             else:
-                found[unknown(value, "names that are not known")] = known
+                found[unknown_expression(value, "names that are not known")] = known
         return found
 
     def _item(self, node: ast.expr, value: Any, index: ast.expr) -> Any:
         if isinstance(index, ast.Slice):
             bounds = [None if one is None else self.value(one) for one in (index.lower, index.upper, index.step)]
             known = is_known(value) and is_known(bounds)
-            return value[slice(*bounds)] if known else unknown(node, "not all of it is known")
+            return value[slice(*bounds)] if known else unknown_expression(node, "not all of it is known")
         at = self.value(index)
         if isinstance(value, Environment):
-            return self.state.variable(at, unknown(node, "the variable is not set"))
+            return self.state.variable(at, unknown_expression(node, "the variable is not set"))
         if isinstance(value, Unknown | Text | Module | Object | Class) or not is_known(at):
-            return unknown(node, "it depends on a value that is not known")
+            return unknown_expression(node, "it depends on a value that is not known")
         found = value[at]
-        return unknown(node, found.why) if isinstance(found, Unknown) else found
+        return unknown_expression(node, found.why) if isinstance(found, Unknown) else found
 
     def _called(self, node: ast.Call) -> Any:
         function = self.value(node.func)
@@ -355,9 +359,9 @@ class Expressions:
             return self._joined(node, function, arguments[0])
         if isinstance(function, Builtin) and function.name not in _LENIENT:
             if not (is_known(arguments) and is_known(named)):
-                return unknown(node, "it depends on a value that is not known")
+                return unknown_expression(node, "it depends on a value that is not known")
             if function.name == "replace" and sum(len(one) for one in arguments if isinstance(one, str)) > _SHOWN:
-                return unknown(node, "a change of a text that is not worked out here")
+                return unknown_expression(node, "a change of a text that is not worked out here")
             result = function.call(*arguments, **named)
             if isinstance(result, str) and len(result) > MAX_CHARACTERS:
                 raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
@@ -369,7 +373,7 @@ class Expressions:
     def _joined(self, node: ast.expr, function: Builtin, many: Any) -> Any:
         """`" ".join(texts)`, of which some are not wholly known."""
         if isinstance(many, Unknown | Text):
-            return unknown(node, "a list that is not known")
+            return unknown_expression(node, "a list that is not known")
         items = _items_of(many)
         if is_known(items) and sum(len(item) for item in items) < MAX_CHARACTERS:
             return function.call(items)
@@ -380,13 +384,13 @@ class Expressions:
     def _comprehension(self, node: ast.expr, element: ast.expr, generator: ast.comprehension) -> Any:
         many = self.value(generator.iter)
         if isinstance(many, Unknown | Text) or not isinstance(generator.target, ast.Name | ast.Tuple):
-            return unknown(node, "a list that is not known")
+            return unknown_expression(node, "a list that is not known")
         found, before = [], dict(self.state.frames[-1])
         for item in _items_of(many):
             self.bind(generator.target, item)
             truths = [truth_of(self.value(test)) for test in generator.ifs]
             if None in truths:
-                return unknown(node, "it depends on a value that is not known")
+                return unknown_expression(node, "it depends on a value that is not known")
             if all(truths):
                 found.append(self.value(element))
         self.state.frames[-1] = before
@@ -400,13 +404,13 @@ class Expressions:
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
                 items = _items_of(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
                 for number, one in enumerate(targets):
-                    self.bind(one, items[number] if items else unknown(target, "a value that is not known"))
+                    self.bind(one, items[number] if items else unknown_expression(target, "a value that is not known"))
             case ast.Attribute(value=inner, attr=name):
                 if isinstance(object_ := self.value(inner), Object):
                     self.state.objects[object_.number][name] = value
             case ast.Subscript(value=inner, slice=index) if isinstance(self.value(inner), Environment):
                 variables, at = self.state.objects[ENVIRONMENT], self.value(index)
-                gap = unknown(target, "a variable that is not known was set")
+                gap = unknown_expression(target, "a variable that is not known was set")
                 for name in [at] if isinstance(at, str) else list(variables):
                     variables[name] = value if isinstance(at, str) and isinstance(value, str) else gap
             case ast.Subscript(value=ast.Name(id=name), slice=index):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.storage.regular import read_regular
-from verify.launch.python.expressions import Environment, Expressions, truth_of, unknown
+from verify.launch.python.expressions import Environment, Expressions, truth_of, unknown_expression
 from verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
@@ -22,9 +22,9 @@ from verify.launch.python.values import (
     State,
     Text,
     Unknown,
+    either_value,
     is_known,
     merge_states,
-    merged,
 )
 
 # How statements ended: on, with a value that is returned, or by an exception.
@@ -163,13 +163,13 @@ class Follower:
             return self.create(function, named, arguments)
         if isinstance(function, PythonFunction):
             ended, value = self._run(function, arguments, named)
-            return unknown(node, "it raises an exception") if ended == "raise" else value
+            return unknown_expression(node, "it raises an exception") if ended == "raise" else value
         for value in (*arguments, *named.values()):
             if isinstance(value, Object) and name not in _HARMLESS:
                 why = f"the call of {name} at line {node.lineno} may change it"
                 attributes = state.objects[value.number]
                 attributes.update({one: Unknown(one, why) for one in attributes})
-        return unknown(node, f"the call of {unknown(node.func, '').source} is not followed")
+        return unknown_expression(node, f"the call of {unknown_expression(node.func, '').source} is not followed")
 
     def create(self, kind: Class, given: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
         """An instance of a dataclass: what is given counts before the defaults of its fields."""
@@ -224,7 +224,7 @@ class Follower:
             return "raise", None
         state, value, _ = every[0]
         for other, more, why in every[1:]:
-            state, value = merge_states(state, other, why), merged(value, more, why)
+            state, value = merge_states(state, other, why), either_value(value, more, why)
         self.state.take_over(state)
         return "return", value
 
@@ -254,7 +254,7 @@ class Follower:
                 case ast.If(test=test, body=then, orelse=other):
                     truth = truth_of(self.expressions(module).value(test))
                     ways = [[*then], [*other]] if truth is None else [[*(then if truth else other)]]
-                    why = f"it depends on `{unknown(test, '').source}` at {module.path.name}:{test.lineno}"
+                    why = f"it depends on `{unknown_expression(test, '').source}` at {module.path.name}:{test.lineno}"
                 case ast.Match():
                     ways, why = self._cases(module, statement)
                 case ast.Try(body=then, finalbody=last):
@@ -303,7 +303,8 @@ class Follower:
 
     def _cases(self, module: Module, statement: ast.Match) -> tuple[list[list[ast.stmt]], str]:
         subject = self.expressions(module).value(statement.subject)
-        why = f"it depends on `{unknown(statement.subject, '').source}` at {module.path.name}:{statement.lineno}"
+        source = unknown_expression(statement.subject, "").source
+        why = f"it depends on `{source}` at {module.path.name}:{statement.lineno}"
         ways: list[list[ast.stmt]] = []
         for case in statement.cases:
             found = self._matches(module, subject, case.pattern) if case.guard is None else None

@@ -159,7 +159,7 @@ def text_of(pieces: Iterable[Piece]) -> str | Text:
     return Text(tuple(joined))
 
 
-def merged(one: Any, other: Any, why: str) -> Any:
+def either_value(one: Any, other: Any, why: str) -> Any:
     """A value that is one of two. Of texts that begin with the same parts these are kept."""
     if one == other and type(one) is type(other):
         return one
@@ -188,12 +188,17 @@ def _merged_texts(here: list[Piece], there: list[Piece], why: str) -> str | Text
 def merge_states(one: State, other: State, why: str) -> State:
     """The names and attributes after one of two branches, where nobody knows which."""
     frames = [
-        {name: merged(left.get(name, MISSING), right.get(name, MISSING), why) for name in left.keys() | right.keys()}
+        {
+            name: either_value(left.get(name, MISSING), right.get(name, MISSING), why)
+            for name in left.keys() | right.keys()
+        }
         for left, right in zip(one.frames, other.frames, strict=True)
     ]
     objects = {
         number: {
-            name: merged(attributes.get(name, MISSING), other.objects.get(number, attributes).get(name, MISSING), why)
+            name: either_value(
+                attributes.get(name, MISSING), other.objects.get(number, attributes).get(name, MISSING), why
+            )
             for name in attributes.keys() | other.objects.get(number, {}).keys()
         }
         for number, attributes in one.objects.items()

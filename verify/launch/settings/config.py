@@ -62,7 +62,7 @@ class Config:
         node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
         for key in filter(None, prefix.split(".")):
             node = node.get(key) if isinstance(node, dict) else None
-        yield from () if node is None else (key for key, _ in flat(node, prefix))
+        yield from () if node is None else (key for key, _ in flat_settings(node, prefix))
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
         node: Tree | None = dict(self.tree)
@@ -157,23 +157,25 @@ class Config:
         raise UnresolvedError(f"${{{inner}}}: the resolver {name} is not known")
 
 
-def merged(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
+def merged_settings(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
     """`over` laid upon `base`, as OmegaConf merges: mappings key by key, anything else as a whole."""
     found = dict(base)
     for key, value in over.items():
         before = found.get(key)
-        found[key] = merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+        found[key] = merged_settings(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
     return found
 
 
-def flat(tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True) -> Iterator[tuple[str, Word]]:
+def flat_settings(
+    tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True
+) -> Iterator[tuple[str, Word]]:
     """Every word with its dotted key; those of lists with their index, or not at all."""
     if isinstance(tree, Word):
         yield prefix, tree
         return
     entries = enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items()
     for key, value in entries:
-        yield from flat(value, f"{prefix}.{key}" if prefix else str(key), lists=lists)
+        yield from flat_settings(value, f"{prefix}.{key}" if prefix else str(key), lists=lists)
 
 
 def _absolute(key: str, at: tuple[str, ...]) -> tuple[str, ...]:
@@ -237,7 +239,7 @@ def read_yaml(path: Path) -> dict[str, Tree]:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CkptkitError(f"{path}: {reason}", "check the path of the configuration") from error
     try:
-        tree = parse(data.decode(), path)
+        tree = parse_yaml(data.decode(), path)
     except UnicodeDecodeError as error:
         raise _refused(path, "is not UTF-8 text") from error
     if not isinstance(tree, dict):
@@ -245,7 +247,7 @@ def read_yaml(path: Path) -> dict[str, Tree]:
     return tree
 
 
-def parse(text: str, path: Path | None = None) -> Tree:
+def parse_yaml(text: str, path: Path | None = None) -> Tree:
     """The tree of a YAML document; empty text is an empty mapping. Raises as `read_yaml`."""
     try:
         return _words(yaml_text.parse(text), path)

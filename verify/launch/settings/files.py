@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.config import NULL, Tree, merged, read_yaml
+from verify.launch.settings.config import NULL, Tree, merged_settings, read_yaml
 from verify.launch.words import Word
 
 _MAX_DEPTH, _MAX_FILES = 20, 100
@@ -74,7 +74,7 @@ def _replaced(base: dict[str, Tree], over: dict[str, Tree]) -> dict[str, Tree]:
         if isinstance(value, dict) and isinstance(mark, Word) and mark.text.lower() == "true":
             kept.pop(key, None)
             laid[key] = {name: one for name, one in value.items() if name != "_override_"}
-    return merged(kept, laid)
+    return merged_settings(kept, laid)
 
 
 def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
@@ -85,7 +85,7 @@ def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int,
         entries.append(("", Word(_SELF)))
     for group, name in entries:
         if name.text == _SELF:
-            found = merged(found, tree)
+            found = merged_settings(found, tree)
             continue
         folder, _, package = group.removeprefix("override ").removeprefix("optional ").partition("@")
         file = path.parent / folder / (name.text if name.text.endswith((".yaml", ".yml")) else f"{name.text}.yaml")
@@ -99,7 +99,7 @@ def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int,
         below = compose(file, depth + 1, files)
         absent, files = [*absent, *below.absent], below.files
         where = package or folder.strip("./").replace("/", ".")
-        found = merged(found, _placed(below.tree, "" if where == "_here_" else where.removeprefix("_global_")))
+        found = merged_settings(found, _placed(below.tree, "" if where == "_here_" else where.removeprefix("_global_")))
     return Composed(found, tuple(absent), files)
 
 

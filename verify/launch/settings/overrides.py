@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verify.launch.settings.config import NULL, Tree, closing, merged
+from verify.launch.settings.config import NULL, Tree, closing, merged_settings
 from verify.launch.words import UnresolvedWord, Word
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*?(?:\[\d+\])*)(?:=(.*))?", re.DOTALL)
@@ -57,7 +57,10 @@ def _with(tree: Mapping[str, Tree], keys: list[str], value: Tree) -> dict[str, T
     if not rest:
         before = tree.get(first)
         # Hydra merges a mapping into one that is there; a list replaces a list.
-        return {**tree, first: merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value}
+        return {
+            **tree,
+            first: merged_settings(before, value) if isinstance(before, dict) and isinstance(value, dict) else value,
+        }
     below = tree.get(first)
     if isinstance(below, list):
         below = {str(index): one for index, one in enumerate(below)}

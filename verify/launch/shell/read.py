@@ -19,7 +19,7 @@ from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow, substituted
-from verify.launch.shell.trainers import ranks_of
+from verify.launch.shell.trainers import started_processes
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
 from verify.launch.stacks.slime.sides import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
@@ -116,7 +116,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
     wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
-    ranks = ranks_of(start.before)
+    ranks = started_processes(start.before)
     return LaunchText(words, environment, tuple(unresolved), wrong, start.program, ranks, start.directory)
 
 

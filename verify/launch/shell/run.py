@@ -24,7 +24,7 @@ from verify.launch.shell.operators import matches
 from verify.launch.shell.parser import parse
 from verify.launch.shell.syntax import Node
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import Gap, Shell, Value, Variable, merged, together
+from verify.launch.shell.values import Gap, Shell, Value, Variable, either_shell, together
 
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
@@ -362,7 +362,7 @@ def _either(shell: Shell, bodies: Sequence[Body], where: str, what: str = "a con
         return "exit"
     state = left[0][0]
     for other, _ in left[1:]:
-        state.variables = merged(state, other, why)
+        state.variables = either_shell(state, other, why)
         names = state.functions.keys() | other.functions.keys()
         one, another = state.functions, other.functions
         state.functions = {name: one.get(name) if one.get(name) == another.get(name) else None for name in names}

@@ -69,7 +69,7 @@ def _trainer_at(words: Sequence[Value]) -> int | None:
     return None
 
 
-def ranks_of(before: Sequence[Value]) -> Word | None:
+def started_processes(before: Sequence[Value]) -> Word | None:
     """The processes that torchrun, deepspeed or accelerate starts, by the words before the trainer's own.
 
     None where another program starts it, or where their number is not known.

@@ -223,7 +223,7 @@ class Shell:
         return None
 
 
-def merged(one: Shell, other: Shell, why: str) -> dict[str, Variable]:
+def either_shell(one: Shell, other: Shell, why: str) -> dict[str, Variable]:
     """The variables after one of two branches, where nobody knows which: what differs is unknown.
 
     Arrays keep what they have in common at the start; what only one branch adds may be there.

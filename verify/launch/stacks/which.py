@@ -11,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.job import Job, Launch
 from verify.launch.options.argv import last, options_of
-from verify.launch.settings.config import Config, flat
+from verify.launch.settings.config import Config, flat_settings
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
 from verify.launch.stacks import nemo_rl, roll, verl
@@ -80,7 +80,7 @@ def _finished(job: Job, text: LaunchText, settings: Settings, whole: bool) -> Jo
         root=hf or Path(),
         hf=hf,
         models={**job.models, **{side.role: side.path for side in job.sides if side.role.startswith("teacher")}},
-        written=dict(flat(settings.config.tree, lists=False)),
+        written=dict(flat_settings(settings.config.tree, lists=False)),
         unread=(*settings.unread, *_unresolved_besides(text)),
         notes=tuple(settings.notes),
         combinations=() if job.combinations and not whole else job.combinations,

@@ -30,11 +30,11 @@ def described_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
         own = {**module._parameters, **module._buffers, **vars(module)}
         for name, tensor in own.items():
             if isinstance(tensor, Tensor) and tensor.device.type != "meta" and name not in _CACHES:
-                found[f"{prefix}.{name}".lstrip(".")] = described(tensor.detach()), tensor.nbytes
+                found[f"{prefix}.{name}".lstrip(".")] = described_tensor(tensor.detach()), tensor.nbytes
     return found
 
 
-def described(tensor: Tensor) -> str:
+def described_tensor(tensor: Tensor) -> str:
     """dtype, shape and BLAKE3 of the values in row-major order."""
     values = tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)} {blake3(bytes_of(values)).hexdigest()}"

@@ -53,18 +53,18 @@ def run_draft_engine(subject: Subject) -> EngineRun | None:
     None where it holds no such layers, and for an engine whose draft models are not updated here. This engine answers
     no prompts: those are the model's own business. Raises Unable where that cannot be done here.
     """
-    if not engine_of(subject).updates_draft or not draft_names(config_of(subject), subject.checkpoint.specs):
+    if not running_engine(subject).updates_draft or not draft_names(config_of(subject), subject.checkpoint.specs):
         return None
     return _served(subject, draft=True)
 
 
-def engine_of(subject: Subject) -> EngineFacts:
+def running_engine(subject: Subject) -> EngineFacts:
     """The engine that serves the subject."""
     return live_engine(subject.against)
 
 
 def _served(subject: Subject, draft: bool) -> EngineRun:
-    engine = engine_of(subject)
+    engine = running_engine(subject)
     sizes = _sizes(engine, subject)
     config = config_of(subject)
     check_class(engine, config)
@@ -92,7 +92,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
 
 def no_second_load(subject: Subject) -> str | None:
     """Why the engine cannot be updated with this checkpoint, known before it starts; None where it may be."""
-    engine = engine_of(subject)
+    engine = running_engine(subject)
     if not (other := engine.not_reloadable(subject.hf_files.specs)):
         return None
     return (

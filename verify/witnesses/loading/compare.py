@@ -21,8 +21,8 @@ from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_I
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.engine import Engine
 from verify.witnesses.loading.job import Observation
-from verify.witnesses.loading.names import of_draft, padded, promised_names, routers
-from verify.witnesses.loading.placement import Piece, Placement, covered, flat, whole
+from verify.witnesses.loading.names import of_draft, padded_names, promised_names, routers
+from verify.witnesses.loading.placement import Piece, Placement, covered, flat_elements, whole
 from verify.witnesses.loading.trace import Region
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
@@ -176,7 +176,7 @@ class Loaded:
         for param, tensor in self.tensors.items():
             if tensor.numel() and tensor.data_ptr() not in seen and not self.engine.left_empty(param, self.config):
                 seen.add(tensor.data_ptr())
-                if (mask := poisoned(flat(tensor))).any():
+                if (mask := poisoned(flat_elements(tensor))).any():
                     masks[param] = mask
         if not masks:
             return
@@ -276,7 +276,7 @@ class Loaded:
     @cached_property
     def padded(self) -> Mapping[str, ZeroPadded]:
         """As `names.padded`."""
-        return padded(self.config)
+        return padded_names(self.config)
 
     @cached_property
     def in_padding(self) -> Mapping[str, Region]:
@@ -329,7 +329,7 @@ class Loaded:
                 yield Observation(name, name, f"{self.engine.FACTS.label} {NO_ROUTER}")
                 continue
             param, region = place
-            held = region.of(flat(self.tensors[param]))
+            held = region.of(flat_elements(self.tensors[param]))
             if count := int(poisoned(held).sum()):
                 yield Observation(name, param, f"{count} of {held.numel()} elements were never written")
             elif not (held := held.float()).isfinite().all():  # FP8 has no `isfinite`

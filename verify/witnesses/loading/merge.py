@@ -20,7 +20,7 @@ _EACH = ("unwritten", "differing", "rounded")  # fields of observations that ran
 _NAMES = ("computed", "log", "unchecked")
 
 
-def merged(reports: Sequence[LoadReport]) -> LoadReport:
+def merged_reports(reports: Sequence[LoadReport]) -> LoadReport:
     """One report of all ranks, in the order of their numbers; that of a single rank as it is."""
     first = reports[0]
     if len(reports) == 1:

@@ -81,7 +81,7 @@ def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:
     ]
 
 
-def padded(config: Mapping[str, Any]) -> Mapping[str, ZeroPadded]:
+def padded_names(config: Mapping[str, Any]) -> Mapping[str, ZeroPadded]:
     """The tensors with zeros behind their values, for which an engine need not have a place."""
     ops = ((rule.mapping.op, rule.hf) for rule in rules_of(config))
     return {name: op for op, names in ops if isinstance(op, ZeroPadded) for name in names}

@@ -34,7 +34,7 @@ class Piece:
 
     def actual(self, parameter: Tensor) -> Tensor:
         """What stands in the parameter there."""
-        found = self.into.of(flat(parameter).view(self.dtype))
+        found = self.into.of(flat_elements(parameter).view(self.dtype))
         return found if self._mask is None else found[self._mask.to(found.device)]
 
     def taken(self, given: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Placement:
         return None
 
 
-def flat(parameter: Tensor) -> Tensor:
+def flat_elements(parameter: Tensor) -> Tensor:
     """All elements of a parameter in the order of their addresses."""
     return parameter.detach().as_strided((span(parameter),), (1,))
 

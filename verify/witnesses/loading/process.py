@@ -39,7 +39,7 @@ from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from verify.witnesses.loading.examine import Examination
 from verify.witnesses.loading.job import LoadJob, LoadReport
 from verify.witnesses.loading.names import of_draft
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import PhaseLog
 
 Wanted = Callable[[str], bool]  # tells by its name whether a tensor is wanted
@@ -137,7 +137,7 @@ def examine(
 
 def main() -> None:
     """Runs the job named on the command line, and ends at once: what libraries do at exit is not a part of it."""
-    run(load(LoadJob, Path(sys.argv[1])))
+    run(load_record(LoadJob, Path(sys.argv[1])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

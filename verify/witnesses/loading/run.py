@@ -18,7 +18,7 @@ from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.run import failures_of, run_ranks, time_limit
 
@@ -151,9 +151,9 @@ def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[P
 
 
 def _merged(reports: Sequence[Path]) -> LoadReport:
-    from verify.witnesses.loading.merge import merged  # needs torch, which header verbs do not import
+    from verify.witnesses.loading.merge import merged_reports  # needs torch, which header verbs do not import
 
-    return merged([load(LoadReport, report) for report in reports])
+    return merged_reports([load_record(LoadReport, report) for report in reports])
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
 from verify.witnesses.megatron.slices import Position, compare_all
 from verify.witnesses.process import codec
 from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.reference.job import Judged, judged
+from verify.witnesses.reference.job import Judged, judged_logits
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
@@ -48,7 +48,7 @@ with importing_megatron():
     from verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
 
 
-def reference_of(source: str, hf: str | None, dialect: str = MCORE) -> Checkpoint:
+def reference_tensors(source: str, hf: str | None, dialect: str = MCORE) -> Checkpoint:
     """The global Megatron tensors to compare with, named as in `dialect`, of an HF directory or a Megatron one."""
     location = locate(source)
     if location.is_hf:
@@ -69,7 +69,7 @@ def held_by(chunk: Chunk) -> dict[str, Tensor]:
     }
 
 
-def layers_of(chunk: Chunk) -> tuple[int, ...]:
+def layers_of_chunk(chunk: Chunk) -> tuple[int, ...]:
     """Global numbers of a chunk's layers, from 0, by Megatron's own count (its `layer_number` starts at 1)."""
     return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
 
@@ -85,7 +85,7 @@ COMPARE = Phase("comparing what was loaded")
 COMPUTE = Phase("computing log-probabilities")
 
 
-def load(
+def load_chunks(
     chunks: list[Chunk],
     checkpoint: str,
     enter: Callable[[Phase], None] = lambda phase: None,
@@ -139,7 +139,7 @@ def position(experts: int, ep: int, local_spec: bool) -> Position:
 def seen(chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
     """Every parameter of this rank against the reference; `rules` by their Megatron name."""
     for chunk in chunks:
-        name_of = partial(global_name, layers=layers_of(chunk), experts=at.experts, rules=rules)
+        name_of = partial(global_name, layers=layers_of_chunk(chunk), experts=at.experts, rules=rules)
         yield from compare_all(held_by(chunk), name_of, rules, reference, at)
 
 
@@ -150,7 +150,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     config = as_stored(checkpoint.config, checkpoint.specs)
     dims = dims_of(config)
     dialect = HYBRID if job.hybrid else MCORE
-    reference: Checkpoint = reference_of(job.source, job.hf, dialect) if job.source else checkpoint
+    reference: Checkpoint = reference_tensors(job.source, job.hf, dialect) if job.source else checkpoint
     enter(CONNECT)
     if job.at_once:
         connect_alone(job.sizes, job.rank)
@@ -164,7 +164,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     if job.trainer:
         requested, missing, unexpected, refused = _load_as_trainer(chunks, dims, job, enter, reader)
     else:
-        requested, missing, unexpected, refused = load(chunks, job.checkpoint, enter, reader)
+        requested, missing, unexpected, refused = load_chunks(chunks, job.checkpoint, enter, reader)
     enter(COMPARE)
     rules = {rule.megatron: rule for rule in rules_of(config, dialect)}
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
@@ -177,7 +177,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         tp=at.tp_rank,
         pp=parallel_state.get_pipeline_model_parallel_rank(),
         ep=parallel_state.get_expert_model_parallel_rank(),
-        layers=tuple(layers_of(chunk) for chunk in chunks),
+        layers=tuple(layers_of_chunk(chunk) for chunk in chunks),
         requested=requested,
         missing=tuple(sorted(missing)),
         unexpected=tuple(sorted(unexpected)),
@@ -193,7 +193,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
 def _load_as_trainer(
     chunks: list[Chunk], dims: ModelDims, job: RankJob, enter: Callable[[Phase], None], reader: WatchedLoad
 ) -> tuple[int, set[str], set[str], list[str]]:
-    """As `load`, by Megatron-LM's own `load_checkpoint`, which raises for keys that the disk lacks."""
+    """As `load_chunks`, by Megatron-LM's own `load_checkpoint`, which raises for keys that the disk lacks."""
     from verify.witnesses.megatron.trainer import arguments_for, import_loader, load_as_trainer, pretend_gpu
 
     enter(IMPORT)
@@ -217,7 +217,7 @@ def _answers(chunks: list[Chunk], job: RankJob, vocabulary: int) -> tuple[Judged
     for prompt in job.prompts:
         found = _forward(chunks, job.sizes, prompt)
         if found is not None:
-            answers.append(judged(found[:, :vocabulary], prompt))
+            answers.append(judged_logits(found[:, :vocabulary], prompt))
     return tuple(answers)
 
 
@@ -298,7 +298,7 @@ def _hidden(chunk: Chunk, given: Tensor | None, tokens: Tensor) -> Tensor:
 
 def main() -> None:
     """Entry point of a rank, or of the process that forks several."""
-    jobs = [codec.load(RankJob, Path(word)) for word in sys.argv[1:]]
+    jobs = [codec.load_record(RankJob, Path(word)) for word in sys.argv[1:]]
     if len(jobs) == 1:
         _run(jobs[0])
     else:

@@ -27,7 +27,7 @@ from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
 from verify.skip import Unable
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.memory import free_memory
 from verify.witnesses.process.run import Failure, failures_of, time_limit
@@ -130,13 +130,13 @@ def _check_hybrid_options(subject: Subject) -> None:
         )
 
 
-def interpreter_of(subject: Subject) -> Interpreter:
+def megatron_interpreter(subject: Subject) -> Interpreter:
     """The Python that has Megatron."""
     return Interpreter(python_of("megatron", subject.options.pythons))
 
 
 def _has(subject: Subject, module: str) -> bool:
-    there = interpreter_of(subject)
+    there = megatron_interpreter(subject)
     return there.has(module) if there.elsewhere else find_spec(module) is not None
 
 
@@ -164,7 +164,9 @@ def run_megatron(subject: Subject) -> MegatronRun:
     if trainer:
         job = replace(job, trainer=str(Path(job.checkpoint).parent))
     turns = math.ceil(len(ranks) / at_once) if at_once else 1
-    reports, failures = run_ranks(subject, job, ranks, turns * time_limit(_START_SECONDS, subject.checkpoint.specs))
+    reports, failures = run_megatron_ranks(
+        subject, job, ranks, turns * time_limit(_START_SECONDS, subject.checkpoint.specs)
+    )
     if (at_once or trainer) and len(ranks) == sizes.world:
         reports = _with_missing(reports, subject)
     verdicts = {rank: failure.message for rank, failure in failures.items() if failure.ending.verdict}
@@ -237,7 +239,7 @@ def _check_release(subject: Subject) -> None:
         raise Unable(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
     if dialect not in (MCORE, HYBRID):
         raise Unable(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
-    dims, found = dims_of(config_of(subject)), str(interpreter_of(subject).release("megatron-core"))
+    dims, found = dims_of(config_of(subject)), str(megatron_interpreter(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
     for what, since in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
         if release < since:
@@ -301,7 +303,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
     Unable where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
     """
-    from verify.witnesses.reference.distance import not_finite
+    from verify.witnesses.reference.distance import not_finite_logprobs
 
     sizes = sizes_of(subject)
     if reason := _not_computed(dims_of(config_of(subject))):
@@ -314,12 +316,12 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     engine = job.transformer_engine and dtype != "float32"
     job = replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
     limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
-    reports, failures = run_ranks(subject, job, range(sizes.world), limit_s)
+    reports, failures = run_megatron_ranks(subject, job, range(sizes.world), limit_s)
     if failures:
         raise Unable(_unable(failures))
     answers = {report.rank: report.judged for report in reports if report.judged}
     reference = None
-    if not any(not_finite(judged)[0] for judged in answers.values()):
+    if not any(not_finite_logprobs(judged)[0] for judged in answers.values()):
         top_ids = [answer.top_ids for answer in min(answers.items())[1]]
         reference = judged_by_transformers(subject, prompts, top_ids)
     return Computed(reports[0].version, sizes, _device(job, gpu), dtype, answers, reference)
@@ -358,7 +360,7 @@ def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
     )
 
 
-def run_ranks(
+def run_megatron_ranks(
     subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float
 ) -> tuple[list[RankReport], dict[int, Failure]]:
     """Runs these ranks to the end: their reports or, where some failed, why those did that failed first.
@@ -372,7 +374,7 @@ def run_ranks(
         for rank, report in reports.items():
             own = replace(job, rank=rank, store=str(root / "store"), report=str(report))
             save(own, root / f"job-{rank}.json")
-        how = run_witness(root, ranks, _WITNESS, limit_s, interpreter_of(subject), together=not job.gpu)
+        how = run_witness(root, ranks, _WITNESS, limit_s, megatron_interpreter(subject), together=not job.gpu)
         if how:
             return [], failures_of(how, reports, {rank: root / f"log-{rank}" for rank in ranks})
-        return [load(RankReport, report) for report in reports.values()], {}
+        return [load_record(RankReport, report) for report in reports.values()], {}

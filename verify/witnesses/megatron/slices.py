@@ -79,14 +79,14 @@ def compare_all(
         for name, whole in (reference.read(names) if names else {}).items():
             for local in wanted[name]:
                 here = held[local].cpu()
-                seen = compare(local, rules[name], whole, here, at)
+                seen = compare_slice(local, rules[name], whole, here, at)
                 if seen.verdict == "differs":
                     diagnosis = diagnose(rules[name], whole, here, at)
                     seen = replace(seen, diagnosis=diagnosis, origins=siblings.whose(name, here))
                 yield seen
 
 
-def compare(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Position) -> TensorSeen:
+def compare_slice(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at: Position) -> TensorSeen:
     """Holds one parameter (on the CPU) against its prediction, bit for bit."""
     expected, held = expected_slice(rule, whole, local, at)
     dtype = str(local.dtype).removeprefix("torch.")

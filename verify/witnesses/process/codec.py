@@ -21,7 +21,7 @@ def save(value: Any, path: Path) -> None:
     part.rename(path)
 
 
-def load(kind: type[T], path: Path) -> T:
+def load_record(kind: type[T], path: Path) -> T:
     """Reads the dataclass of type `kind` that `save` wrote."""
     found: T = decoded(kind, json.loads(path.read_text()))
     return found

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import one_line
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 
 OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
 _OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
@@ -74,7 +74,7 @@ def exit_report_path(report: Path) -> Path:
 def exit_report_of(report: Path) -> ExitReport:
     """How the witness of `report` ended. One that wrote nothing ended during its imports."""
     path = exit_report_path(report)
-    return load(ExitReport, path) if path.exists() else ExitReport("importing what it needs")
+    return load_record(ExitReport, path) if path.exists() else ExitReport("importing what it needs")
 
 
 class PhaseLog:
@@ -101,7 +101,7 @@ class PhaseLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            message = "; ".join(filter(None, [described(error), self._step]))
+            message = "; ".join(filter(None, [described_error(error), self._step]))
             save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
 
 
@@ -110,7 +110,7 @@ def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
 
     Saves what `run` returns in the job's file `report`; None: it saved its report itself.
     """
-    job = load(kind, Path(sys.argv[1]))
+    job = load_record(kind, Path(sys.argv[1]))
     with PhaseLog(Path(job.report)) as phases:
         if (found := run(job, phases)) is not None:
             save(found, Path(job.report))
@@ -129,7 +129,7 @@ def how_it_ended(code: int) -> str | None:
     )
 
 
-def described(error: BaseException) -> str:
+def described_error(error: BaseException) -> str:
     """Describes an exception on one line, with the place that raised it; one of ckptkit's own by what it says."""
     if isinstance(error, CkptkitError):
         return ": ".join(filter(None, [error.message, error.hint]))

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from verify.witnesses.process.codec import load, save
+from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
 from verify.witnesses.process.interpreter import Interpreter
 from verify.witnesses.process.memory import free_memory, memory_limit, takes_more_than
-from verify.witnesses.process.sandbox import ask_for_stacks, end, start, stuck_at
+from verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
 
 T = TypeVar("T")
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
@@ -55,7 +55,7 @@ def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Inter
         if failed:
             ending = exit_report_of(report)
             message = f"while {ending.phase}: {ending.message or last_error(root / 'log-0') or failed[0]}"
-        return load(kind, report) if report.exists() else None, message
+        return load_record(kind, report) if report.exists() else None, message
 
 
 def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Future[tuple[T | None, str]]:
@@ -91,7 +91,7 @@ def failures_of(failed: Mapping[int, str], reports: Mapping[int, Path], logs: Ma
         ending = exit_report_of(reports[rank])
         words = f"{failed.get(rank, 'no report')}; {ending.message or last_words(logs[rank])}"
         found[rank] = Failure(words, ending)
-    return {rank: found[rank] for rank in causes({rank: one.message for rank, one in found.items()})} or found
+    return {rank: found[rank] for rank in failure_messages({rank: one.message for rank, one in found.items()})} or found
 
 
 def run_ranks(
@@ -117,7 +117,7 @@ def run_ranks(
         if together or torch.cuda.device_count() < len(numbers):
             variables |= {"CUDA_VISIBLE_DEVICES": ""}
     processes = {
-        several[0]: start(
+        several[0]: start_confined(
             module,
             [root / f"job-{rank}.json" for rank in several],
             root / f"log-{several[0]}",
@@ -141,10 +141,10 @@ def run_ranks(
 def _blamed(root: Path, ranks: Iterable[int]) -> dict[int, str]:
     """Those of some ranks that failed by themselves, with what they said."""
     messages = {rank: exit_report_of(root / f"report-{rank}.json").message for rank in ranks}
-    return causes({rank: message or last_words(root / f"log-{rank}") for rank, message in messages.items()})
+    return failure_messages({rank: message or last_words(root / f"log-{rank}") for rank, message in messages.items()})
 
 
-def causes(messages: Mapping[int, str]) -> dict[int, str]:
+def failure_messages(messages: Mapping[int, str]) -> dict[int, str]:
     """The messages of ranks that failed by themselves: those that only lost another one are left out."""
     return {rank: message for rank, message in messages.items() if not _LOST.search(message)}
 

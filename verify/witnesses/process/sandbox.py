@@ -37,7 +37,7 @@ def environment(**more: str) -> dict[str, str]:
     return offline() | loopback | exact | more
 
 
-def start(
+def start_confined(
     module: str, words: Sequence[object], log: Path, variables: Mapping[str, str], *, python: str = sys.executable
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m MODULE WORDS...` in a session of its own, which prints into `log`.

@@ -72,7 +72,7 @@ def _parted(one: Sequence[Judged], other: Sequence[Judged]) -> tuple[int, int] |
     return None
 
 
-def not_finite(answers: Sequence[Judged]) -> tuple[int, int]:
+def not_finite_logprobs(answers: Sequence[Judged]) -> tuple[int, int]:
     """How many of the log-probabilities of prompts' tokens are not finite, and how many there are."""
     values = [value for answer in answers for value in answer.tokens]
     return sum(not math.isfinite(value) for value in values), len(values)

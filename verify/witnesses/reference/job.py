@@ -24,7 +24,7 @@ class Judged:
     top: Sequence[Sequence[float]]  # log-probabilities, as many a position
 
 
-def judged(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = None) -> Judged:
+def judged_logits(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = None) -> Judged:
     """Of logits [tokens, vocabulary] of a prompt: its log-probabilities, the best tokens, and those of `top_ids`.
 
     The same numbers from transformers and Megatron. Without `top_ids`, one list for each position but the first, those

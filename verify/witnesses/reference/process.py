@@ -27,7 +27,7 @@ from quant.formats.floats.layout import E4M3
 from verify.evidence.plain import plain
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 from verify.witnesses.reference.activations import rounded_inputs
-from verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob, judged
+from verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob, judged_logits
 from verify.witnesses.reference.prediction import predicted
 
 LOAD = Phase("loading the checkpoint into transformers")
@@ -43,17 +43,17 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     dtype = getattr(torch, job.dtype or ("float16" if stored == "float16" else "bfloat16"))
     if job.texts and not job.prompts:
         phases.enter(LOAD)
-        model = model_of(checkpoint, home, dtype)
+        model = reference_model(checkpoint, home, dtype)
         phases.enter(COMPUTE)
         return Reference(dtype_name(dtype), [], [], predicted=predicted(model, job.texts))
     phases.enter(LOAD)
-    model = model_of(checkpoint, home, torch.float32)
+    model = reference_model(checkpoint, home, torch.float32)
     phases.enter(COMPUTE)
     exact = _asked(model, job)
     texts = predicted(model, job.texts) if job.texts else None
     del model
     phases.enter(LOAD)
-    model = model_of(checkpoint, home, dtype)
+    model = reference_model(checkpoint, home, dtype)
     phases.enter(COMPUTE)
     with nullcontext() if job.activations is None else rounded_inputs(model, in_fp8(home), job.activations):
         rounded = _asked(model, job)
@@ -63,7 +63,7 @@ def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
 
 def _asked(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
     asked = zip(job.prompts, job.top_ids, job.temperatures or [1.0] * len(job.prompts), strict=True)
-    return [judge(model, *one) for one in asked]
+    return [judge_prompt(model, *one) for one in asked]
 
 
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
@@ -85,7 +85,7 @@ def in_fp8(path: Path) -> list[str]:
     return [one.name.removesuffix(".weight") for one in specs if one.dtype == E4M3 and one.name.endswith(".weight")]
 
 
-def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) -> nn.Module:
+def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) -> nn.Module:
     """The model of what `as_hf` gave, on the GPU where it fits there.
 
     Raises CkptkitError where transformers does not know the class or leaves parameters at random.
@@ -117,12 +117,12 @@ def model_of(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) ->
     return found
 
 
-def judge(model: nn.Module, prompt: Sequence[int], top_ids: Ids, temperature: float = 1) -> Judged:
+def judge_prompt(model: nn.Module, prompt: Sequence[int], top_ids: Ids, temperature: float = 1) -> Judged:
     """The prompt's log-probabilities, and at each position those of `top_ids` and the model's own best tokens."""
     tokens = torch.tensor([prompt], device=next(model.parameters()).device)
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits[0]
-        return judged(logits if temperature == 1 else logits.float() / temperature, prompt, top_ids)
+        return judged_logits(logits if temperature == 1 else logits.float() / temperature, prompt, top_ids)
 
 
 if __name__ == "__main__":

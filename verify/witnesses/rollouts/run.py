@@ -55,7 +55,7 @@ def recording_of(subject: Subject) -> Recording:
     return read_recording(subject.options.rollout_data)
 
 
-def home_of(subject: Subject) -> Path:
+def tokenizer_directory(subject: Subject) -> Path:
     """The HF directory that has the subject's config and tokenizer."""
     return Path(getattr(subject.checkpoint, "hf_path", subject.path))
 
@@ -114,7 +114,7 @@ def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
     return found.dtype, [(one, e.tokens[-one.response :], r.tokens[-one.response :]) for one, e, r in rows]
 
 
-def prompts_of(subject: Subject) -> Sequence[RecordedSample]:
+def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
     """Samples with different recorded prompts, evenly spread over the file. Empty where it has none."""
     found: dict[str, RecordedSample] = {}
     for one in subject.once(recording_of).samples:
@@ -125,7 +125,7 @@ def prompts_of(subject: Subject) -> Sequence[RecordedSample]:
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises Unable where it gives none."""
-    job = RolloutJob(str(home_of(subject).absolute()), subject.once(prompts_of))
+    job = RolloutJob(str(tokenizer_directory(subject).absolute()), subject.once(recorded_prompts))
     found, failed = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, _START_S)
     if failed or found is None:
         raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")

@@ -26,7 +26,7 @@ from quant.formats.modelopt import flattened
 from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from verify.witnesses.loading.engine import Loading, ModelBuild, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.loading.layouts.layout import Layout, unknown
+from verify.witnesses.loading.layouts.layout import Layout, unknown_layout
 from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
 from verify.witnesses.loading.layouts.values import fp8_blocks
 from verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
@@ -112,14 +112,14 @@ def layout(module: nn.Module) -> Layout | None:
     if packed_parameters(module):
         ordered = getattr(scheme, "has_g_idx", False) or getattr(scheme, "actorder", None) == "group"
         known = type(scheme).__name__ in _MARLIN and not ordered
-        return marlin(awq_experts=True) if known else unknown(type(scheme).__name__)
+        return marlin(awq_experts=True) if known else unknown_layout(type(scheme).__name__)
     scales = [name for name, _ in module.named_parameters(recurse=False) if name.endswith(WEIGHT_SCALE_INV)]
     if not scales:
         return None
     method: Any = getattr(module, "quant_method", None)
     block = getattr(getattr(method, "quant_config", None), "weight_block_size", None)
     pairs = [(name.removesuffix(FP8_SCALE_INV), name) for name in scales]
-    return fp8_blocks((block[0], block[1]), pairs) if block else unknown(type(method).__name__)
+    return fp8_blocks((block[0], block[1]), pairs) if block else unknown_layout(type(method).__name__)
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

@@ -57,7 +57,7 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load."""
     phases.enter(SET_UP)
     os.environ.update(_QUIET)
-    platform.choose(wanted.scratch)
+    platform.choose_platform(wanted.scratch)
     from vllm.config import set_current_vllm_config
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import base_loader

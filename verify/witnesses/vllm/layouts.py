@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE
-from verify.witnesses.loading.layouts.layout import Layout, not_kept, reordered, swapped_halves, unknown
+from verify.witnesses.loading.layouts.layout import Layout, not_kept, reordered, swapped_halves, unknown_layout
 from verify.witnesses.loading.layouts.marlin import marlin
 from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 
@@ -51,7 +51,7 @@ def _of_packed(module: nn.Module, kernel: Any) -> Layout:
     config, name = kernel.config, type(kernel).__name__
     ordered = getattr(config, "has_g_idx", False)  # 0.33 refuses such checkpoints
     if ordered or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
-        return unknown(name)
+        return unknown_layout(name)
     return marlin(bias=True) if name == "MarlinLinearKernel" else products(partial(_run, module), config.act_type)
 
 
@@ -64,7 +64,7 @@ def _of_fp8(module: nn.Module, method: Any) -> Layout:
     """FP8 of a Linear layer, in blocks: kept but for its scales, or in Marlin's layout, whose kernel is run."""
     block, kernel = _block(module), type(method.fp8_linear).__name__
     if block is None:
-        return unknown(kernel)
+        return unknown_layout(kernel)
     if kernel.startswith(("Marlin", "Humming")):
         return products(partial(_run, module), module.orig_dtype, block)  # type: ignore[arg-type]
     return fp8_blocks(block, _pairs(module))
@@ -79,7 +79,7 @@ def _pairs(module: nn.Module) -> list[tuple[str, str]]:
 def _of_experts(module: nn.Module, method: Any) -> Layout | None:
     """Experts, by the kernel that vLLM has chosen for them."""
     if getattr(method, "num_bits", _BITS) != _BITS or getattr(method, "actorder", None) == "group":
-        return unknown(type(method).__name__)
+        return unknown_layout(type(method).__name__)
     backends = (getattr(method, f"{kind}_backend", None) for kind in ("wna16", "fp8", "unquantized"))
     backend: str = (
         next((one.value for one in backends if one is not None), type(method).__name__).replace(" ", "_").upper()
@@ -88,7 +88,7 @@ def _of_experts(module: nn.Module, method: Any) -> Layout | None:
     if hasattr(method, "wna16_backend"):
         # 0.33 has no such attribute, and its layout was not compared.
         known = backend in _MARLIN and getattr(method, "marlin_input_dtype", method) is None
-        return marlin(bias=True) if known else unknown(f"{backend} of experts")
+        return marlin(bias=True) if known else unknown_layout(f"{backend} of experts")
     if type(method).__name__ == "CompressedTensorsWNA16MoEMethod":
         return reordered(_OF_TRITON)
     if hasattr(method, "fp8_backend") and block and backend in _KEPT:
@@ -98,7 +98,7 @@ def _of_experts(module: nn.Module, method: Any) -> Layout | None:
     if backend in _SWAPPED and (block or not pairs):
         own = [name for name, _ in module.named_parameters(recurse=False) if name.startswith("w13_weight")]
         return reordered(dict.fromkeys(own, swapped_halves))
-    return unknown(f"{backend} of experts")
+    return unknown_layout(f"{backend} of experts")
 
 
 def _bytes_of_columns(tensor: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def chosen_for() -> str | None:
     return "an H100" if current_platform.is_cuda() and current_platform.device_type == "cpu" else None
 
 
-def choose(scratch: Path) -> None:
+def choose_platform(scratch: Path) -> None:
     """Gives vLLM its platform where it finds none. Comes before anything else of vLLM is imported."""
     if torch.cuda.is_available():
         return

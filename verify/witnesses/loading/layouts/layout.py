@@ -46,7 +46,7 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in module.named_parameters(recurse=False)}
 
 
-def unknown(name: str) -> Layout:
+def unknown_layout(name: str) -> Layout:
     """The layout of a kernel or a quantization method that is not known here."""
 
     def expect(module: nn.Module) -> LayerExpected:

@@ -110,7 +110,7 @@ def _wanted(name: str, loaded: Tensor, found: Tensor | None, awq: bool) -> list[
     there = found.unsqueeze(-2) if is_bias and found is not None else found
     tile = _TILE_COLUMNS // _WORD if name.endswith(WEIGHT_ZERO_POINT) else _TILE_COLUMNS
     rows, columns = _sizes(matrices, there, (2, 0.5) if is_packed else (1, 1), (2 if is_packed else 1, tile))
-    whole = padded(matrices, rows, columns, 2 if name.startswith(_GATE_AND_UP) else 1)
+    whole = zero_padded(matrices, rows, columns, 2 if name.startswith(_GATE_AND_UP) else 1)
     if is_bias:
         return [marlin_bias(whole.squeeze(-2))]
     each = [_orders(name, matrix, awq) for matrix in (whole if whole.dim() == 3 else whole.unsqueeze(0))]
@@ -131,7 +131,7 @@ def _sizes(
     return rows, columns
 
 
-def padded(tensor: Tensor, rows: int, columns: int, halves: int = 1) -> Tensor:
+def zero_padded(tensor: Tensor, rows: int, columns: int, halves: int = 1) -> Tensor:
     """[..., rows, columns] with zeros below and to the right, where each of `halves` of the columns is padded alone."""
     wider = columns // halves - tensor.shape[-1] // halves
     parts = [nn.functional.pad(part, (0, wider, 0, rows - part.shape[-2])) for part in tensor.chunk(halves, -1)]

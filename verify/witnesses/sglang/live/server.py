@@ -176,7 +176,7 @@ class SglangServer:
         _granted(self._engine.update_weights_from_tensor(weights, load_format=loader, flush_cache=False))
 
 
-def start(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
+def start_engine(job: EngineJob, checkpoint: HfCheckpoint) -> Any:
     """A `sglang.Engine`. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
     import sglang
 
@@ -238,7 +238,7 @@ def _judged(answer: Mapping[str, Any]) -> Judged:
 
 def serve(job: EngineJob, checkpoint: HfCheckpoint) -> SglangServer:
     """A running engine. Raises CkptkitError where it cannot do what the job asks; SGLang itself ends this process."""
-    return SglangServer(job, checkpoint, start(job, checkpoint))
+    return SglangServer(job, checkpoint, start_engine(job, checkpoint))
 
 
 def version() -> str:
