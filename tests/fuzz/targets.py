@@ -267,7 +267,7 @@ def _triage(folder: Path) -> Unit:
             found = triage([file])
             assert found.lines <= data.count(b"\n") + 1
             json.dumps(found.to_json())
-            list(module.lines(found))
+            list(module.triage_lines(found))
 
     return unit
 

@@ -82,7 +82,7 @@ def parts_of(module: Any, rows: int) -> list[tuple[int, tuple[int, int]]]:
 
 def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
     """What vLLM's manager holds on the CPU."""
-    import_module("verify.witnesses.vllm.platform").choose(SCRATCH)
+    import_module("verify.witnesses.vllm.platform").choose_platform(SCRATCH)
     from unittest.mock import patch
 
     from vllm.engine import arg_utils

@@ -78,7 +78,7 @@ def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, An
     if name == "sglang":
         engine.build(ModelBuild(draft, SCRATCH), seen, phases)
         return seen.held
-    import_module("verify.witnesses.vllm.platform").choose(SCRATCH)  # before anything of vLLM
+    import_module("verify.witnesses.vllm.platform").choose_platform(SCRATCH)  # before anything of vLLM
     from vllm.engine import arg_utils
 
     method = "eagle3" if "eagle3" in (draft / "config.json").read_text().lower() else "eagle"

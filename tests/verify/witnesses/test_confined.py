@@ -83,9 +83,10 @@ def test_what_a_witness_started_ends_with_it(tmp_path: Path) -> None:
 def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "job-0.json").write_text(json.dumps({"do": "hang"}))
     code = (
-        "import sys; from pathlib import Path; from verify.witnesses.process.sandbox import environment, start\n"
+        "import sys; from pathlib import Path\n"
+        "from verify.witnesses.process.sandbox import environment, start_confined\n"
         "folder = Path(sys.argv[1])\n"
-        f"process = start({WITNESS!r}, [folder / 'job-0.json'], folder / 'log', environment())\n"
+        f"process = start_confined({WITNESS!r}, [folder / 'job-0.json'], folder / 'log', environment())\n"
         "(folder / 'part').write_text(str(process.pid)); (folder / 'part').rename(folder / 'pid')\n"
         "process.wait()"
     )

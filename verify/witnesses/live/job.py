@@ -24,7 +24,7 @@ class EngineJob:
     update: bool = False  # the whole checkpoint is loaded again, twice by tensor and twice from disk
     release_resume: bool = False  # memory is released and resumed, then weights are updated
     draft: bool = False  # it decodes speculatively, with the directory's multi-token prediction layers
-    adapter: str = ""  # the module that starts it (`live.server.Adapter`)
+    adapter: str = ""  # the module that starts it (`live.server.LiveAdapter`)
 
     @property
     def reloads(self) -> bool:

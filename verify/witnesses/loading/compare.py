@@ -275,7 +275,7 @@ class Loaded:
 
     @cached_property
     def padded(self) -> Mapping[str, ZeroPadded]:
-        """As `names.padded`."""
+        """As `names.padded_names`."""
         return padded_names(self.config)
 
     @cached_property

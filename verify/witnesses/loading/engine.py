@@ -42,7 +42,7 @@ class EngineFacts:
     stages: bool = False  # it can be cut into pipeline stages
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
-    live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.Adapter`)
+    live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.LiveAdapter`)
     # Parameters that it makes with a value that stands unless a checkpoint gives another: a regular expression.
     defaults: str = r"(?!)"
     # Of the names of a checkpoint's tensors those that a running engine cannot load a second time.

@@ -64,7 +64,7 @@ class PartialTensor:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was seen on one rank or, after `merge.merged`, on all of them."""
+    """What was seen on one rank or, after `merge.merged_reports`, on all of them."""
 
     version: str
     model: str  # the engine's class
