@@ -133,9 +133,9 @@ def asked_of(path: Path) -> Asked:
 
 def of_model(path: str, contents: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """What each config of quantization makes of each layer that the class of this model asks about."""
+    asked, found = asked_of(Path(path)), []  # first: it gives vLLM its platform
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-    asked, found = asked_of(Path(path)), []
     for content in contents:
         config = CompressedTensorsConfig.from_config(dict(content))
         found.append({name: answer(name, layer, own, config) for name, (layer, own) in asked.items()})
