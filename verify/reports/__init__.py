@@ -12,7 +12,7 @@ from ckptkit.formats.detect import LOADED, MANIFEST
 from ckptkit.storage.write import write_whole
 from verify.report import Report
 
-__all__ = ["FORMATS", "fault_of", "text_of", "write_report"]
+__all__ = ["FORMATS", "fault_of", "report_text", "write_report"]
 # How a report of each format begins; `page.html` says it in a <meta>.
 _BEGINNINGS = {
     ".json": re.compile(rb'\{\s*"schema":\s*"ckptkit-report/'),

@@ -119,12 +119,12 @@ def test_diff_takes_a_log_for_none_of_its_files(
     releases: PathOf, fresh: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = fresh("qwen2-tied")
-    compare = diff.__globals__["compare"]
+    compare = diff.__globals__["compare_checkpoints"]
 
     def compared(*arguments: object, **named: object) -> object:
         result = compare(*arguments, **named)
         log(path)
         return result
 
-    monkeypatch.setitem(diff.__globals__, "compare", compared)
+    monkeypatch.setitem(diff.__globals__, "compare_checkpoints", compared)
     assert not diff(path, releases("qwen2-tied")).differing
