@@ -99,7 +99,9 @@ def checkpoint(cell: Cell, root: Path, reader: str = "sglang") -> Case:
         plain = one_an_expert(release, root / f"{release.name} experts", transposed="qwen3_vl" in cell.model)
         return Case(with_fp8_blocks(plain, target, cell.block))
     # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
-    readers: dict[str, Any] = {"readers": (reader,)} if cell.format.endswith("zero points") else {}
+    # SGLang runs Seed-OSS by transformers' class, for which `quantize` refuses INT4.
+    named = cell.format.endswith("zero points") or (reader == "vllm" and cell.model.startswith("seed_oss"))
+    readers: dict[str, Any] = {"readers": (reader,)} if named else {}
     with small_groups_allowed():
         if cell.way == "HF":
             quantize(release, target, int4_scheme(**cell.scheme), **readers)

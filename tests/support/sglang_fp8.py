@@ -18,7 +18,7 @@ from support.quantized import fp8_blocks, fp8_config, rewrite, write
 
 # Releases keep the indexer's `weights_proj`.
 LINEAR = re.compile(
-    r".*layers\.\d+\.(self_attn|linear_attn|mlp|block_sparse_moe)\.(?!indexer\.weights_proj)"
+    r"(?!thinker\.audio_tower|talker).*layers\.\d+\.(self_attn|linear_attn|mlp|block_sparse_moe)\.(?!indexer\.weights_proj)"
     r"(.*_proj|.*_proj_with_mqa|.*\.w[123]|in_proj_qkvz?|in_proj_z)\.weight"
 )
 FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
