@@ -79,9 +79,8 @@ def test_sound_ones_pass_and_a_dropped_an_added_and_a_transposed_tensor_are_name
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) -> None:
     built, alarms = [], {}
-    for model_type in transformers.CONFIG_MAPPING:
-        if model_type in FAMILIES or class_for(model_type) is None:
-            continue
+    asked = [one for one in transformers.CONFIG_MAPPING if one not in FAMILIES and class_for(one) is not None]
+    for model_type in asked:
         try:
             path = save_small(model_type, tmp_path / model_type)
         except (*_UNBUILT, StrictDataclassError):
@@ -92,7 +91,7 @@ def test_no_class_that_can_be_built_small_gives_a_false_alarm(tmp_path: Path) ->
             alarms[model_type] = report
         for file in path.iterdir():
             file.unlink()
-    print(f"{len(built)} types built, {len(alarms)} false alarms")
+    print(f"{len(built)} of {len(asked)} types built, {len(alarms)} false alarms")
     assert alarms == {}
     assert len(built) >= 200
 

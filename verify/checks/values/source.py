@@ -206,7 +206,7 @@ def _against_adapter(
             pairs = {pair.module: pair for name in names if (pair := adapter.pair_of(name)) is not None}
             is_dora = any(pair.magnitude is not None for pair in pairs.values())
             expected = f"base + adapter: {scale:g} x lora_B lora_A of {summarize(pairs)} added to the base's weight"
-            expected += ", each row then scaled to its lora_magnitude_vector (use_dora)" if is_dora else ""
+            expected += ", then scaled to lora_magnitude_vector (use_dora)" if is_dora else ""
         elif saved := [adapter.saved[name].name for name in names if name in adapter.saved]:
             expected = f"the adapter's own tensor, {summarize(saved)}"
         else:
