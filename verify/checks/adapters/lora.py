@@ -20,11 +20,11 @@ from ckptkit.formats.hf.side_files import without_quantization
 from converters.adapter import FLAT, Adapter
 from converters.config.values import integer, number
 from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
-from verify.check import Tally, check, without
+from verify.check import Tally, check, where
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable, Unable
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
 
@@ -74,10 +74,12 @@ def _given_adapter(subject: Subject) -> bool:
     return subject.source_path is not None and is_adapter(subject.source_path)
 
 
-_NEEDS_BASE = without(
-    lambda subject: subject.source_path is not None and not _given_adapter(subject),
-    "no base model was given as --source",
-)
+def _has_base(subject: Subject) -> bool:
+    return subject.source_path is not None and not _given_adapter(subject)
+
+
+_NO_BASE = "no base model was given as --source"
+_needs_base = where(_has_base, _NO_BASE)
 
 
 @check(
@@ -144,23 +146,22 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if report is not None and not (report.model_class or report.refused):
         report, why = None, "transformers has no class for the base without code of its own"
     if report is None and "transformers" in subject.against:
-        raise Unable(f"PEFT could not be asked, which says nothing about the adapter: {why}")
-    unknown = _NEEDS_BASE(subject)
-    if unknown is not None and isinstance(asked, str):
-        raise Inapplicable(unknown)
+        raise CannotCheck(f"PEFT could not be asked, which says nothing about the adapter: {why}")
+    if not _has_base(subject) and isinstance(asked, str):
+        raise NotApplicable(_NO_BASE)
     tally.compared(0, len(files.specs))
     judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
     if report is not None:
         judge = ", in ".join(filter(None, (f"PEFT {version('peft')}", report.fits or report.model_class)))
         yield from _by_peft(subject, report)
-    elif unknown is not None:
+    elif not _has_base(subject):
         yield from _dropped(subject)  # which CK131 left to PEFT
     tally.facts["adapter judged by"] = [judge]
-    if unknown is not None:
+    if not _has_base(subject):
         return
     adapter = subject.once(over_base)
     if report is None and adapter.unknown:
-        raise Unable(f"the base has no {adapter.unknown[0]}, and how it would spell that is not known: {why}")
+        raise CannotCheck(f"the base has no {adapter.unknown[0]}, and how it would spell that is not known: {why}")
     if report is None:
         for fault in adapter.faults:
             names = None if fault.name is None else [fault.name]
@@ -256,7 +257,7 @@ def _of_layer(name: str) -> str:
     rationale="A sibling of the base (base and instruct, another step) has the same shapes; nothing fails, and answers "
     "are worse.",
     fix="Serve the adapter on the base that base_model_name_or_path of adapter_config.json names.",
-    unless=_NEEDS_BASE,
+    applies_to=_needs_base,
 )
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
@@ -286,7 +287,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "alpha_pattern, SGLang nor use_rslora. The server answers, and the adapter is too weak or too strong.",
     fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train with one rank and "
     "alpha.",
-    unless=_NEEDS_BASE,
+    applies_to=_needs_base,
 )
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
@@ -318,7 +319,7 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     rationale="Between trainer and engine an adapter is renamed, gathered over ranks and cast: a layer can be stale, "
     "experts exchanged, alpha doubled.",
     fix="Export it again from the adapter it was made from.",
-    unless=without(_given_adapter, "no other adapter was given as --source"),
+    applies_to=where(_given_adapter, "no other adapter was given as --source"),
 )
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and what adapter_config.json makes of them."""
@@ -359,7 +360,7 @@ _STACKED = (
     "loaded, which in a running job is late.",
     fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train q, k and v, and gate "
     "and up, together and with one rank.",
-    unless=_NEEDS_BASE,
+    applies_to=_needs_base,
 )
 def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""

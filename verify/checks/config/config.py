@@ -15,7 +15,7 @@ from converters.megatron.arguments import comparable_args
 from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check, only, without
+from verify.check import Tally, check, where
 from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
@@ -24,6 +24,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.launch.words import at_places, first_file
 from verify.report import Severity
+from verify.skip import CannotCheck, NotApplicable
 
 # Keys whose value is an object of settings of the language model.
 _NESTED = ("text_config", "rope_parameters", "rope_scaling")
@@ -51,7 +52,7 @@ UNKNOWN: Final = "not there"
     rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
     "runs on and gives another model.",
     fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
-    unless=only("megatron", "an HF directory stores no training arguments"),
+    applies_to=where(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt, or run_config.yaml, against the HF config, with Megatron's defaults for absent ones."""
@@ -59,9 +60,9 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         args = subject.megatron_files.args
     except CkptkitError as error:
-        raise Skip("there is no readable common state (CK111)") from error
+        raise CannotCheck("there is no readable common state", "CK111") from error
     if not args:
-        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+        raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
     tally.compared(0, compared(dims))
@@ -234,7 +235,7 @@ def is_parallel(subject: Subject) -> bool:
     preflight=True,
     rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
     fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
-    unless=without(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"),
+    applies_to=where(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"),
 )
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.

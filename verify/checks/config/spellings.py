@@ -14,13 +14,13 @@ from converters.family import KEY as TIED
 from converters.family import TieFlag
 from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
-from verify.check import Skip, Tally, check, without
+from verify.check import Tally, check, where
 from verify.checks.config.tokenizer import side_of
 from verify.evidence.expected import stated_config_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.report import Severity
-from verify.skip import Inapplicable
+from verify.skip import CannotCheck, NotApplicable
 
 # How the names of an output layer end, in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")
@@ -59,7 +59,7 @@ def _spelled_twice(subject: Subject) -> list[tuple[str, Mapping[str, Any]]]:
     rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers "
     "run two models, and no weight shows it.",
     fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
-    unless=without(_spelled_twice, "config.json states its rotary settings in one spelling"),
+    applies_to=where(_spelled_twice, "config.json states its rotary settings in one spelling"),
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
@@ -103,14 +103,14 @@ def _mapping(content: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _no_text_config(subject: Subject) -> str | None:
+def _stated_in_two_places(subject: Subject) -> None:
     config = _config(subject)
     text = _mapping(config.get("text_config"))
     twice = any(key in config and key in text for key in _TWICE)
     tied = TIED in text or TIED in config
-    if twice or (tied and _tie_flag(config) is not None):
-        return None
-    return "config.json states no setting of its language model twice, or where no reader looks"
+    if not twice and (not tied or _tie_flag(config) is None):
+        reason = "config.json states no setting of its language model twice, or where no reader looks"
+        raise NotApplicable(reason)
 
 
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
@@ -131,7 +131,7 @@ def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
     rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that "
     "is not stored and leaves it random.",
     fix="Take config.json from the release, or make both places say what the weights are.",
-    unless=_no_text_config,
+    applies_to=_stated_in_two_places,
 )
 def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches that stand in both places; the tie flag also where it stands in one.
@@ -206,18 +206,17 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     return {f"{place}{key}": value for key, value in keys.items()}, lacking
 
 
-def _no_keys(subject: Subject) -> str | None:
+def _sglang_reads_more(subject: Subject) -> None:
     if subject.is_megatron and "sglang" not in subject.against:
-        return "SGLang reads the config of an HF directory"
-    if "sglang" not in subject.against and (reason := subject.not_for_sglang):
-        return reason
+        raise NotApplicable("SGLang reads the config of an HF directory")
+    if "sglang" not in subject.against and subject.not_for_sglang:
+        raise NotApplicable(subject.not_for_sglang)
     try:
         needed, _ = keys_of(subject.once(stated_config_of))
-    except Inapplicable as why:
-        return str(why)
-    except (CkptkitError, Skip):
-        return "there is no usable config.json (CK101)"
-    return None if needed else "transformers writes every key that SGLang reads of this family"
+    except (CkptkitError, CannotCheck):
+        raise NotApplicable("there is no usable config.json (CK101)") from None
+    if not needed:
+        raise NotApplicable("transformers writes every key that SGLang reads of this family")
 
 
 @check(
@@ -227,7 +226,7 @@ def _no_keys(subject: Subject) -> str | None:
     rationale="transformers 5 writes the keys that its own class knows. SGLang's class reads others: without them it "
     "stops with an AttributeError, or silently builds another model.",
     fix="Copy the key from the release's config.json; the value that the finding gives is that of this model.",
-    unless=_no_keys,
+    applies_to=_sglang_reads_more,
 )
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""

@@ -15,11 +15,12 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from verify.check import Skip, Tally, check, without
+from verify.check import Tally, check, where
 from verify.evidence.folding import by_key
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,13 +65,13 @@ def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _issues(file_faults(chain, base.specs if base else None))
 
 
-_NEEDS_BASE = without(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
+_needs_base = where(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
 
 
 def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issue]]) -> Iterator[Issue]:
     replay = subject.once(replay_of)
     if not replay.applied:
-        raise Skip("no version changes any tensor")
+        raise NotApplicable("no version changes any tensor")
     tally.compared(replay.nbytes, sum(replay.applied.values()) or len(replay.applied))
     for found in by_key(((one.file, one.expected, one.hint), one) for one in which(subject)).values():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
@@ -81,7 +82,7 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issu
 @check(
     "CK221",
     "replayed onto the base, every delta gives the bytes that its writer had",
-    unless=_NEEDS_BASE,
+    applies_to=_needs_base,
     rationale="Deltas are applied in place, without a way back. On another base, out of order or twice they give other "
     "weights, and a trainer that does not look at what its engines answer trains on against them (slime#2104).",
     fix="Name the base of this very run. If it is, start engines anew from a full checkpoint.",
@@ -94,7 +95,7 @@ def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check(
     "CK222",
     "no delta makes a number NaN or infinite",
-    unless=_NEEDS_BASE,
+    applies_to=_needs_base,
     rationale="A NaN among weights makes every answer NaN. Engines that patch with NaN for `unchanged` keep the old "
     "value instead, and trainer and engine part silently.",
     fix="Go back to the version before it, and see why training diverged.",

@@ -16,7 +16,7 @@ from verify.check import Tally, check
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable, Unable
+from verify.skip import CannotCheck, NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,7 +95,7 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     draft, specs = subject.once(draft_model), subject.once(draft_specs)
     stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
-        raise Inapplicable("it has no tables: its tokens are those of the target")
+        raise NotApplicable("it has no tables: its tokens are those of the target")
     read = subject.once(draft_files).read([*stored.values()])
     tally.compared(sum(specs[own].nbytes for own in stored), len(stored))
     tables = {own: read[name] for own, name in stored.items()}
@@ -173,7 +173,9 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     draft, source = subject.once(draft_model), subject.source_path or Path()
     config = read_config(source)
     if is_draft(config):
-        raise Unable(f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them")
+        raise CannotCheck(
+            f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them"
+        )
     target = target_of(config)
     tally.compared(0, 3)
     if draft.target_hidden != target.hidden:

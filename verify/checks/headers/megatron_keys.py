@@ -6,18 +6,20 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.headers.torch_dist import only_megatron
 from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck, NotApplicable
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 # Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.
@@ -27,30 +29,28 @@ _LINEAR = re.compile(
 _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 
-def only_torch_dist(subject: Subject) -> str | None:
+def only_torch_dist(subject: Subject) -> None:
     """For checks of what checkpoints of FSDP runs have no counterpart of."""
-    if (reason := only_megatron(subject)) is not None:
-        return reason
-    try:
-        fsdp = subject.megatron_files.metadata.layout in OF_FSDP
-    except CkptkitError:  # CK111 says why it cannot be read
-        return None
-    return "Megatron-LM names modules as they are under FSDP, and their extra states otherwise" if fsdp else None
+    only_megatron(subject)
+    with suppress(CkptkitError):  # CK111 says why it cannot be read
+        if subject.megatron_files.metadata.layout in OF_FSDP:
+            reason = "Megatron-LM names modules as they are under FSDP, and their extra states otherwise"
+            raise NotApplicable(reason)
 
 
 def _weights(subject: Subject) -> list[str]:
-    """Keys of the weights. Raises Skip where `.metadata` cannot be read or holds none, which CK111 reports."""
+    """Keys of the weights. Raises NotApplicable where `.metadata` cannot be read or holds none, which CK111 reports."""
     names_of(subject)
     return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
 
 
 def _common(subject: Subject) -> Mapping[str, Any]:
-    """Megatron's common state. Raises Skip where it cannot be read, which CK111 reports."""
+    """Megatron's common state. Raises NotApplicable where it cannot be read, which CK111 reports."""
     try:
         subject.megatron_files.args  # noqa: B018 - a cached property that raises
         return subject.megatron_files.opened.common
     except CkptkitError as error:
-        raise Skip("there is no readable common state (CK111)") from error
+        raise CannotCheck("there is no readable common state", "CK111") from error
 
 
 @check(
@@ -61,7 +61,7 @@ def _common(subject: Subject) -> Mapping[str, Any]:
     ),
     fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by "
     "them.",
-    unless=only_megatron,
+    applies_to=only_megatron,
 )
 def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Layers, MTP layers, experts, output layer and vocabulary rows against `args`, where `args` say them."""
@@ -69,7 +69,7 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     args = _common(subject).get("args")
     stated: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     if not stated:
-        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+        raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
     specs = subject.megatron_files.opened.specs
     tally.compared(0, len(specs))
     where = subject.megatron_files.weights / ".metadata"
@@ -135,7 +135,7 @@ def _numbers(
     rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
     "then starts from random weights.",
     fix="Convert or save again; do not copy common.pt from another save.",
-    unless=only_torch_dist,
+    applies_to=only_torch_dist,
 )
 def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
@@ -197,7 +197,7 @@ def _uneven_args(args: Any) -> bool:
     "the _extra_state objects are there that Megatron's strict load asks for",
     rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
     fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
-    unless=only_torch_dist,
+    applies_to=only_torch_dist,
 )
 def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """An `_extra_state` for every linear layer that Megatron gives one, with all its shards (layers, experts)."""
@@ -207,7 +207,7 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if match := _SHARD.fullmatch(key):
             shards[match[1]][match[3]].add(match[2])
     if not modules:
-        raise Skip("there is no linear layer to have one")
+        raise NotApplicable("there is no linear layer to have one")
     tally.compared(0, len(modules))
     where = subject.megatron_files.weights / ".metadata"
     lost = [f"{module}._extra_state" for module in modules if module not in shards]
@@ -224,7 +224,7 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those "
     "of an older, longer file.",
     fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",
-    unless=only_megatron,
+    applies_to=only_megatron,
 )
 def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The length of every entry against the size of its chunk in the dtype of its key; where each file ends."""

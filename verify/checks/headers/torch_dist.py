@@ -15,11 +15,12 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
-from verify.check import Skip, Tally, check, only
+from verify.check import Tally, check, where
 from verify.checks.headers.files import names_of, require_metadata
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck
 
 # Libraries with functions that run what a pickle gives them; Python 2's names stand for those of Python 3.
 _RUN = {*sys.stdlib_module_names, *IMPORT_MAPPING, "torch", "numpy"}
@@ -35,7 +36,7 @@ _BACKEND: Mapping[str, str | int] = {
 TRAINING_STATE = "training state"
 
 
-only_megatron = only("megatron", "an HF directory has no torch_dist files")
+only_megatron = where(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
 
 
 @check(
@@ -46,7 +47,7 @@ only_megatron = only("megatron", "an HF directory has no torch_dist files")
     "training goes on.",
     fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not "
     "the iteration.",
-    unless=only_megatron,
+    applies_to=only_megatron,
 )
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read.
@@ -120,14 +121,14 @@ def _backend(weights: Path) -> Iterator[Issue]:
     gate=True,
     rationale="`.metadata` is written last and knows nothing of a file that a disk or a copy lost or cut short.",
     fix="Copy the named .distcp file again from the save, or convert again.",
-    unless=only_megatron,
+    applies_to=only_megatron,
 )
 def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
     require_metadata(subject)
     files = subject.megatron_files
     if not files.blobs:
-        raise Skip("not run because .metadata names no bytes (CK111)")
+        raise CannotCheck("not run because .metadata names no bytes", "CK111")
     gone: dict[Path, list[str]] = {}
     for path, stored in files.blobs.items():
         tally.compared(0, len(stored))
@@ -179,7 +180,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
     rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
     "own check of this.",
     fix="Convert again, or save again from the training run: the save is incomplete.",
-    unless=only_megatron,
+    applies_to=only_megatron,
 )
 def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""

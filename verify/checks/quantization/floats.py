@@ -18,7 +18,7 @@ from quant.lint.opening import open_subject
 from quant.lists.table import named_in_lists
 from quant.selection.portable import described
 from quant.selection.readers import refuses_own_format
-from verify.check import Skip, Tally, Unable
+from verify.check import Tally
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.quantization_config import misread_floats
 from verify.evidence.expected import usable_config
@@ -27,6 +27,7 @@ from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_f
 from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck, NotApplicable
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
@@ -270,7 +271,7 @@ def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tall
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `ckptkit lint` finds for the engine, or for the readers of `--reader`. Of others only `lint` tells.
 
-    Raises Skip for a model whose modules are not known, and Unable where the lists cannot be read.
+    Raises NotApplicable for a model whose modules are not known, and CannotCheck where the lists cannot be read.
     """
     where, config = "config.json", usable_config(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
@@ -281,13 +282,13 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         usual, _ = open_subject(subject.path)
     except CkptkitError as error:
-        raise Unable(f"no decision for these lists of unquantized modules: {error.message}") from error
+        raise CannotCheck(f"no decision for these lists of unquantized modules: {error.message}") from error
     try:
         found = open_subject(subject.path, readers)[0] if readers else usual
     except CkptkitError as error:
-        raise Skip(error.message) from error
+        raise NotApplicable(error.message) from error
     if not found.matrices:
-        raise Skip("which modules of this model are Linear layers is not known here")
+        raise NotApplicable("which modules of this model are Linear layers is not known here")
     tally.compared(0, len(found.matrices))
     expected = "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}

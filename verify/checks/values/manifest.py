@@ -12,13 +12,12 @@ from ckptkit.core.progress import progress
 from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
-from verify.check import Tally, check, without
+from verify.check import Tally, check, where
 from verify.checks.headers.files import file_of_tensor
-from verify.checks.values.values import UNREAD
 from verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.skip import Skip
+from verify.skip import CannotCheck
 
 
 @check(
@@ -28,7 +27,7 @@ from verify.skip import Skip
     rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
     "it held when it was made.",
     fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
-    unless=without(lambda subject: subject.options.manifest, "no --manifest was given"),
+    applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"),
 )
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
@@ -72,7 +71,7 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
     "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
     fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
     "proxy.",
-    unless=without(
+    applies_to=where(
         lambda subject: subject.once(downloads), "the model hub's client has left no record of a download here"
     ),
 )
@@ -87,7 +86,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hashes = subject.once(file_hashes)
     whole = _finished(hashes)
     if not whole:
-        raise Skip(UNREAD)
+        raise CannotCheck("not run because no tensor can be read", "CK201")
     for name in whole:
         tally.compared(hashes[name].size)
     differ = [name for name, is_same in whole.items() if not is_same]

@@ -16,8 +16,8 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from converters.adapter import Adapter
 from quant.formats.part_names import PACKED, packed_in
-from verify.check import Skip, Tally, check, without
-from verify.checks.values.values import PARTS, UNREAD, VOCABULARY, counted
+from verify.check import Tally, check, where
+from verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
 from verify.evidence.compare import TensorDiff
 from verify.evidence.expected import (
     Expected,
@@ -46,9 +46,9 @@ _ANEW, _ANEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
 
 
-def may_differ(subject: Subject) -> str | None:
-    """Why values need not be the source's, or None where they must be."""
-    return "values may differ from the source's with --trained (CK216)" if subject.options.trained else None
+values_kept = where(
+    lambda subject: not subject.options.trained, "values may differ from the source's with --trained (CK216)"
+)
 
 
 @check(
@@ -60,7 +60,7 @@ def may_differ(subject: Subject) -> str | None:
     "right.",
     fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
     "two is the defect.",
-    unless=may_differ,
+    applies_to=values_kept,
 )
 def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
@@ -77,10 +77,11 @@ def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorDiff]]:
-    """What was read, and what differs from the source, but for weights that CK305 judges. Raises Skip for nothing."""
-    values = subject.once(read_values)
-    if not values.stats:
-        raise Skip(UNREAD)
+    """What was read, and what differs from the source, but for weights that CK305 judges.
+
+    Raises as `require_values`.
+    """
+    values = require_values(subject)
     for nbytes in values.compared.values():
         tally.compared(nbytes)
     judged = subject.once(float_weights).judged
@@ -320,7 +321,9 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     rationale="Values of a trained checkpoint differ from its release, so that swapped experts or a lost layer do not "
     "show in equal bits. Yet training moves no row of a matrix by as much as its length.",
     fix="Save or convert again from the training run; name the release that the training started from as --source.",
-    unless=without(lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"),
+    applies_to=where(
+        lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"
+    ),
 )
 def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes are the source's; values may differ, but for those in the module's first lines.

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verify.check import Tally, Unable, check
+from verify.check import Tally, check
 from verify.checks.witnesses.megatron import finished, ranks_named
 from verify.evidence.expected import config_of
+from verify.evidence.side_files import TOKENIZER
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.live.run import run_engine_reference
 from verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
 from verify.witnesses.reference.run import prompts_of, run_prediction
 
 
-def _in_megatron(subject: Subject) -> str | None:
-    of_megatron = "megatron" in subject.against and subject.is_megatron and "engine" not in subject.against
-    return "CK606 compares Megatron; --logits alone asks transformers" if of_megatron else None
+def _in_transformers(subject: Subject) -> None:
+    with_engine = "engine" in subject.against
+    if "megatron" in subject.against and subject.is_megatron and not with_engine:
+        raise NotApplicable("CK606 compares Megatron; --logits alone asks transformers")
+    if with_engine and not (subject.path / TOKENIZER).exists():
+        raise NotApplicable("there is no tokenizer.json, so no text can be given to the model")
 
 
 @check(
@@ -29,7 +33,7 @@ def _in_megatron(subject: Subject) -> str | None:
     "predicts text no better than one that knows how often words occur.",
     fix="Run the release the same way. If it predicts text, compare every value: `ckptkit verify CKPT --source "
     "RELEASE`; else compare config.json and the tokenizer with the release.",
-    unless=_in_megatron,
+    applies_to=_in_transformers,
 )
 def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Bits a byte of fixed texts in English, Python and Chinese, under the model's own tokenizer, in transformers.
@@ -41,8 +45,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     with_engine = "engine" in subject.against
     reference = subject.once(run_engine_reference if with_engine else run_prediction)
     predicted = reference.predicted
-    if predicted is None:
-        raise Inapplicable("there is no tokenizer.json, so no text can be given to the model")
+    assert predicted is not None
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
     tally.compared(0, len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
@@ -59,7 +62,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
     tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
     if not trained:
-        raise Unable("the weights look untrained, so whether they predict text is not judged")
+        raise CannotCheck("the weights look untrained, so whether they predict text is not judged")
 
 
 # Times the noise of the checkpoint's dtype. Megatron in float32 has none of it, but for near ties between experts; in

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from verify.check import Skip, Tally, Unable, check
+from verify.check import Tally, check
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from verify.witnesses.live.run import (
     EngineRun,
@@ -90,7 +91,7 @@ def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
     if (why := subject.once(no_second_load)) is not None:
-        raise Unable(why)
+        raise CannotCheck(why)
     subject.once(run_engine).require_report()
     runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
     earlier: dict[str, Reload] = {}
@@ -108,7 +109,7 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         _unseen(running_engine(subject).label, decoding, run, kind) for decoding, run in runs.items() if run is not None
     ]
     if any(reasons):
-        raise Unable("; ".join(filter(None, reasons)))
+        raise CannotCheck("; ".join(filter(None, reasons)))
 
 
 def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
@@ -162,7 +163,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     passes = subject.once(run_engine).require_report().passes
     if not_finite_logprobs(passes[FIRST])[0]:
-        raise Skip("not run because the engine's answers are not numbers (CK511)")
+        raise CannotCheck("not run because the engine's answers are not numbers", "CK511")
     reference = subject.once(run_engine_reference)
     dtype, exact = reference.dtype, reference.exact
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)

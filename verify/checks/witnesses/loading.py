@@ -15,7 +15,7 @@ from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.matrices import spell
-from verify.check import Run, Skip, Tally, Unable, Unless, check, without
+from verify.check import AppliesTo, Run, Tally, check, where
 from verify.checks.config.config import is_parallel
 from verify.checks.config.spellings import in_words, keys_of
 from verify.evidence.expected import (
@@ -30,6 +30,7 @@ from verify.evidence.folding import LAYER, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.report import Severity
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, routers
@@ -52,7 +53,13 @@ Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
 
 
 def each_engine(
-    number: int, title: str, *, rationale: str, fix: str, unless: Unless | None = None, explained_by: Sequence[str] = ()
+    number: int,
+    title: str,
+    *,
+    rationale: str,
+    fix: str,
+    applies_to: AppliesTo | None = None,
+    explained_by: Sequence[str] = (),
 ) -> Callable[[Issues], dict[str, Run]]:
     """Registers a check once for every engine; `{engine}` in the texts is what it is called.
 
@@ -68,7 +75,7 @@ def each_engine(
                 needs=(engine.name,),
                 rationale=rationale.format(engine=engine.label),
                 fix=fix.format(engine=engine.label, sizes=engine.sizes),
-                unless=unless,
+                applies_to=applies_to,
                 explained_by=tuple(code.format(engine=engine.codes) for code in explained_by),
             )(update_wrapper(partial(issues, engine), issues))
             for engine in ENGINES
@@ -80,9 +87,9 @@ def each_engine(
 def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
     run = subject.once(LoadedBy(engine))
     if run.unable:
-        raise Unable(run.unable)
+        raise CannotCheck(run.unable)
     if run.report is None:
-        raise Skip(f"not run because {engine.label} did not load the checkpoint ({engine.codes}1)")
+        raise CannotCheck(f"not run because {engine.label} did not load the checkpoint", f"{engine.codes}1")
     return run.report
 
 
@@ -93,19 +100,20 @@ def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport
         yield draft, f"{engine.label}'s draft model"
 
 
-def _nothing_to_repack(subject: Subject) -> str | None:
+def _may_repack(subject: Subject) -> None:
     """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
-    if find_spec("torch") is None:  # then SGLang's check says what is missing
-        return _all_plain(subject)
-    import torch
+    if find_spec("torch") is not None:  # else SGLang's check says what is missing
+        import torch
 
-    return None if torch.cuda.is_available() else _all_plain(subject)
+        if torch.cuda.is_available():
+            return
+    _require_packed(subject)
 
 
-def _all_plain(subject: Subject) -> str | None:
+def _require_packed(subject: Subject) -> None:
     config = usable_config(subject)
-    plain = subject.is_megatron or (config is not None and not is_quantized(config))
-    return "no weight is quantized, so none is repacked without a GPU" if plain else None
+    if subject.is_megatron or (config is not None and not is_quantized(config)):
+        raise NotApplicable("no weight is quantized, so none is repacked without a GPU")
 
 
 def _findings(
@@ -141,7 +149,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     """The engine's own model class is built from the config and loaded by its own `load_weights`."""
     run = subject.once(LoadedBy(engine))
     if run.unable:
-        raise Unable(run.unable)
+        raise CannotCheck(run.unable)
     if run.report is None:
         message = run.crash or "it ended without a report"
         _, lacking = keys_of(subject.once(stated_config_of))
@@ -227,7 +235,7 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
         if report.computed and not report.differing:
-            raise Unable(
+            raise CannotCheck(
                 f"{draft or engine.label} computed {len(report.computed)} parameters of the tensors instead of copying "
                 f"them, for one {report.computed[0]}: those were not compared"
             )
@@ -240,7 +248,7 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
     "nothing is logged.",
     fix=f"Leave routers out of quantization: add the entry that the finding names (in most families `{KEEP_ROUTER}`) "
     "to quantization_config.ignore, and quantize again.",
-    unless=without(
+    applies_to=where(
         lambda subject: (config := usable_config(subject)) is None or dims_of(config).experts > 0,
         "the model has no routed experts",
     ),
@@ -265,22 +273,21 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
     rationale="After loading, {engine} rewrites packed weights for its kernels; whatever is lost there shows in no "
     "file and in no log.",
     fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to {engine}.",
-    unless=_nothing_to_repack,
+    applies_to=_may_repack,
 )
 def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
     expected = "the loaded values in the kernel's order"
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
-            if why := _all_plain(subject):  # more ranks than GPUs, so they ran on the CPU
-                raise Skip(why)
-            raise Unable(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only")
+            _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
+            raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only")
         tally.compared(0, report.repacked_seen)
         why_not = partial(why_not_repacked, engine)
         yield from _findings(engine, report.repacked, expected, why_not, draft)
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
-            raise Unable(
+            raise CannotCheck(
                 f"{len(report.unchecked)} were repacked in ways that ckptkit cannot predict, for one "
                 f"{report.unchecked[0]}" + (f" in {draft}" if draft else "")
             )
@@ -292,14 +299,14 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
     "little of them.",
     fix="Give {engine}'s own sizes: {sizes}. Those of Megatron are another command, with --against-megatron alone.",
-    unless=without(is_parallel, "no parallel sizes were asked for"),
+    applies_to=where(is_parallel, "no parallel sizes were asked for"),
 )
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
     if engine_sizes(engine, subject) is None:
         asked = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
         given = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
-        raise Unable(
+        raise CannotCheck(
             f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
             "ranks cut an expert; give these sizes with --against-megatron alone"
         )
@@ -314,7 +321,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
     "with names of its own: a draft model that is wrong slows every answer down and says nothing.",
     fix="Read the exception: most often `ignore` names these layers as the checkpoint does, and not as {engine}'s "
     "draft class does; some classes take one such layer alone. Or serve without speculative decoding.",
-    unless=without(
+    applies_to=where(
         lambda subject: (config := usable_config(subject)) is not None and of_draft(config),
         "there are no multi-token prediction layers",
     ),
@@ -330,7 +337,7 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         yield Issue(expected, run.draft_crash, hint, names=report.draft, together=True)
         return
     if run.draft is None:
-        raise Unable(run.draft_error or f"{engine.label} was given no tensor of the multi-token prediction layers")
+        raise CannotCheck(run.draft_error or f"{engine.label} was given no tensor of the multi-token prediction layers")
     tally.compared(0, run.draft.loaded_names)
     tally.facts[f"{engine.label}'s draft model"] = [
         f"{run.draft.model}, {run.draft.loaded_names} tensors into {run.draft.parameters} parameters; embeddings and "

@@ -11,12 +11,13 @@ from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
 from converters.planner import dims_of, rules_in
-from verify.check import Skip, Tally, Unable, check, without
+from verify.check import Tally, check, where
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER, by_key, chunk_ranges, group_by_pattern
 from verify.evidence.moved import AGAIN, Stages, explain_moves
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
@@ -35,12 +36,15 @@ def _names(subject: Subject) -> list[str]:
 
 
 def finished(subject: Subject) -> MegatronRun:
-    """The run of Megatron. Raises Unable where Megatron could not be asked, Skip where it did not load."""
+    """The run of Megatron.
+
+    Raises CannotCheck where Megatron could not be asked or did not load.
+    """
     run = subject.once(run_megatron)
     if run.unable:
-        raise Unable(run.unable)
+        raise CannotCheck(run.unable)
     if run.failures or run.not_found:
-        raise Skip("a rank did not finish loading, see CK401")
+        raise CannotCheck("a rank did not finish loading", "CK401")
     return run
 
 
@@ -58,7 +62,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
     run = subject.once(run_megatron)
     if run.unable:
-        raise Unable(run.unable)
+        raise CannotCheck(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
     ranks = f"{run.sizes.world} rank(s)"
     if subject.options.megatron.ranks:
@@ -172,7 +176,7 @@ _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.we
     rationale="Every key can be asked for while a slice of one, an expert or a rank's rows, is read by nobody: those "
     "weights of the release are not trained.",
     fix="Please report it with the parallel sizes and the megatron-core version.",
-    unless=without(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
+    applies_to=where(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
 )
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""

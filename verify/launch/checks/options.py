@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from itertools import islice
 
 from converters.config.values import language_part
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, engine_directory, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_directory, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import last, options_of
 from verify.launch.options.given import GivenArguments
 from verify.launch.options.names import engine_settings, nearest
 from verify.launch.options.tables import OPTIONS
 from verify.launch.words import UnresolvedWord, Word
+from verify.skip import NotApplicable
 
 # Letters that may differ, in a short name and in a long one.
 _FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
@@ -33,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 def _job(subject: Subject) -> Job:
     job = job_of(subject)
     if not (job.text.words or job.text.issues or job.written):
-        raise Skip("no launch arguments were given")
+        raise NotApplicable("no launch arguments were given")
     return job
 
 
@@ -46,7 +47,7 @@ def _job(subject: Subject) -> Job:
         "know, as NeMo-RL and ROLL do over a setting of a file, and the default counts instead."
     ),
     fix="Correct the line, the option or the setting that the finding names.",
-    unless=unless_skipped(_job),
+    applies_to=_job,
 )
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
@@ -86,10 +87,10 @@ def _parts(name: str) -> Iterator[str]:
 
 
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
-    """The combinations that the stack's reader found. Raises Skip where no such rule is known."""
+    """The combinations that the stack's reader found. Raises NotApplicable where no such rule is known."""
     if (issues := job_of(subject).combinations) is None:
         known = "slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
-        raise Skip(f"the launch is not one of {known}")
+        raise NotApplicable(f"the launch is not one of {known}")
     return issues
 
 
@@ -102,7 +103,7 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
         "a step, an adapter that only one of trainer and engine has. Sizes of batches are counted once GPUs are booked."
     ),
     fix="Change the options that the finding names.",
-    unless=unless_skipped(_combinations),
+    applies_to=_combinations,
 )
 def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
@@ -116,10 +117,10 @@ _WHOLE = ("unfused", "local")
 
 
 def _described(subject: Subject) -> GivenArguments:
-    """The arguments of a launch that says what it trains. Raises Skip for any other."""
+    """The arguments of a launch that says what it trains. Raises NotApplicable for any other."""
     given = job_of(subject).arguments
     if not given.describes_model:
-        raise Skip("the launch gives no model arguments")
+        raise NotApplicable("the launch gives no model arguments")
     return given
 
 
@@ -132,7 +133,7 @@ def _described(subject: Subject) -> GivenArguments:
         "or order than the engine: log-probabilities of trainer and engine drift apart."
     ),
     fix="Give --attention-dropout 0.0 --hidden-dropout 0.0, and the switches that the finding names.",
-    unless=unless_skipped(_described),
+    applies_to=_described,
 )
 def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
@@ -195,13 +196,16 @@ _TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
 
 
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
-    """The word that asks for a template, and the ids to stop at. Raises Skip where a launch asks for neither."""
+    """The word that asks for a template, and the ids to stop at.
+
+    Raises NotApplicable where a launch asks for neither.
+    """
     engine_directory(subject)
     options = options_of(job_of(subject).text.words)
     template, stops = last(options, _TEMPLATE), last(options, _STOPS)
     ids = [word for word in stops.values if not isinstance(word, UnresolvedWord)] if stops else []
     if template is None and not ids:
-        raise Skip(f"the launch has neither {_TEMPLATE} nor {_STOPS}")
+        raise NotApplicable(f"the launch has neither {_TEMPLATE} nor {_STOPS}")
     return template.word if template else None, ids
 
 
@@ -212,7 +216,7 @@ def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
     rationale="Without a template the first rollout stops the job, after the GPUs were booked; with the template or "
     "the stop tokens of another model, responses never end.",
     fix="Give the instruct release as --hf-checkpoint, or add its chat_template.jinja; take stop ids from its config.",
-    unless=unless_skipped(_asked),
+    applies_to=_asked,
 )
 def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from verify.check import Skip, Tally, Unable, check
+from verify.check import Tally, check
 from verify.evidence.expected import weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.sides import PathIssue, Side
+from verify.skip import CannotCheck, NotApplicable
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
@@ -23,9 +24,9 @@ _UNSET = re.compile(r"(?P<words>.+): \$\{?(?P<name>\w+)\}? \(set neither in the 
 
 
 def _sides(subject: Subject) -> Sequence[Side]:
-    """The sides of a launch. Raises Skip where it names no path that is known."""
+    """The sides of a launch. Raises NotApplicable where it names no path that is known."""
     if not (sides := job_of(subject).sides):
-        raise Skip("the launch names no path that is known")
+        raise NotApplicable("the launch names no path that is known")
     return sides
 
 
@@ -39,7 +40,7 @@ def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, 
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
         yield from dict.fromkeys(issue for about, issue in found if about in options)
 
-    check(code, title, stage="launch", rationale=rationale, fix=fix, unless=unless_skipped(_sides))(paths_found)
+    check(code, title, stage="launch", rationale=rationale, fix=fix, applies_to=_sides)(paths_found)
 
 
 def _packed(job: Job) -> Iterator[PathIssue]:
@@ -97,7 +98,7 @@ _check_paths(
 def _words(subject: Subject) -> Job:
     job = job_of(subject)
     if not (job.text.words or job.unread or job.written):
-        raise Skip("no launch arguments were given")
+        raise NotApplicable("no launch arguments were given")
     return job
 
 
@@ -114,7 +115,7 @@ def _words(subject: Subject) -> Job:
         "variable that the script does not set in the environment (`NUM_GPUS=8 ckptkit preflight run.sh`); "
         "the reasons say which words were not read."
     ),
-    unless=unless_skipped(_words),
+    applies_to=_words,
 )
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
@@ -124,7 +125,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(note)
     if lines := job.unread:
         reason, tally.facts[NOT_READ] = _unread(lines)
-        raise Unable(f"not read {job.stack.where}: {reason}")
+        raise CannotCheck(f"not read {job.stack.where}: {reason}")
     yield from ()
 
 

@@ -15,14 +15,15 @@ from ckptkit.transfer.manifest import file_digest, read_manifest
 from converters.ops.basic import Copy
 from converters.planner import dialect_of, dims_of, mappings_of
 from converters.stored import as_stored
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.samples import SamplePair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.architecture import of_two_models
-from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.sides import ENGINE, Side, is_trained
 from verify.report import Severity
+from verify.skip import NotApplicable
 
 # Facts for the verdict: what was compared of weights, and a line for each two sides that could not be.
 COMPARED, NOT_COMPARED = "weights compared", "weights not compared"
@@ -32,12 +33,15 @@ _Digests: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
 
 
 def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
-    """The sides that must hold the same weights, and come from different directories. Raises Skip where none do."""
+    """The sides that must hold the same weights, and come from different directories.
+
+    Raises NotApplicable where none do.
+    """
     job = job_of(subject)
     sides = {side.role: side for side in job.loading()}
     pairs = [(sides[one], sides[other]) for one, other in job.sharing if {one, other} <= sides.keys()]
     if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
-        raise Skip("no two directories of this launch must hold the same weights")
+        raise NotApplicable("no two directories of this launch must hold the same weights")
     return apart
 
 
@@ -52,7 +56,7 @@ def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
         "where one of them is of another model."
     ),
     fix="Give both sides checkpoints of one release: convert the HF directory that the engine loads.",
-    unless=unless_skipped(_pairs),
+    applies_to=_pairs,
 )
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of.
@@ -84,7 +88,7 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(f"not compared: {line}")
     tally.facts[NOT_COMPARED] = [*left, *_apart(subject)]
     if left and not tally.tensors:
-        raise Skip(f"not compared: {left[0]}")
+        raise NotApplicable(f"not compared: {left[0]}")
 
 
 def _apart(subject: Subject) -> list[str]:
