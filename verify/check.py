@@ -66,8 +66,8 @@ class Tally:
     bytes: int = 0
     facts: dict[str, list[str]] = field(default_factory=dict)
 
-    def compared(self, nbytes: int, tensors: int = 1) -> None:
-        """Counts `tensors` tensors (or header entries) of together `nbytes` bytes as looked at."""
+    def compared(self, tensors: int = 1, nbytes: int = 0) -> None:
+        """Counts tensors (or header entries, or files) as looked at, and the bytes of theirs that were read."""
         self.tensors += tensors
         self.bytes += nbytes
 
@@ -200,6 +200,9 @@ def looked_at(results: Sequence[CheckResult]) -> list[str]:
     return [name for name in dict.fromkeys(LOOKS_AT.values()) if name in found]
 
 
+Stop = tuple[str, tuple[str, ...]]  # why a check could not look, or not to the end, and the codes that report it
+
+
 @dataclass
 class Outcome:
     """What some checks came to. A check that does not apply is not in `checks`."""
@@ -207,14 +210,21 @@ class Outcome:
     checks: list[CheckResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
-    # Why what was asked for could not be looked at, and why checks do not apply: the codes of the checks by reason.
-    not_checked: dict[str, list[str]] = field(default_factory=dict)
-    not_applicable: dict[str, list[str]] = field(default_factory=dict)
+    # The codes of the checks that could not look, by reason and by what reports it (`CannotCheck`).
+    not_checked: dict[Stop, list[str]] = field(default_factory=dict)
+    not_applicable: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # the codes of those without a subject, by reason
 
     @property
     def reasons(self) -> list[str]:
-        """Each reason for an inconclusive report once, behind the codes of the checks that gave it."""
-        return [f"{', '.join(dict.fromkeys(codes))}: {reason}" for reason, codes in self.not_checked.items()]
+        """Each reason for an inconclusive report once, behind the codes of the checks that gave it.
+
+        What a finding reports is none.
+        """
+        found = {one.code for one in self.findings}
+        left = {why: codes for (why, because), codes in self.not_checked.items() if found.isdisjoint(because)}
+        return [f"{', '.join(dict.fromkeys(codes))}: {why}" for why, codes in left.items()]
 
     @property
     def not_applicable_lines(self) -> list[str]:
@@ -229,9 +239,10 @@ class Outcome:
         self.findings += other.findings
         for name, lines in other.facts.items():
             self.facts[name] = list(dict.fromkeys([*self.facts.get(name, []), *lines]))
-        for own, others in ((self.not_checked, other.not_checked), (self.not_applicable, other.not_applicable)):
-            for reason, codes in others.items():
-                own.setdefault(reason, []).extend(codes)
+        for stop, codes in other.not_checked.items():
+            self.not_checked.setdefault(stop, []).extend(codes)
+        for reason, codes in other.not_applicable.items():
+            self.not_applicable.setdefault(reason, []).extend(codes)
 
 
 def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = None) -> Outcome:
@@ -270,56 +281,55 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     tally = Tally()
     started = time.monotonic()
     found: list[Finding] = []
-    reason, is_reported = f"not run because {broken} failed", True
+    stop: Stop | None = (f"not run because {broken} failed", (broken,)) if broken else None
     try:
-        if broken is None or not one.needs_sound_headers:
-            reason, is_reported = _collect(one, subject, tally, found, broken)
+        if stop is None or not one.needs_sound_headers:
+            stop = _collect(one, subject, tally, found, broken)
     except NotApplicable as why:
         return Outcome(not_applicable={str(why): [one.code]})
-    if not reason and tally.tensors == 0 and not found and broken:
-        reason = f"nothing to look at because {broken} failed"
-    if not reason and tally.tensors == 0 and not found:
+    if stop is None and tally.tensors == 0 and not found and broken:
+        stop = f"nothing to look at because {broken} failed", (broken,)
+    if stop is None and tally.tensors == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
     failed = any(finding.severity == "error" for finding in found)
-    status: Status = "failed" if failed else "skipped" if reason else "passed"
+    status: Status = "failed" if failed else "skipped" if stop else "passed"
     seconds = round(time.monotonic() - started, 3)
-    result = CheckResult(one.code, one.title, status, reason or None, tally.tensors, tally.bytes, seconds)
-    return Outcome([result], found, tally.facts, {} if is_reported else {reason: [one.code]})
+    result = CheckResult(one.code, one.title, status, stop[0] if stop else None, tally.tensors, tally.bytes, seconds)
+    return Outcome([result], found, tally.facts, {stop: [one.code]} if stop else {})
 
 
-def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None) -> tuple[str, bool]:
+def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None) -> Stop | None:
     """Runs a check and adds its findings to `found` as they come.
 
-    Returns why it did not look, or not to the end, and whether that needs no word of its own: there is no reason, or
-    another check reports it. Raises NotApplicable where it has no subject.
+    Returns what stopped it. Raises NotApplicable where it has no subject.
     """
     try:
         for finding in one.run(subject, tally):
             found.append(finding)  # noqa: PERF402 - those before an exception count too
     except NotApplicable as why:
-        if found or one.asks_witness:
-            return str(why), not one.asks_witness
-        raise
+        if not found and not one.asks_witness:
+            raise
+        return str(why), () if one.asks_witness else (one.code,)
     except CannotCheck as why:
-        return str(why), bool(why.because) and not one.asks_witness
+        return str(why), () if one.asks_witness else why.because
     except CkptkitError as error:
         if broken is not None:
-            return f"not run because {broken} failed", True
+            return f"not run because {broken} failed", (broken,)
         if isinstance(error, UnsupportedError):
-            return f"{error.message}; {error.hint}", False
+            return f"{error.message}; {error.hint}", ()
         if not found:
             raise
-        return error.message, False
+        return error.message, ()
     except (OSError, MemoryError):
         raise
     except Exception as error:  # what breaks inside a check must not be read as a fault of the checkpoint
         if library := missing_of_convert(error):
-            return f"{library} is not installed here: {INSTALL_CONVERT}", False
+            return f"{library} is not installed here: {INSTALL_CONVERT}", ()
         if lacks_memory(error):
             raise
         _LOG.debug("%s", one.code, exc_info=True)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         fault = f"{words_of(error, with_class=True)} ({Path(frame.filename).name}:{frame.lineno})"
-        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", False
-    return "", True
+        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", ()
+    return None

@@ -95,7 +95,7 @@ def without_subject(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def failing(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(8)
+    tally.compared(nbytes=8)
     yield Finding("CK102", "a", "b", "c")
 
 
@@ -131,7 +131,7 @@ def test_checks_without_a_subject_are_not_in_the_results_and_grouped_by_reason()
 
 
 def passing(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(1)
+    tally.compared(nbytes=1)
     yield from ()
 
 
@@ -141,13 +141,13 @@ def unable(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def breaking(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(1)
+    tally.compared(nbytes=1)
     raise KeyError("a name of ours")
     yield
 
 
 def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(1)
+    tally.compared(nbytes=1)
     yield replace(FINDING, severity="warning")
 
 
@@ -204,7 +204,7 @@ def finding_then(error: Exception, severity: Severity = "error") -> Run:
     """A check that finds something, then raises."""
 
     def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-        tally.compared(1)
+        tally.compared(nbytes=1)
         yield replace(FINDING, severity=severity)
         raise error
 

@@ -109,7 +109,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
         hint, expected = "write what the run was started with", "r and lora_alpha, of which the scale is made"
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
-    tally.compared(0, len(files.specs))
+    tally.compared(len(files.specs))
     if not pairs:
         actual = "the adapter has no lora_A and no lora_B, and changes nothing"
         yield Issue("factors lora_A and lora_B", actual, _AGAIN)
@@ -149,7 +149,7 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck(f"PEFT could not be asked, which says nothing about the adapter: {why}")
     if not _has_base(subject) and isinstance(asked, str):
         raise NotApplicable(_NO_BASE)
-    tally.compared(0, len(files.specs))
+    tally.compared(len(files.specs))
     judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
     if report is not None:
         judge = ", in ".join(filter(None, (f"PEFT {version('peft')}", report.fits or report.model_class)))
@@ -223,7 +223,7 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[name])
         if FACTOR.fullmatch(name) and not bool(tensor.any()):
@@ -262,7 +262,7 @@ def _of_layer(name: str) -> str:
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
     adapter = subject.once(over_base)
-    tally.compared(0)
+    tally.compared()
     stated = adapter.files.config.get("base_model_name_or_path")
     source = subject.source_path or Path()
     place = source.parent.parent.name.removeprefix("models--") if source.parent.name == "snapshots" else source.name
@@ -272,7 +272,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected = f"the base {stated}, as base_model_name_or_path says"
         yield Issue(expected, f"{source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         if not adapter.is_copy(name, spec):
             actual = "other values than the adapter's own copy of it"
             yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
@@ -294,7 +294,7 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     adapter = subject.once(over_base)
     config = adapter.files.config
     rank, alpha = integer(config, "r", 8), number(config, "lora_alpha", 8)
-    tally.compared(0, 1 + len(adapter.pairs))
+    tally.compared(1 + len(adapter.pairs))
     if rank < 1:
         return  # which engines refuse, and CK132 says
     given = {SGLANG: alpha / rank, VLLM: alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)}
@@ -334,7 +334,7 @@ def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, spec in here.specs.items():
         if name in more:
             continue
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         one, other = here.read([name])[name], there.read([name])[name]
         if spec != there.specs[name]:
             yield Issue(str(there.specs[name]), str(spec), names=[name])
@@ -366,7 +366,7 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""
     adapter = subject.once(over_base)
     files, kinds = adapter.files, {name.rpartition(".")[0].rpartition(".")[2] for name in adapter.base.specs}
-    tally.compared(0, len(files.specs))
+    tally.compared(len(files.specs))
     rank = integer(files.config, "r", 8)
     found: dict[str, list[str]] = defaultdict(list)
     factors = {name: match for name in files.specs if (match := FACTOR.fullmatch(name))}

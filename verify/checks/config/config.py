@@ -65,7 +65,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
-    tally.compared(0, compared(dims))
+    tally.compared(compared(dims))
     where = subject.megatron_files.args_file
     for name, expected, actual in mismatches(dims, args):
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
@@ -100,7 +100,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "" if subject.options.adapter is None else "write what the merged weights need"
     where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):
-        tally.compared(0)
+        tally.compared()
         values, source = subject.found(read_values), describe_model(there)
         explains = {*values.compared, *values.only_here, *values.only_source} if values else ()
         actual = f"another model than the source: {describe_model(here)} instead of {source}"
@@ -191,7 +191,7 @@ def describe_model(config: Mapping[str, Any]) -> str:
 def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally) -> Iterator[tuple[_Key, Any, Any]]:
     """Name, the source's value and this one's, for every key that differs; an absent one is None."""
     for name in sorted(here.keys() | there.keys()):
-        tally.compared(0)
+        tally.compared()
         if here.get(name) != there.get(name):
             yield name, there.get(name), here.get(name)
 
@@ -243,7 +243,7 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
     """
     dims = dims_of(require_config(subject))
-    tally.compared(0)
+    tally.compared()
     yield from _stages(dims, subject, tally)
     etp = subject.tp if subject.options.etp is None else subject.options.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):

@@ -66,7 +66,7 @@ def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     where = side_of(subject).root / "config.json"
     for prefix, holder in _spelled_twice(subject):
         for (old, before), (new, after) in _rope_pairs(holder):
-            tally.compared(0)
+            tally.compared()
             if before != after:
                 expected = f"{prefix}{new} = {before}, as {prefix}{old} says"
                 yield Issue(expected, f"{prefix}{new} = {after}", file=where)
@@ -143,7 +143,7 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     text = _mapping(config.get("text_config"))
     where, tie = side_of(subject).root / "config.json", _tie_flag(config)
     if tie is not None and (TIED in config or TIED in text):
-        tally.compared(0)
+        tally.compared()
         try:
             yield from _tie_issues(tie, config, text, tally, where, warning_if(_has_head(subject)))
         except CkptkitError as error:
@@ -151,7 +151,7 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(f"{TIED} = true or false", problem, error.hint or "", file=where)
     for key in _TWICE:
         if key in config and key in text and not (key == TIED and tie is not None):
-            tally.compared(0)
+            tally.compared()
             default = key == TIED and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
                 expected, actual = f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}"
@@ -231,7 +231,7 @@ def _sglang_reads_more(subject: Subject) -> None:
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
     needed, lacking = keys_of(subject.once(stated_config_of))
-    tally.compared(0, len(needed))
+    tally.compared(len(needed))
     if lacking:
         what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
         hint = f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves"

@@ -80,10 +80,10 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield unreadable(subject, side, "a tokenizer that can be read", error)
         return
     if not vocabularies:
-        tally.compared(0)
+        tally.compared()
         yield Issue("a vocabulary", "the tokenizer's files hold no token", file=side.root)
     for file, ids in vocabularies.items():
-        tally.compared(0)
+        tally.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
             beyond = sum(number >= rows for number in ids.values())
@@ -122,7 +122,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     bytes.
     """
     here, there = side_of(subject), source_side(subject)
-    tally.compared(0)
+    tally.compared()
     try:
         for one in side_differences(here, there, "in the source"):
             copied = one.source or (one.file if (there.root / one.file).exists() else None)
@@ -148,7 +148,7 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     `--against-sglang` and `--engine` start SGLang without a tokenizer, so they need none.
     """
-    tally.compared(0)
+    tally.compared()
     if side_of(subject).has_tokenizer:
         return
     there = source_side(subject) if subject.source_path else None
@@ -200,7 +200,7 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), ()))
     if answer is None or answer.refused:  # because of config.json too, which CK541 judges
         raise CannotCheck(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
-    tally.compared(0, answer.texts)
+    tally.compared(answer.texts)
     stated = side.tokenizer_config.get("tokenizer_class")
     name = (
         f"tokenizer_class {stated!r}"
@@ -269,7 +269,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for kind, by_file in stated.items():
         sound = dict(by_file)
         for file, numbers in by_file.items():
-            tally.compared(0)
+            tally.compared()
             unused = {-1} if kind == "pad" else set()
             if strange := sorted(number for number in numbers - unused if not 0 <= number < rows):
                 del sound[file]
@@ -281,7 +281,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     pairs = ((kind, *pair) for kind in _KINDS for pair in _stated_values(side, kind))
     for kind, file, value in ((kind, file, one) for kind, file, several in pairs for one in several):
         if type(value) is not int:
-            tally.compared(0)
+            tally.compared()
             actual = f"{kind}_token_id {shortened(value)}"
             yield Issue(f"{kind}_token_id as a whole number", actual, hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
@@ -290,7 +290,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     with suppress(CkptkitError):  # a source that cannot be read is for CK708
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(stated.values()):
-        tally.compared(0)  # three files were looked at, and none of them names a special token
+        tally.compared()  # three files were looked at, and none of them names a special token
 
 
 def _lost_ends(side: SideFiles, there: SideFiles) -> Iterator[Issue]:

@@ -44,7 +44,7 @@ def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
 def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Numbers of directories and indexes, what each is based on, and how it is encoded."""
     chain = subject.once(chain_of)
-    tally.compared(0, len(chain.versions))
+    tally.compared(len(chain.versions))
     if chain.full:
         tally.note(f"{chain.full.name} is a full checkpoint: older versions were not looked at, nor any base")
     yield from _issues(order_faults(chain))
@@ -61,7 +61,7 @@ def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Files against their headers and the index, tensors against the base's, where there is one."""
     chain, base = subject.once(chain_of), subject.once(base_in)
-    tally.compared(0, sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
+    tally.compared(sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
     yield from _issues(file_faults(chain, base.specs if base else None))
 
 
@@ -72,7 +72,7 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issu
     replay = subject.once(replay_of)
     if not replay.applied:
         raise NotApplicable("no version changes any tensor")
-    tally.compared(replay.nbytes, sum(replay.applied.values()) or len(replay.applied))
+    tally.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
     for found in by_key(((one.file, one.expected, one.hint), one) for one in which(subject)).values():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
         names = [name for one in found for name in one.names or ()]

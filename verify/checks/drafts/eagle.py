@@ -61,7 +61,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("a draft model as its trainer saved it", error.message, error.hint or "")
         return
-    tally.compared(0, len(specs))
+    tally.compared(len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
     yield Issue("stored, since its class has it", "in no shard", names=lost)
     unknown = [spec.name for name, spec in specs.items() if name not in shapes]
@@ -97,7 +97,7 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not stored:
         raise NotApplicable("it has no tables: its tokens are those of the target")
     read = subject.once(draft_files).read([*stored.values()])
-    tally.compared(sum(specs[own].nbytes for own in stored), len(stored))
+    tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
     for own, expected, actual, hint in _faults(draft, tables):
         yield Issue(expected, actual, hint, names=[stored[own]])
@@ -153,7 +153,7 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if own in (TOKENS, USED):
             continue
         tensor = files.read([spec.name])[spec.name]
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[spec.name])
         if not own.endswith(".bias") and not bool(tensor.any()):
@@ -177,7 +177,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them"
         )
     target = target_of(config)
-    tally.compared(0, 3)
+    tally.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
         expected = f"states of width {target.hidden}, as the target has them"
@@ -202,7 +202,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     there = [name for name in base.specs if name.endswith(EMBEDDING) and base.specs[name].shape == own.shape]
     if len(there) != 1:
         return
-    tally.compared(own.nbytes)
+    tally.compared(nbytes=own.nbytes)
     here, other = subject.once(draft_files).read([own.name])[own.name], base.read(there)[there[0]]
     if not bool((here.to(other.dtype) == other).all()):
         hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"

@@ -64,7 +64,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
     codes = subject.once(parts_in_floats)
     for names in subject.kinds:
-        tally.compared(0)
+        tally.compared()
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
         # Layers may be left out of FP8 and the like, which CK302 and CK306 judge.

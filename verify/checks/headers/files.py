@@ -80,7 +80,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("not run because config.json is a link that leads nowhere", "CK102")
     try:
         subject.once(config_of)
-        tally.compared(0)
+        tally.compared()
     except CkptkitError as error:
         # A model that is not known here may be right, and so may its launch.
         wrong = (
@@ -117,7 +117,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _together(gone, "the file that the index names", "missing", "copy or download it")
     whole: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
-        tally.compared(0, len(shard.specs) or 1)
+        tally.compared(len(shard.specs) or 1)
         for fault in shard.faults:
             if fault.name is None:
                 whole[fault.expected, fault.actual].append(file)
@@ -162,7 +162,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if INDEX in subject.hf_files.dangling:
         raise CannotCheck("not run because the index is a link that leads nowhere", "CK102")
     refuse_other_format(subject.path)
-    tally.compared(0)
+    tally.compared()
     hint = ""
     if not (files := subject.hf_files).wanted and files.index is None:
         # verl keeps config and tokenizer in huggingface/, beside the weights.
@@ -190,7 +190,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     known = sum(map(specs.__contains__, expected.shapes))
     if not known:
         raise CannotCheck("not run because no tensor has a name that config.json promises", "CK104")
-    tally.compared(0, known)
+    tally.compared(known)
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
@@ -232,7 +232,7 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("there is no usable index", "CK103")
     if files.unknown:
         raise CannotCheck("not run because some shards cannot be read", "CK102")
-    tally.compared(0, len(files.specs))
+    tally.compared(len(files.specs))
     if files.index.keys() != files.specs.keys():
         raise CannotCheck("not run because index and shards name different tensors", "CK104")
     total = sum(one.nbytes for one in (files.specs if files.twice else files.shards).values())
@@ -268,7 +268,7 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     files = subject.hf_files
     if not files.wanted:
         raise CannotCheck("there are no shards", "CK103")
-    tally.compared(0, len(files.wanted))
+    tally.compared(len(files.wanted))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for match in filter(None, map(_NUMBERED.fullmatch, files.wanted)):
         series[match[1]][int(match[3])].append(int(match[2]))
@@ -324,7 +324,7 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)
-    tally.compared(0, len(_ADAPTER_FILES) + len(names))
+    tally.compared(len(_ADAPTER_FILES) + len(names))
     root = subject.path if subject.is_hf else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():

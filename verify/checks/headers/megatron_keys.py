@@ -71,7 +71,7 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not stated:
         raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
     specs = subject.megatron_files.opened.specs
-    tally.compared(0, len(specs))
+    tally.compared(len(specs))
     where = subject.megatron_files.weights / ".metadata"
     for argument, expected, actual, tensors in _against_args(stated, specs):
         yield Issue(f"{argument}: {expected}", actual, names=tensors or None, together=True, file=where)
@@ -144,7 +144,7 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     keys = _weights(subject)
     common = _common(subject)
-    tally.compared(0, len(keys))
+    tally.compared(len(keys))
     found = {name: [key for key in keys if re.fullmatch(pattern, key)] for name, pattern in _LAYOUTS.items()}
     stated = common.get("content_metadata")
     for want, actual in _layout_faults(
@@ -208,7 +208,7 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
             shards[match[1]][match[3]].add(match[2])
     if not modules:
         raise NotApplicable("there is no linear layer to have one")
-    tally.compared(0, len(modules))
+    tally.compared(len(modules))
     where = subject.megatron_files.weights / ".metadata"
     lost = [f"{module}._extra_state" for module in modules if module not in shards]
     yield Issue("an _extra_state object", "none", names=lost, file=where)
@@ -233,7 +233,7 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint, where = "take .metadata and the .distcp files from one save", files.weights / ".metadata"
     for key, stored in files.metadata.tensors.items():
         for chunk in stored.chunks:
-            tally.compared(0)
+            tally.compared()
             need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
                 want = f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}"

@@ -56,7 +56,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs = names_of(subject, listed=True)
     config = usable_config(subject)
     expected = subject.once(expected_of)
-    tally.compared(0, len(specs) or len(subject.hf_files.unknown))
+    tally.compared(len(specs) or len(subject.hf_files.unknown))
     if subject.is_hf:
         yield from leftovers(subject.hf_files)
     yield from renamed_layers(subject)
@@ -311,7 +311,7 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
     config = subject.once(stated_config_of)
     names = {**names_of(subject), **(subject.hf_files.index or {})}
-    tally.compared(0, len(names))
+    tally.compared(len(names))
     if (spelling := subject.once(spelling_of)) and any(name.startswith(spelling.towers) for name in names):
         raise CannotCheck(f"not run because the tower is stored under {spelling.towers[0]}*", "CK104")
     name = family_of(config).class_of(config)

@@ -60,7 +60,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("a tracker that names a directory", error.message, error.hint or "", file=TRACKER)
         return
-    tally.compared(0)
+    tally.compared()
     if is_legacy(weights):
         actual = "Megatron's legacy format (mp_rank_*)"
         hint = "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
@@ -131,7 +131,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("not run because .metadata names no bytes", "CK111")
     gone: dict[Path, list[str]] = {}
     for path, stored in files.blobs.items():
-        tally.compared(0, len(stored))
+        tally.compared(len(stored))
         if path.exists():
             yield from _outside(path, stored)
         else:
@@ -187,7 +187,7 @@ def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     names_of(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
-        tally.compared(0)
+        tally.compared()
         if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
             problems[key] = problem
     where = subject.megatron_files.weights / ".metadata"

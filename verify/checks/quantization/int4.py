@@ -124,7 +124,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
             return
     config, specs, _ = _quantized(subject)
     forbidden = subject.once(never_packed)
-    tally.compared(0, len(forbidden))
+    tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
         hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
@@ -167,7 +167,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from float_lists(subject, tally)
         return
     packed = set(packed_in(specs))
-    tally.compared(0, len(packed))
+    tally.compared(len(packed))
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
         if not packed:
             raise _nothing_packed(config, issue.actual)
@@ -179,7 +179,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
         raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
-    tally.compared(0, found.looked_at - len(packed))
+    tally.compared(found.looked_at - len(packed))
     for issue in found.issues:
         yield replace(issue, file="config.json")
     if not packed and not found.missing:
@@ -263,7 +263,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 spec = specs.get(f"{module}.{part}")
                 if spec is None or part not in parts:
                     continue
-                tally.compared(0)
+                tally.compared()
                 if spec.shape != want_shape or spec.dtype not in dtypes:
                     expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
                     yield Issue(expected, actual, hint, names=[spec.name])
@@ -315,7 +315,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     shapes, scales = expected_hf(config), subject.once(read_scales)
     signed = _is_signed(config, form, scales)
     for scale in scales:
-        tally.compared(scale.nbytes)
+        tally.compared(nbytes=scale.nbytes)
         want, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
         if want is not None and scale.shape is not None and scale.shape != want:
             yield Issue(str(list(want)), str(list(scale.shape)), names=[scale.module + SHAPE])

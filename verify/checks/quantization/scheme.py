@@ -83,7 +83,7 @@ def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not stored.judged and not stored.broken:
         raise NotApplicable("nothing is stored in floats of 8 or 4 bits that the source has")
     rounding = subject.once(float_rounding_of)
-    tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
+    tally.compared(len(rounding), nbytes=sum(specs[name].nbytes for name in stored.parts))
     for name, reason in stored.broken.items():
         yield Issue("codes and scales that fit", reason, _HINT, names=[name])
     wrong = {name: one for name, one in rounding.items() if one.wrong}
@@ -116,7 +116,7 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
         )
     for one in rounding.values():
-        tally.compared(one.nbytes)
+        tally.compared(nbytes=one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
     coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
     for found in group_by_pattern(wrong):
@@ -154,10 +154,10 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not any(packed_in(specs)):
         raise CannotCheck("nothing is packed", "CK302")
     parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # in one piece as stored
+    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # in one piece as stored
     for module, scheme in _stored_schemes(subject):
         for key, part in _parameters(module, scheme):
-            tally.compared(0)
+            tally.compared()
             parameters[key][part].append(module)
     for schemes in parameters.values():
         usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
@@ -248,7 +248,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     names = names_of(subject)
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):
         raise CannotCheck("no tensor is the weight of a layer", "CK104")
-    tally.compared(0, weights)
+    tally.compared(weights)
     if form is not None and not form.sglang_experts:
         expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
         actual = "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others"
@@ -284,7 +284,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ]
     if not chosen:
         raise CannotCheck("nothing is packed", "CK302")
-    tally.compared(0, len(chosen))
+    tally.compared(len(chosen))
     try:
         tree = class_tree(config)
     except CkptkitError as error:
@@ -338,14 +338,14 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
     if stores_floats(subject):
         for one in subject.once(float_scales_of):
-            tally.compared(one.nbytes)
+            tally.compared(nbytes=one.nbytes)
             if one.median is not None:
                 sizes[one.stored.layout][one.stored.scale] = one.median
     if not stores_floats(subject) or packs_integers(subject):
         config, _, _ = packed_weights(subject)
         groups = groups_of(config)
         for scale in subject.once(read_scales):
-            tally.compared(scale.nbytes)
+            tally.compared(nbytes=scale.nbytes)
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
     for several, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):

@@ -39,7 +39,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
         actual = "missing" if name not in specs else "the manifest has no tensor of this name"
         if name in specs and name in manifest.tensors:
-            tally.compared(specs[name].nbytes)
+            tally.compared(nbytes=specs[name].nbytes)
             if name not in values.stats:
                 continue  # CK201 says that it cannot be read
             spec, promised = specs[name], manifest.tensors[name]
@@ -88,7 +88,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not whole:
         raise CannotCheck("not run because no tensor can be read", "CK201")
     for name in whole:
-        tally.compared(hashes[name].size)
+        tally.compared(nbytes=hashes[name].size)
     differ = [name for name, is_same in whole.items() if not is_same]
     changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
     mirror = _MIRROR if len(whole) == len(differ) > 1 else ""

@@ -48,7 +48,7 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Of every tensor of state; this pass also feeds CK214. Second moments are not negative."""
     values = _values(subject)
     for one in values.stats.values():
-        tally.compared(one.nbytes)
+        tally.compared(nbytes=one.nbytes)
     for reason, lost in by_key((reason, name) for name, reason in values.unreadable.items()).items():
         yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
@@ -125,7 +125,7 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if state.opaque and not (state.by_weight or state.buckets):
         raise NotApplicable(AS_OBJECTS)
     where = subject.megatron_files.weights / ".metadata"
-    tally.compared(0, len(state.by_weight) + len(state.buckets))
+    tally.compared(len(state.by_weight) + len(state.buckets))
     unnamed = ("state of weights that are stored", "there is no weight of this name", state.unknown)
     for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)

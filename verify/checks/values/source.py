@@ -83,7 +83,7 @@ def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorD
     """
     values = require_values(subject)
     for nbytes in values.compared.values():
-        tally.compared(nbytes)
+        tally.compared(nbytes=nbytes)
     judged = subject.once(float_weights).judged
     return values, {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
 

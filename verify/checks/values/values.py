@@ -90,7 +90,7 @@ def counted(tally: Tally, names: Sized, none: str = _NONE_READ, *because: str) -
     """
     if not len(names):
         raise CannotCheck(none, *(because or ("CK201",)))
-    tally.compared(0, len(names))
+    tally.compared(len(names))
 
 
 def require_values(subject: Subject) -> Values:
@@ -113,7 +113,7 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
     values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
     for stats in values.values():
-        tally.compared(stats.nbytes)
+        tally.compared(nbytes=stats.nbytes)
     for names in by_key((_AT_BYTE.split(reason)[0], name) for name, reason in unreadable.items()).values():
         yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, together=True)
 
@@ -297,7 +297,7 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck(_NONE_READ, "CK201")
     head, embedding = tied
     specs = subject.hf_files.specs
-    tally.compared(stats[head].nbytes)
+    tally.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
         expected = f"the bytes of {embedding}: tie_word_embeddings is true"
         yield Issue(expected, "different bytes", names=[head])
@@ -398,7 +398,7 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in sorted(expected.vocab & specs.keys()):
         shape = expected.shapes[name] or ()
         rows = specs[name].shape[0] - shape[0]
-        tally.compared(0)
+        tally.compared()
         # What cannot be read is for CK201 to say.
         with suppress(CkptkitError):
             filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0

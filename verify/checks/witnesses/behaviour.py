@@ -47,7 +47,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     predicted = reference.predicted
     assert predicted is not None
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
-    tally.compared(0, len(bits))
+    tally.compared(len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
     untrained = "" if trained else "; the weights look untrained, so this is not judged"
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
@@ -96,7 +96,7 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     answers = [answer for judged in run.answers.values() for answer in judged]
     broken, count = not_finite_logprobs(answers)
-    tally.compared(0, count)
+    tally.compared(count)
     if run.reference is None:
         hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
         yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint)

@@ -47,7 +47,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
         broken, count = not_finite_logprobs(given)
-        tally.compared(0, count)
+        tally.compared(count)
         if broken:
             yield Issue("a finite log-probability for every token", f"{broken} of {count} are not, {name}")
 
@@ -102,7 +102,7 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         tally.facts |= {f"{engine}, {decoding}": _held(run.report)} if decoding else {}
         for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
-                tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
+                tally.compared(run.report.held - len(run.report.volatile), nbytes=run.report.held_bytes)
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
     reasons = [
@@ -168,7 +168,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     dtype, exact = reference.dtype, reference.exact
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
-    tally.compared(0, sum(len(answer.tokens) for answer in exact))
+    tally.compared(sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), running_engine(subject).label
     tally.tell("log-probabilities compared with transformers")
     tally.facts["log-probabilities"] = [

@@ -157,7 +157,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
         yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
         return
     report = run.report
-    tally.compared(0, report.loaded_names)
+    tally.compared(report.loaded_names)
     untested = "" if report.version in engine.tested else f" (tested are {', '.join(engine.tested)})"
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
@@ -187,7 +187,7 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
     lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
-        tally.compared(0, report.parameters)
+        tally.compared(report.parameters)
         yield from _findings(engine, report.unwritten, "every element written by load_weights", why, draft)
 
 
@@ -209,7 +209,7 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
         "gets a scale of 1, one in the model's dtype needs none"
     )
     for report, draft in _reports(engine, subject):
-        tally.compared(0, report.loaded_names)
+        tally.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
         scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
         others = [seen for seen in report.dropped if seen not in scales]
@@ -230,7 +230,7 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
     for report, draft in _reports(engine, subject):
-        tally.compared(report.bytes, report.tensors)
+        tally.compared(report.tensors, nbytes=report.bytes)
         yield from _findings(engine, report.differing, "the bits of the checkpoint", lambda seen: "", draft)
         yield from _findings(engine, report.rounded, expected, lambda seen: harmless, draft, "warning")
     for report, draft in _reports(engine, subject):
@@ -263,7 +263,7 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
             f"if CK301 names it as packed, add `{entry}` to quantization_config.ignore and quantize again; else {hint}"
         )
     for report, draft in _reports(engine, subject):
-        tally.compared(0, report.routers_seen)
+        tally.compared(report.routers_seen)
         yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
 
 
@@ -282,7 +282,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
         if report.repacked is None:
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
             raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only")
-        tally.compared(0, report.repacked_seen)
+        tally.compared(report.repacked_seen)
         why_not = partial(why_not_repacked, engine)
         yield from _findings(engine, report.repacked, expected, why_not, draft)
     for report, draft in _reports(engine, subject):
@@ -310,7 +310,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
             f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
             "ranks cut an expert; give these sizes with --against-megatron alone"
         )
-    tally.compared(0, _report(engine, subject).sizes.ranks)
+    tally.compared(_report(engine, subject).sizes.ranks)
     yield from ()
 
 
@@ -338,7 +338,7 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         return
     if run.draft is None:
         raise CannotCheck(run.draft_error or f"{engine.label} was given no tensor of the multi-token prediction layers")
-    tally.compared(0, run.draft.loaded_names)
+    tally.compared(run.draft.loaded_names)
     tally.facts[f"{engine.label}'s draft model"] = [
         f"{run.draft.model}, {run.draft.loaded_names} tensors into {run.draft.parameters} parameters; embeddings and "
         f"output layer are those of {report.model}",

@@ -120,7 +120,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     run = finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
-        tally.compared(tensor.nbytes)
+        tally.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
     # Biases of routers in fewer bits than float32, in which Megatron updates them.
     narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
@@ -186,7 +186,7 @@ def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for key, shape in _shapes(subject).items():
         if key not in asked:
             continue  # CK401 says so
-        tally.compared(0)
+        tally.compared()
         # Replicas read what another rank owns; a rank's rows may be padding.
         owned = {_inside(box, shape) for box in asked[key] if box.main}
         if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):

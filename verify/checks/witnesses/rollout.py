@@ -86,7 +86,7 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     versions = ", ".join(recording.versions) or "not recorded"
     tally.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
     if broken := list(_not_usable(recording, int(language_part(config_of(subject))["vocab_size"]))):
-        tally.compared(0, len(recording.samples))
+        tally.compared(len(recording.samples))
         yield from broken
         return
     if not recording.sides:
@@ -140,7 +140,7 @@ def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> 
     rows = [row for row in every if side in row[0].log_probs]
     (apart, noise), who = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
-    tally.compared(0, apart.tokens)
+    tally.compared(apart.tokens)
     tally.tell("recorded log-probabilities compared with transformers")
     facts = tally.facts.setdefault("log-probabilities of the rollout", [])
     facts.append(f"{who} from transformers in float32, {apart.tokens} tokens of {len(rows)} samples: {apart}")
@@ -213,7 +213,7 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not files.has_vocabulary and not files.sentencepiece:
         raise CannotCheck(f"{home} has no tokenizer to render the recorded prompts with")
     renderings = run_templates(subject)
-    tally.compared(0, len(renderings))
+    tally.compared(len(renderings))
     tally.tell("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
     tally.facts["prompts of the rollout"] = [f"{len(renderings)} different ones rendered by transformers"] + [

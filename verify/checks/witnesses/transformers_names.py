@@ -59,7 +59,7 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"transformers has no class for model_type {subject.hf_files.config.get('model_type')!r} ({named}) without "
             "code that comes with the checkpoint"
         )
-    tally.compared(0, len(specs))
+    tally.compared(len(specs))
     config = subject.path / "config.json"
     if report.refused:
         yield Issue("a config from which transformers builds its class", report.refused, file=config)

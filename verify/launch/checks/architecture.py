@@ -90,7 +90,7 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hf = job_of(subject).hf
     of = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
     for side in sides if config else rest:
-        tally.compared(0)
+        tally.compared()
         if why := _incomparable(side, None if config else first):
             tally.note(f"{why}, so its architecture is not compared")
             continue
@@ -219,7 +219,7 @@ def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
     job, sides = _of_megatron(subject)
     builds = stored_pattern(job.arguments.values) is not None
     for side in {side.path: side for side in sides if side.path}.values():
-        tally.compared(0)
+        tally.compared()
         yield from _against(side.path or Path(), builds)
     config = engine_config(job.hf) if builds and job.hf else {}
     if config:

@@ -203,7 +203,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not (groups or placement.issues or cuts):
         raise NotApplicable("the number of GPUs, or a size, is not known")
     conditions = len(cuts) + sum(len(group.products) for group in groups)
-    tally.compared(0, max(conditions + len(placement.issues), 1))
+    tally.compared(max(conditions + len(placement.issues), 1))
     for group in groups:
         yield from group.issues()
     yield from placement.issues

@@ -65,7 +65,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     job, root = _job(subject), engine_directory(subject)
     given, config = job.arguments, engine_config(root)
     for refused in given.refused:
-        tally.compared(0)
+        tally.compared()
         actual = f"{refused.option} {refused.word.text}, at {refused.word.place}"
         hint = "argparse refuses it, and the trainer stops: give a value of this kind"
         yield Issue(f"{refused.option} with {refused.expected}", actual, hint, file=refused.word.file)
@@ -77,7 +77,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     args = args if whole else {name: args.get(name, value) for name, value in expected.items()} | args
     args |= {name: expected.get(name) for name in given.unknown}
     args |= {"rope_scaling_factor": LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
-    tally.compared(0, compared(dims))
+    tally.compared(compared(dims))
     for name, want, found in mismatches(dims, args):
         if given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
             yield _issue(name, want, found, given, root)

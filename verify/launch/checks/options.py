@@ -55,7 +55,7 @@ def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     The finding names the release of which the known name is (`verify/launch/options/names`).
     """
     job = _job(subject)
-    tally.compared(0, len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
+    tally.compared(len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
     yield from job.text.issues
     own = job.stack.names()
     known, seen = own.keys() | OPTIONS | engine_settings(), set[str]()
@@ -107,7 +107,7 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
 )
 def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
-    tally.compared(0)
+    tally.compared()
     yield from _combinations(subject)
 
 
@@ -139,7 +139,7 @@ def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
     given = _described(subject)
     yield from (*_dropout(given), *_precision(given, subject), *_attention(given), *_experts(given))
-    tally.compared(0, 6)
+    tally.compared(6)
 
 
 def _warning(given: GivenArguments, name: str, expected: str, actual: str, hint: str) -> Issue:
@@ -223,7 +223,7 @@ def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     template, ids = _asked(subject)
     root = engine_directory(subject)
     files = SideFiles(root)
-    tally.compared(0, len(ids) + (template is not None))
+    tally.compared(len(ids) + (template is not None))
     if template is not None and files.has_tokenizer and not files.templates:
         yield Issue(
             f"a chat template, since {template.place} has {_TEMPLATE}",

@@ -36,7 +36,7 @@ def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, 
     def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
         """What is wrong with a path, once for all sides that load it."""
         sides = _sides(subject)
-        tally.compared(0, len(sides))
+        tally.compared(len(sides))
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
         yield from dict.fromkeys(issue for about, issue in found if about in options)
 
@@ -120,7 +120,7 @@ def _words(subject: Subject) -> Job:
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     job = _words(subject)
-    tally.compared(0, len(job.text.words) or 1)
+    tally.compared(len(job.text.words) or 1)
     for note in job.notes:
         tally.note(note)
     if lines := job.unread:

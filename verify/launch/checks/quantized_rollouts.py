@@ -81,7 +81,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     weights, given = weights_of(config), _variables(subject)
     for key, wanted in (_TRAINED | ({} if options.qat_group is None else {"group_size": options.qat_group})).items():
-        tally.compared(0)
+        tally.compared()
         if weights.get(key) != wanted:
             make = f"make {QAT_GROUP} the group_size of the checkpoint"
             hint = make if key == "group_size" else "quantize the checkpoint again with `ckptkit quantize`"
@@ -125,9 +125,9 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
 def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `OnlineQuantizer` refuses: INT4 Linear layers, zero points, layers packed in part, several groups."""
     root, config = _updated(subject)
-    tally.compared(0)
+    tally.compared()
     try:
-        tally.compared(0, len(served(config, stated_scheme(config), root).packed))
+        tally.compared(len(served(config, stated_scheme(config), root).packed))
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can take again at every update"
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
@@ -172,7 +172,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Source: `megatron_to_hf/processors` of slime, miles and vime; verl `sglang_rollout.py` (update_weights).
     """
     root, content, option = _sent(subject)
-    tally.compared(0)
+    tally.compared()
     if job_of(subject).stack.name == "verl":
         yield from _of_verl(job_of(subject), root, content)
         return
@@ -197,7 +197,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "give a checkpoint in block FP8, INT4 or BF16"
         yield Issue(expected, actual, hint, file=where, severity=severity)
     for key, wanted, default, hint in _ASSERTED if method == "fp8" else ():
-        tally.compared(0)
+        tally.compared()
         if (found := content.get(key, default)) != wanted:
             actual = "not set" if found is None else shortened(found)
             hint = _SAME_FORMAT[1] if found == _SAME_FORMAT[0] else hint

@@ -69,15 +69,15 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         here, there = locate(one.path or Path()), locate(other.path or Path())
         pairs = _by_digests(here, there)
         if of_two_models(subject, one, other):
-            tally.compared(0)  # CK740 says so
+            tally.compared()  # CK740 says so
         elif pairs is not None:
-            tally.compared(0, len(pairs))
+            tally.compared(len(pairs))
             tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "digests of weights"]
             wrong = [name for name, mine, others in pairs if mine != others]
             unrelated = _unrelated(subject, (one, other)) if wrong else []
             yield from _differing(wrong, len(pairs), (one, other), (here, there), "digests", unrelated)
         elif _made_of(here, there) or _made_of(there, here):
-            tally.compared(0)
+            tally.compared()
             tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "digests of weights"]
         elif here.legacy or there.legacy:
             how = f"`ckptkit diff {here.path} {there.path}` compares them"
@@ -139,7 +139,7 @@ def _by_samples(
     if not found.compared:
         left.append(f"{both}: no tensor that both store alike{why}; {how}")
         return
-    tally.compared(found.nbytes, len(found.compared))
+    tally.compared(len(found.compared), nbytes=found.nbytes)
     tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "samples of weights"]
     size = f"{found.nbytes / 1e6:.1f} MB of each"
     tally.note(f"{both}: samples of {len(found.compared)} tensors compared, {size}; {how}")

@@ -62,7 +62,7 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     `config/speculative.py` (SpeculativeConfig).
     """
     found = _speculation(subject)
-    tally.compared(0)
+    tally.compared()
     if found.draft is not None:
         draft = Path(found.draft)
         # For vLLM also the name of a method, or of a module.

@@ -47,7 +47,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Other chat templates and special tokens are a warning.
     """
     engine = _engine(subject)
-    tally.compared(0)
+    tally.compared()
     if not engine.has_tokenizer:
         yield _none(subject, engine)
         return
@@ -58,7 +58,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():
             continue
         try:
-            tally.compared(0)
+            tally.compared()
             for one in text_differences(trainer, engine, "in --hf-checkpoint"):
                 # Differences of presentation are right where the weights were trained further.
                 hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT, one.severity)
