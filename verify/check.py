@@ -23,6 +23,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, wo
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
 from verify import checks as general
+from verify.catalogue import Wording, wording_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, collect
 from verify.launch import checks as of_launches
@@ -157,23 +158,24 @@ class _When(TypedDict, total=False):
 
 
 def check(
-    code: str, title: str, *, rationale: str, fix: str, stage: str | None = None, **when: Unpack[_When]
+    code: str, *, stage: str | None = None, wording: Wording | None = None, **when: Unpack[_When]
 ) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
     """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings.
 
-    The folder of its module is its stage, unless it has another.
+    The folder of its module is its stage, unless it has another; its wording is that of `catalogue.toml`, unless given.
     """
+    text = wording or wording_of(code)
 
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
         own = stage or _STAGES.get(folder := issues.__module__.split(".")[2], folder)
 
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            return collect(issues(subject, tally), code, fix, None if own in _NAMES_ITS_FILES else subject.path)
+            return collect(issues(subject, tally), code, text.fix, None if own in _NAMES_ITS_FILES else subject.path)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        one = _CHECKS[code] = Check(code, title, rationale, fix, run, own, **when)
+        one = _CHECKS[code] = Check(code, text.title, text.why, text.fix, run, own, **when)
         if own not in LOOKS_AT or not NEEDS.issuperset(one.needs):
             raise ValueError(f"{code} is of the stage {own} and needs {one.needs}: one of these is unknown")
         return run

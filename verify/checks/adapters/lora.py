@@ -82,14 +82,7 @@ _NO_BASE = "no base model was given as --source"
 _needs_base = where(_has_base, _NO_BASE)
 
 
-@check(
-    "CK131",
-    "factors are in pairs",
-    stage="adapter",
-    gate=True,
-    rationale="An engine adds B A to a weight only where it finds both, and leaves out the rest without a word.",
-    fix="Export the adapter again; compare the number of its tensors with what the trainer has.",
-)
+@check("CK131", stage="adapter", gate=True)
 def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The files are whole, and A and B of each module are there.
 
@@ -130,15 +123,7 @@ def _dropped(subject: Subject) -> Iterator[Issue]:
         yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, together=True)
 
 
-@check(
-    "CK132",
-    "every factor fits a weight of the base model",
-    stage="adapter",
-    rationale="Factors of another shape or name belong to another base, or were exchanged; engines skip what they do "
-    "not know. A module that PEFT adapts and finds no factors for answers as the base does.",
-    fix="Compare with the base that the run was started from, and with target_modules of adapter_config.json.",
-    begin=lambda subject: subject.once(ask_peft),
-)
+@check("CK132", stage="adapter", begin=lambda subject: subject.once(ask_peft))
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What PEFT itself loads, misses and drops; where it cannot be asked, what ckptkit's rules of PEFT find."""
     files, asked = subject.once(adapter_files), subject.once(ask_peft)
@@ -203,13 +188,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
         yield Issue("patterns that name modules", actual, hint, file=ADAPTER_CONFIG, severity="warning")
 
 
-@check(
-    "CK133",
-    "factors are finite, and change something",
-    stage="adapter",
-    rationale="B begins as zeros: a pair whose B is still zero was not trained, or was not gathered for the export.",
-    fix="Export the adapter again; compare with what the trainer holds.",
-)
+@check("CK133", stage="adapter")
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity; no factor of zeros while others are not; names under which PEFT looks for them.
 
@@ -249,16 +228,7 @@ def _of_layer(name: str) -> str:
     return re.sub(r"(\.experts)\.\d+\.", r"\1.#.", name)
 
 
-@check(
-    "CK134",
-    "the base is the one that the adapter names",
-    stage="adapter",
-    needs=("source",),
-    rationale="A sibling of the base (base and instruct, another step) has the same shapes; nothing fails, and answers "
-    "are worse.",
-    fix="Serve the adapter on the base that base_model_name_or_path of adapter_config.json names.",
-    applies_to=_needs_base,
-)
+@check("CK134", stage="adapter", needs=("source",), applies_to=_needs_base)
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
     adapter = subject.once(over_base)
@@ -278,17 +248,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
 
 
-@check(
-    "CK135",
-    "engines serve the adapter at its own scale",
-    stage="adapter",
-    needs=("source",),
-    rationale="SGLang 0.5.16 and vLLM 0.26 scale all pairs by lora_alpha / r: they do not read rank_pattern and "
-    "alpha_pattern, SGLang nor use_rslora. The server answers, and the adapter is too weak or too strong.",
-    fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train with one rank and "
-    "alpha.",
-    applies_to=_needs_base,
-)
+@check("CK135", stage="adapter", needs=("source",), applies_to=_needs_base)
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
     adapter = subject.once(over_base)
@@ -313,12 +273,8 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check(
     "CK136",
-    "the adapter equals the source adapter",
     stage="adapter",
     needs=("source",),
-    rationale="Between trainer and engine an adapter is renamed, gathered over ranks and cast: a layer can be stale, "
-    "experts exchanged, alpha doubled.",
-    fix="Export it again from the adapter it was made from.",
     applies_to=where(_given_adapter, "no other adapter was given as --source"),
 )
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -351,17 +307,7 @@ _STACKED = (
 )
 
 
-@check(
-    "CK137",
-    "engines take every part of the adapter",
-    stage="adapter",
-    needs=("source",),
-    rationale="SGLang 0.5.16 leaves out whole tensors silently; it and vLLM 0.26 refuse others when the adapter is "
-    "loaded, which in a running job is late.",
-    fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train q, k and v, and gate "
-    "and up, together and with one rank.",
-    applies_to=_needs_base,
-)
+@check("CK137", stage="adapter", needs=("source",), applies_to=_needs_base)
 def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""
     adapter = subject.once(over_base)

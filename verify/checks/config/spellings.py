@@ -53,13 +53,7 @@ def _spelled_twice(subject: Subject) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 @check(
-    "CK704",
-    "rotary settings are the same in both spellings",
-    preflight=True,
-    rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers "
-    "run two models, and no weight shows it.",
-    fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
-    applies_to=where(_spelled_twice, "config.json states its rotary settings in one spelling"),
+    "CK704", preflight=True, applies_to=where(_spelled_twice, "config.json states its rotary settings in one spelling")
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
@@ -124,15 +118,7 @@ def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
     return family.tie if nested and isinstance(config.get("text_config"), Mapping) else None
 
 
-@check(
-    "CK705",
-    "a multimodal config says the same of its language model at the top and in text_config",
-    preflight=True,
-    rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that "
-    "is not stored and leaves it random.",
-    fix="Take config.json from the release, or make both places say what the weights are.",
-    applies_to=_stated_in_two_places,
-)
+@check("CK705", preflight=True, applies_to=_stated_in_two_places)
 def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches that stand in both places; the tie flag also where it stands in one.
 
@@ -219,15 +205,7 @@ def _sglang_reads_more(subject: Subject) -> None:
         raise NotApplicable("transformers writes every key that SGLang reads of this family")
 
 
-@check(
-    "CK731",
-    "config.json has the keys that SGLang reads and transformers 5 leaves out",
-    preflight=True,
-    rationale="transformers 5 writes the keys that its own class knows. SGLang's class reads others: without them it "
-    "stops with an AttributeError, or silently builds another model.",
-    fix="Copy the key from the release's config.json; the value that the finding gives is that of this model.",
-    applies_to=_sglang_reads_more,
-)
+@check("CK731", preflight=True, applies_to=_sglang_reads_more)
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
     needed, lacking = keys_of(subject.once(stated_config_of))

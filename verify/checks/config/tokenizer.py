@@ -61,16 +61,7 @@ def _has_vocabulary(subject: Subject) -> None:
             raise NotApplicable("there is no tokenizer whose token ids can be read")
 
 
-@check(
-    "CK706",
-    "every token id has a row in the embedding",
-    preflight=True,
-    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads "
-    "memory that is not the embedding's.",
-    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of "
-    "tokens.",
-    applies_to=_has_vocabulary,
-)
+@check("CK706", preflight=True, applies_to=_has_vocabulary)
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
     side, rows = side_of(subject), _rows_of(subject)
@@ -104,16 +95,7 @@ def _source_has_files(subject: Subject) -> None:
             raise NotApplicable("the source has no files next to its weights")
 
 
-@check(
-    "CK708",
-    "tokenizer, chat template, generation settings and code are those of the source",
-    needs=("source",),
-    preflight=True,
-    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every "
-    "id means another word. Trainers run the Python files of a checkpoint with trust_remote_code.",
-    fix="Copy the files that are named from the source, and remove those that the source does not have.",
-    applies_to=_source_has_files,
-)
+@check("CK708", needs=("source",), preflight=True, applies_to=_source_has_files)
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file that loaders read, besides config.json (CK702) and the files of a quantizer.
 
@@ -134,15 +116,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield unreadable(subject, here, "files that can be read", error)
 
 
-@check(
-    "CK720",
-    "a tokenizer lies beside the weights",
-    rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start, or it "
-    "knows no words. tokenizer_config.json alone is not a tokenizer.",
-    fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
-    "and send it token ids.",
-    applies_to=where(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"),
-)
+@check("CK720", applies_to=where(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Any file with the words of a tokenizer; without one an error where the source has one, else a warning.
 
@@ -182,15 +156,7 @@ def _class_may_differ(subject: Subject) -> None:
         raise NotApplicable("--against-transformers was not given")
 
 
-@check(
-    "CK732",
-    "transformers' class of the tokenizer gives the ids of tokenizer.json",
-    rationale="A class builds its own parts around the vocabulary of tokenizer.json. Under the class of another model "
-    "spaces and words get other ids than in training, and the text that comes back is garbled.",
-    fix="Take tokenizer_class in tokenizer_config.json from the release, or make it PreTrainedTokenizerFast, which "
-    "takes tokenizer.json as it is.",
-    applies_to=_class_may_differ,
-)
+@check("CK732", applies_to=_class_may_differ)
 def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The ids of texts by AutoTokenizer against those by tokenizers of the same directory, without the ids around them.
 
@@ -241,16 +207,7 @@ def _rows_of(subject: Subject) -> int:
     return size
 
 
-@check(
-    "CK707",
-    "config, generation_config and tokenizer agree on the special tokens",
-    preflight=True,
-    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and "
-    "rewards are given for it.",
-    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the "
-    "release.",
-    applies_to=_stated_twice,
-)
+@check("CK707", preflight=True, applies_to=_stated_twice)
 def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
 

@@ -40,14 +40,7 @@ def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
     return {own: specs[name] for own, name in subject.once(draft_model).names(specs).items()}
 
 
-@check(
-    "CK141",
-    "a draft model has the tensors of its class",
-    gate=True,
-    rationale="Engines skip what they do not know and leave what they miss as memory was: the server answers as well "
-    "as ever, and no draft token is accepted.",
-    fix="Export the draft model again, and compare config.json with the one that it was trained with.",
-)
+@check("CK141", gate=True)
 def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The files are whole; names and shapes against config.json.
 
@@ -83,13 +76,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.note(f"{registry.release} has no class {draft.name}")
 
 
-@check(
-    "CK142",
-    "the draft model's tables of tokens agree",
-    rationale="d2t says which token of the target a draft token is: d2t[i] is added to i. A table that is wrong or was "
-    "never filled proposes other tokens than the model meant, none of which is accepted.",
-    fix="Write d2t and t2d again from the tokens that the draft model was trained on.",
-)
+@check("CK142")
 def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """d2t + i are tokens of the target, no two the same; t2d has true at just those."""
     draft, specs = subject.once(draft_model), subject.once(draft_specs)
@@ -140,12 +127,7 @@ def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
     return outside, tokens.numel() - len(set(tokens.tolist()))
 
 
-@check(
-    "CK143",
-    "the draft model's weights are finite, and no tensor is zero",
-    rationale="A tensor of zeros was never trained or never gathered; with NaN no draft token is accepted.",
-    fix="Export the draft model again; compare with what the trainer holds.",
-)
+@check("CK143")
 def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity, no tensor of zeros, biases excepted."""
     files = subject.once(draft_files)
@@ -160,14 +142,7 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("weights that are not zero", "zeros", names=[spec.name])
 
 
-@check(
-    "CK144",
-    "the draft model fits its target",
-    needs=("source",),
-    rationale="A draft model reads the target's states and proposes the target's tokens. Of another model of the same "
-    "width nothing fails; drafts are just never accepted.",
-    fix="Serve it with the model that it was trained for; compare hidden_size, vocab_size and the layers it reads.",
-)
+@check("CK144", needs=("source",))
 def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Width, vocabulary and layers of config.json; a copy of the embedding, value by value."""
     draft, source = subject.once(draft_model), subject.source_path or Path()

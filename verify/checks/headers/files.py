@@ -61,14 +61,7 @@ def require_metadata(subject: Subject) -> None:
         raise CannotCheck("not run because .metadata cannot be read", "CK111")
 
 
-@check(
-    "CK101",
-    "config.json describes a supported model",
-    gate=True,
-    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or "
-    "misread tensors.",
-    fix="Restore config.json from the release that the weights belong to.",
-)
+@check("CK101", gate=True)
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense.
 
@@ -94,15 +87,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("the config of a supported model", problem, error.hint or "", file=file)
 
 
-@check(
-    "CK102",
-    "every shard is there and whole",
-    gate=True,
-    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an "
-    "absent one silently.",
-    fix="Download or copy the named file again, or run the conversion again.",
-    applies_to=only_hf,
-)
+@check("CK102", gate=True, applies_to=only_hf)
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere."""
     files = subject.hf_files
@@ -148,15 +133,7 @@ def _together(found: Sequence[str], expected: str, actual: str, hint: str = "") 
     return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", hint, count=len(found))
 
 
-@check(
-    "CK103",
-    "the index is sound",
-    gate=True,
-    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory "
-    "reads a file of somebody else.",
-    fix="Restore model.safetensors.index.json from the release, or convert again.",
-    applies_to=only_hf,
-)
+@check("CK103", gate=True, applies_to=only_hf)
 def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file of this directory."""
     if INDEX in subject.hf_files.dangling:
@@ -172,14 +149,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield replace(issue, hint=hint, file=INDEX)
 
 
-@check(
-    "CK105",
-    "shapes are those of the config",
-    gate=True,
-    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary "
-    "cut to the tokenizer's size.",
-    fix="Restore the config.json that belongs to these weights, or convert again.",
-)
+@check("CK105", gate=True)
 def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
     specs = names_of(subject)
@@ -216,15 +186,7 @@ def _needs_index(subject: Subject) -> None:
         raise NotApplicable("a single file needs no index")
 
 
-@check(
-    "CK106",
-    "total_size is the sum of all tensors in bytes",
-    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that "
-    "was not written with these shards.",
-    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks "
-    "pass.",
-    applies_to=_needs_index,
-)
+@check("CK106", applies_to=_needs_index)
 def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
@@ -254,15 +216,7 @@ _ADAPTER_NAMES = (
 _WRAPPER = "base_model.model."
 
 
-@check(
-    "CK108",
-    "shards are numbered as their names promise",
-    rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with "
-    "that loss; the numbers do not.",
-    fix="Copy or download the shard of the missing number; move shards of an earlier save elsewhere; give a renamed "
-    "one its name back.",
-    applies_to=only_hf,
-)
+@check("CK108", applies_to=only_hf)
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The numbers 1 to N, or from 0, each once and with one N; and no shard that was only renamed."""
     files = subject.hf_files
@@ -313,14 +267,7 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
         yield Issue(missing, actual, hint, file=missing, count=len(renamed))
 
 
-@check(
-    "CK110",
-    "no LoRA adapter is left unmerged",
-    rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter "
-    "tensors skips them.",
-    fix="Merge the adapter into the weights (`ckptkit convert BASE DST --merge ADAPTER`), or take its files out of the "
-    "directory.",
-)
+@check("CK110")
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)

@@ -53,16 +53,7 @@ def _common(subject: Subject) -> Mapping[str, Any]:
         raise CannotCheck("there is no readable common state", "CK111") from error
 
 
-@check(
-    "CK114",
-    "the stored training arguments promise the layers and experts that are stored",
-    rationale=(
-        "A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it."
-    ),
-    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by "
-    "them.",
-    applies_to=only_megatron,
-)
+@check("CK114", applies_to=only_megatron)
 def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Layers, MTP layers, experts, output layer and vocabulary rows against `args`, where `args` say them."""
     _weights(subject)
@@ -129,14 +120,7 @@ def _numbers(
             yield argument, f"{len(promised)} {what}", which, names
 
 
-@check(
-    "CK115",
-    "the layout of the keys is the one that content_metadata says",
-    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
-    "then starts from random weights.",
-    fix="Convert or save again; do not copy common.pt from another save.",
-    applies_to=only_torch_dist,
-)
+@check("CK115", applies_to=only_torch_dist)
 def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
 
@@ -192,13 +176,7 @@ def _uneven_args(args: Any) -> bool:
     return blocks or any(isinstance(freq, (list, tuple)) or (isinstance(freq, int) and freq > 1) for freq in freqs)
 
 
-@check(
-    "CK116",
-    "the _extra_state objects are there that Megatron's strict load asks for",
-    rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
-    fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
-    applies_to=only_torch_dist,
-)
+@check("CK116", applies_to=only_torch_dist)
 def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """An `_extra_state` for every linear layer that Megatron gives one, with all its shards (layers, experts)."""
     modules = dict.fromkeys(match[1] for key in _weights(subject) if (match := _LINEAR.fullmatch(key)))
@@ -218,14 +196,7 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 yield Issue(f"{want} shards of it", f"{len(indices)}", names=[f"{module}._extra_state"], file=where)
 
 
-@check(
-    "CK117",
-    "every stored entry is long enough for its part of the tensor, and files end with their last entry",
-    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those "
-    "of an older, longer file.",
-    fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",
-    applies_to=only_megatron,
-)
+@check("CK117", applies_to=only_megatron)
 def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The length of every entry against the size of its chunk in the dtype of its key; where each file ends."""
     _weights(subject)

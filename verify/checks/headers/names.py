@@ -42,15 +42,7 @@ from verify.issue import Issue, warning_if
 from verify.skip import CannotCheck, NotApplicable
 
 
-@check(
-    "CK104",
-    "index, shards and config name the same tensors",
-    gate=True,
-    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
-    "tells what should be there.",
-    fix="Convert again from the release. If config.json belongs to another model, restore it.",
-    explained_by=("CK103", "CK110"),
-)
+@check("CK104", gate=True, explained_by=("CK103", "CK110"))
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
     specs = names_of(subject, listed=True)
@@ -298,15 +290,7 @@ def _has_tower(subject: Subject) -> None:
         raise NotApplicable("the class of config.json is a language model alone")
 
 
-@check(
-    "CK730",
-    "the vision tower that the class has is stored",
-    rationale="Engines and transformers build the vision tower of a ...ForConditionalGeneration class whatever is "
-    "stored, and leave it random: answers to images are garbage, with HTTP 200.",
-    fix="Export with `ckptkit convert --hf RELEASE`, where RELEASE has its weights: the tower is taken from there. For "
-    "text alone, take a class and config of the language model alone, where the family has one.",
-    applies_to=_has_tower,
-)
+@check("CK730", applies_to=_has_tower)
 def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
     config = subject.once(stated_config_of)

@@ -39,16 +39,7 @@ TRAINING_STATE = "training state"
 only_megatron = where(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
 
 
-@check(
-    "CK111",
-    "Megatron would find and accept the directory",
-    gate=True,
-    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
-    "training goes on.",
-    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not "
-    "the iteration.",
-    applies_to=only_megatron,
-)
+@check("CK111", gate=True, applies_to=only_megatron)
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read.
 
@@ -115,14 +106,7 @@ def _backend(weights: Path) -> Iterator[Issue]:
             yield Issue(f"{key} {known}", f"{stated!r}", "save it with --ckpt-format torch_dist", file=where)
 
 
-@check(
-    "CK112",
-    "every stored entry lies inside its .distcp file",
-    gate=True,
-    rationale="`.metadata` is written last and knows nothing of a file that a disk or a copy lost or cut short.",
-    fix="Copy the named .distcp file again from the save, or convert again.",
-    applies_to=only_megatron,
-)
+@check("CK112", gate=True, applies_to=only_megatron)
 def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
     require_metadata(subject)
@@ -173,15 +157,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
         yield Issue(expected, actual, names=shared, together=True, file=path)
 
 
-@check(
-    "CK113",
-    "chunks tile every tensor exactly",
-    gate=True,
-    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
-    "own check of this.",
-    fix="Convert again, or save again from the training run: the save is incomplete.",
-    applies_to=only_megatron,
-)
+@check("CK113", gate=True, applies_to=only_megatron)
 def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""
     names_of(subject)

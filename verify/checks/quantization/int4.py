@@ -105,17 +105,7 @@ def never_packed(subject: Subject) -> dict[str, str]:
     return found
 
 
-@check(
-    "CK301",
-    "no router, embedding, norm or head is packed",
-    stage="quantization",
-    preflight=True,
-    rationale="Engines build these unquantized, do not know the name weight_packed there and skip it: the router stays "
-    "zero, the server answers garbage.",
-    fix="Add the named module to `ignore` in a spelling that every reader understands, and quantize again with "
-    "`ckptkit quantize`.",
-    applies_to=require_quantized,
-)
+@check("CK301", stage="quantization", preflight=True, applies_to=require_quantized)
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
     if stores_floats(subject):
@@ -140,17 +130,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     )
 
 
-@check(
-    "CK302",
-    "exactly the modules that a reader expects are packed",
-    stage="quantization",
-    preflight=True,
-    rationale="A module that the reader builds quantized but finds unpacked keeps whatever was in memory, and so does "
-    "the reverse.",
-    fix="Quantize again from the release with `ckptkit quantize`, which writes an ignore list that every reader takes "
-    "alike.",
-    applies_to=require_quantized,
-)
+@check("CK302", stage="quantization", preflight=True, applies_to=require_quantized)
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
 
@@ -226,15 +206,7 @@ def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | C
     return NotApplicable(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
 
 
-@check(
-    "CK303",
-    "packed weights, scales and shapes fit the config",
-    stage="quantization",
-    preflight=True,
-    rationale="A scale for another group size or a word too few shifts every weight of a row against its scale.",
-    fix="Quantize again; make group_size in quantization_config the one that was used.",
-    applies_to=_declares_quantization,
-)
+@check("CK303", stage="quantization", preflight=True, applies_to=_declares_quantization)
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
     yield from second_config(subject.path, subject.readers)
@@ -290,17 +262,7 @@ def _by_targets(
     return found
 
 
-@check(
-    "CK304",
-    "scales are finite and not zero, and weight_shape is true",
-    stage="quantization",
-    explained_by=("CK204",),
-    rationale="A scale of zero silences a group of weights, one of NaN poisons it; decompressors take the row length "
-    "from weight_shape. A negative scale is sound where the grid has them, as AutoRound's symmetric one, and turns the "
-    "sign of a group of weights where it has none.",
-    fix="Quantize again from the release.",
-    applies_to=require_quantized,
-)
+@check("CK304", stage="quantization", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Reads every scale and weight_shape, which are a small part of the checkpoint.
 

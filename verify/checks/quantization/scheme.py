@@ -53,17 +53,9 @@ def _quantized_and_kept(subject: Subject) -> None:
 
 @check(
     "CK305",
-    "dequantized weights are within half a step of the source, those of GPTQ near it",
     stage="quantization",
     needs=("source",),
     explained_by=("CK202", "CK204", "CK205", "CK304"),
-    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
-    "weights and are not. In FP8 and MXFP4 half a step is half the distance between the format's numbers around a "
-    "weight.",
-    fix=(
-        "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
-        "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
-    ),
     applies_to=_quantized_and_kept,
 )
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -130,15 +122,7 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)
 
 
-@check(
-    "CK306",
-    "weights that engines hold in one are quantized alike",
-    stage="quantization",
-    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an "
-    "engine drops it or reads it wrongly.",
-    fix="Quantize again with `ckptkit quantize`, with an ignore list that names all parts of a fused layer or none.",
-    applies_to=require_quantized,
-)
+@check("CK306", stage="quantization", applies_to=require_quantized)
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Packed or not, bits, group size, dtype of scales and zero points, over fused layers and each layer's experts.
 
@@ -231,16 +215,7 @@ def _cut_for_sglang(subject: Subject) -> None:
         raise NotApplicable(f"no weight is packed as INT4: {describe_quantization(config)}")
 
 
-@check(
-    "CK309",
-    "SGLang reads the zero points of the experts as they are stored",
-    stage="quantization",
-    preflight=True,
-    rationale="SGLang takes the zero points of packed experts in a layout of its own, so that those of "
-    "compressed-tensors belong to other rows and groups.",
-    fix="Quantize the experts again symmetrically, or with `--reader sglang`.",
-    applies_to=_packed_for_sglang,
-)
+@check("CK309", stage="quantization", preflight=True, applies_to=_packed_for_sglang)
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
     config = usable_config(subject)
@@ -257,17 +232,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, names=shifted)
 
 
-@check(
-    "CK307",
-    "INT4 weights divide into groups and kernel tiles at the planned tensor parallel size",
-    stage="quantization",
-    preflight=True,
-    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server "
-    "after minutes, or has no kernel.",
-    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
-    "layers out.",
-    applies_to=_cut_for_sglang,
-)
+@check("CK307", stage="quantization", preflight=True, applies_to=_cut_for_sglang)
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
 
@@ -320,15 +285,7 @@ def _tile_issues(
         yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
 
 
-@check(
-    "CK308",
-    "scales are as large as those of the same kind of weight",
-    stage="quantization",
-    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too "
-    "small; finite they still are.",
-    fix="Quantize again from the release; with --source, CK305 says how far the weights are off.",
-    applies_to=require_quantized,
-)
+@check("CK308", stage="quantization", applies_to=require_quantized)
 def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 

@@ -20,15 +20,7 @@ from verify.issue import Issue
 from verify.skip import CannotCheck
 
 
-@check(
-    "CK120",
-    "tensors and side files are those of the manifest",
-    stage="headers",
-    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
-    "it held when it was made.",
-    fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
-    applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"),
-)
+@check("CK120", stage="headers", applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"))
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
 
@@ -66,11 +58,6 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
 
 @check(
     "CK124",
-    "files hold the bytes that were published",
-    rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
-    "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
-    fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
-    "proxy.",
     applies_to=where(
         lambda subject: subject.once(downloads), "the model hub's client has left no record of a download here"
     ),

@@ -36,14 +36,7 @@ def has_optimizer(subject: Subject) -> None:
         raise NotApplicable("no optimizer state is stored")
 
 
-@check(
-    "CK213",
-    "optimizer state can be read, is finite and is not zero",
-    rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
-    "that was made anew, whose first steps are as large as the learning rate allows.",
-    fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
-    applies_to=has_optimizer,
-)
+@check("CK213", applies_to=has_optimizer)
 def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Of every tensor of state; this pass also feeds CK214. Second moments are not negative."""
     values = _values(subject)
@@ -72,15 +65,7 @@ def _values(subject: Subject) -> OptimizerValues:
     return values
 
 
-@check(
-    "CK214",
-    "master weights round to the stored weights",
-    rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
-    "of another parameter replace the weights at the first step after a resume.",
-    fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "
-    "Megatron then makes master weights of them.",
-    applies_to=has_optimizer,
-)
+@check("CK214", applies_to=has_optimizer)
 def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each float32 master weight, rounded to the dtype of its weight, is that weight.
 
@@ -108,16 +93,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, actual, frozen)
 
 
-@check(
-    "CK121",
-    "every parameter has its optimizer state",
-    stage="headers",
-    rationale="A run that resumes without a part of its optimizer state stops, or goes on with moments of zero and a "
-    "learning rate that was chosen for others.",
-    fix="Save again from the run. If the weights alone are wanted, resume with --no-load-optim or convert: `convert` "
-    "leaves the optimizer out.",
-    applies_to=has_optimizer,
-)
+@check("CK121", stage="headers", applies_to=has_optimizer)
 def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each weight has a master weight and moments of its shape, where others have them; each bucket has all kinds."""
     names_of(subject)

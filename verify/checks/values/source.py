@@ -51,17 +51,7 @@ values_kept = where(
 )
 
 
-@check(
-    "CK202",
-    "values equal the source's, bit for bit",
-    needs=("source",),
-    explained_by=("CK124", "CK204", "CK205", "CK702"),
-    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
-    "right.",
-    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
-    "two is the defect.",
-    applies_to=values_kept,
-)
+@check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
 def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
 
@@ -281,15 +271,7 @@ def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str
     return f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
 
-@check(
-    "CK203",
-    "dtypes are kept, fp32 state above all",
-    needs=("source",),
-    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
-    "every token change.",
-    fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32, and "
-    "integers and floats of 8 bits mean nothing in another dtype.",
-)
+@check("CK203", needs=("source",))
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning.
 
@@ -315,12 +297,8 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check(
     "CK216",
-    "training moved the source's values by little, and none that it cannot move",
     needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
-    rationale="Values of a trained checkpoint differ from its release, so that swapped experts or a lost layer do not "
-    "show in equal bits. Yet training moves no row of a matrix by as much as its length.",
-    fix="Save or convert again from the training run; name the release that the training started from as --source.",
     applies_to=where(
         lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"
     ),

@@ -101,14 +101,7 @@ def require_values(subject: Subject) -> Values:
     return values
 
 
-@check(
-    "CK201",
-    "every tensor can be read",
-    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
-    "short.",
-    fix="Copy the named file again, or convert again.",
-    explained_by=("CK112", "CK117"),
-)
+@check("CK201", explained_by=("CK112", "CK117"))
 def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
     values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
@@ -118,13 +111,7 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, together=True)
 
 
-@check(
-    "CK204",
-    "every value is finite",
-    explained_by=("CK124",),
-    rationale="One NaN or infinity in a weight makes every token after it NaN.",
-    fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
-)
+@check("CK204", explained_by=("CK124",))
 def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
     values = subject.once(read_values).stats
@@ -136,14 +123,7 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("finite values", "NaN or infinity", hint, names=names)
 
 
-@check(
-    "CK205",
-    "no tensor is all zero or constant",
-    explained_by=("CK124", "CK202"),
-    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
-    "wrongly.",
-    fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",
-)
+@check("CK205", explained_by=("CK124", "CK202"))
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
     values = subject.once(read_values).stats
@@ -213,15 +193,7 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
     yield [name for name in found if name not in same], False
 
 
-@check(
-    "CK206",
-    "experts and layers differ from one another",
-    explained_by=("CK202",),
-    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
-    "offset by a pipeline stage.",
-    fix="Convert again. Only a model whose layers a merge repeated, or whose experts were all copied from one dense "
-    "MLP, and never trained since, may be so.",
-)
+@check("CK206", explained_by=("CK202",))
 def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix, but those that a merge repeated.
 
@@ -279,11 +251,6 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
 
 @check(
     "CK211",
-    "a tied output layer repeats the embedding",
-    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
-    "some readers load both as they are.",
-    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
-    "restore the tensor that is stale otherwise.",
     applies_to=where(
         lambda here: here.is_hf and (tied := tied_head_of(here)) and tied[0] in here.hf_files.specs,
         "no output layer is stored beside tied embeddings",
@@ -310,14 +277,7 @@ _SIBLINGS = 3  # fewer have no majority
 _LARGEST = 64.0
 
 
-@check(
-    "CK207",
-    "numbers are not all denormal",
-    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
-    "zeros.",
-    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
-    "the width.",
-)
+@check("CK207")
 def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
     stats = subject.once(read_values).stats
@@ -327,14 +287,7 @@ def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", names=names)
 
 
-@check(
-    "CK208",
-    "matrices are as large as their siblings",
-    explained_by=("CK202", "CK204", "CK205"),
-    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
-    "written holds numbers of any size.",
-    fix="Convert again from the release. Of quantized releases, check that every scale was found and applied once.",
-)
+@check("CK208", explained_by=("CK202", "CK204", "CK205"))
 def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
@@ -380,15 +333,7 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
     return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
 
-@check(
-    "CK209",
-    "padded rows of the vocabulary are zero",
-    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
-    "vocabulary, or memory never written.",
-    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
-    "warning is harmless.",
-    applies_to=where(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"),
-)
+@check("CK209", applies_to=where(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))
 def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
     require_values(subject)
@@ -419,15 +364,7 @@ def _fp32_biases(subject: Subject) -> set[str]:
     return {name for name in _named(subject, "fp32") if "bias" in name}
 
 
-@check(
-    "CK210",
-    "float32 biases were not rounded on the way",
-    explained_by=("CK202",),
-    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
-    "has lost most of its values.",
-    fix="Take the biases from the release, and keep the buffer in float32 while training.",
-    applies_to=where(_fp32_biases, "the model has no bias that must be float32"),
-)
+@check("CK210", explained_by=("CK202",), applies_to=where(_fp32_biases, "the model has no bias that must be float32"))
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
 
@@ -443,13 +380,7 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=names, severity="warning")
 
 
-@check(
-    "CK215",
-    "tables of experts name experts",
-    rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
-    fix="Take the tables from the release, and keep whole numbers whole on the way.",
-    applies_to=where(lambda subject: _named(subject, "indices"), "the model has no table of experts"),
-)
+@check("CK215", applies_to=where(lambda subject: _named(subject, "indices"), "the model has no table of experts"))
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
     values, tables = subject.once(read_values), set(_named(subject, "indices"))

@@ -24,17 +24,7 @@ def _in_transformers(subject: Subject) -> None:
         raise NotApplicable("there is no tokenizer.json, so no text can be given to the model")
 
 
-@check(
-    "CK607",
-    "the model predicts text",
-    stage="behaviour",
-    needs=("logits",),
-    rationale="A fault that every layer has, such as norms less one, leaves no layer that differs. The model then "
-    "predicts text no better than one that knows how often words occur.",
-    fix="Run the release the same way. If it predicts text, compare every value: `ckptkit verify CKPT --source "
-    "RELEASE`; else compare config.json and the tokenizer with the release.",
-    applies_to=_in_transformers,
-)
+@check("CK607", stage="behaviour", needs=("logits",), applies_to=_in_transformers)
 def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Bits a byte of fixed texts in English, Python and Chinese, under the model's own tokenizer, in transformers.
 
@@ -70,15 +60,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
 
-@check(
-    "CK606",
-    "Megatron computes what transformers computes",
-    stage="behaviour",
-    needs=("megatron", "logits"),
-    rationale="Every slice can be in its place while Megatron computes something else with it: another rotary base or "
-    "norm, a score function, a layer that another argument turns off, a rank that is left out of a sum.",
-    fix="Compare the arguments that CK701 and CK702 look at with the release; see docs/mappings.md for the model.",
-)
+@check("CK606", stage="behaviour", needs=("megatron", "logits"))
 def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts in the parallel sizes asked for, in units of the noise of the dtype.
 

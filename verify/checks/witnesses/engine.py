@@ -28,15 +28,7 @@ _OF_THE_CACHE = (
 FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md has what sound and broken models measure
 
 
-@check(
-    "CK511",
-    "a live engine answers with numbers",
-    stage="engine",
-    needs=("engine",),
-    rationale="An engine whose log-probabilities are NaN still answers 200, and its process ends with 0.",
-    fix="Verify the same directory with --against-sglang, or --against-vllm: it names what the engine never wrote or "
-    "dropped.",
-)
+@check("CK511", stage="engine", needs=("engine",))
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from verify.witnesses.reference.distance import not_finite_logprobs
@@ -61,28 +53,13 @@ def _held(report: EngineReport) -> list[str]:
     return [held, *(f"change from request to request, not compared: {text}" for text in changing)]
 
 
-@check(
-    "CK512",
-    "loading a second time changes nothing in a live engine",
-    stage="engine",
-    needs=("update",),
-    rationale="A trainer loads the engine anew at every step. What the second load changes is served with 200.",
-    fix="Where only the update by tensor fails, mend the trainer's sender; where both do, the engine cannot reload "
-    "this model: keep to versions and formats whose update this check passes.",
-)
+@check("CK512", stage="engine", needs=("update",))
 def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The whole checkpoint, twice by tensor and twice from disk, the first time over poisoned parameters."""
     yield from _reloads(subject, tally, "updating ")
 
 
-@check(
-    "CK513",
-    "an engine that was released and resumed holds what it held before",
-    stage="engine",
-    needs=("release-resume",),
-    rationale="Released memory comes back with other contents: what no update sends, such as buffers, is lost.",
-    fix="Report it to the engine's project with the tensors named, and release only kv_cache until then.",
-)
+@check("CK513", stage="engine", needs=("release-resume",))
 def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Memory is released and resumed and weights are updated; then every tensor is compared, buffers included."""
     yield from _reloads(subject, tally, RESUMED)
@@ -149,14 +126,7 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
     yield Issue(expected, actual, hint, names=by_checker, file=None)
 
 
-@check(
-    "CK601",
-    "a live engine computes what transformers computes",
-    stage="behaviour",
-    needs=("engine", "logits"),
-    rationale="Weights in their places can still be used wrongly: another rotary base, another norm, a kernel's fault.",
-    fix="Compare config.json with the release; then try other kernels (--attention-backend) and report the figures.",
-)
+@check("CK601", stage="behaviour", needs=("engine", "logits"))
 def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs

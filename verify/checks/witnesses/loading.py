@@ -15,6 +15,7 @@ from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.matrices import spell
+from verify.catalogue import wording_of
 from verify.check import AppliesTo, Run, Tally, check, where
 from verify.checks.config.config import is_parallel
 from verify.checks.config.spellings import in_words, keys_of
@@ -54,14 +55,11 @@ Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
 
 def each_engine(
     number: int,
-    title: str,
     *,
-    rationale: str,
-    fix: str,
     applies_to: AppliesTo | None = None,
     explained_by: Sequence[str] = (),
 ) -> Callable[[Issues], dict[str, Run]]:
-    """Registers a check once for every engine; `{engine}` in the texts is what it is called.
+    """Registers a check once for every engine; `{engine}` in its wording is what it is called.
 
     In `explained_by` `{engine}3` is the third check of the same engine.
     """
@@ -70,11 +68,9 @@ def each_engine(
         return {
             engine.name: check(
                 f"{engine.codes}{number}",
-                title.format(engine=engine.label),
                 stage=engine.name,
+                wording=wording_of(f"{ENGINES[0].codes}{number}", engine=engine.label, sizes=engine.sizes),
                 needs=(engine.name,),
-                rationale=rationale.format(engine=engine.label),
-                fix=fix.format(engine=engine.label, sizes=engine.sizes),
                 applies_to=applies_to,
                 explained_by=tuple(code.format(engine=engine.codes) for code in explained_by),
             )(update_wrapper(partial(issues, engine), issues))
@@ -138,13 +134,7 @@ def _findings(
             yield Issue(expected, actual, move, names=names, rank=seen.rank, severity=severity, file=None)
 
 
-@each_engine(
-    1,
-    "{engine} loads the checkpoint",
-    rationale="What the reader of a format refuses is not a checkpoint, whatever its files look like.",
-    fix="Read the exception: most often config.json describes another model than the weights, or a packed layer has "
-    "the wrong group size.",
-)
+@each_engine(1)
 def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's own model class is built from the config and loaded by its own `load_weights`."""
     run = subject.once(LoadedBy(engine))
@@ -173,14 +163,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     tally.facts[engine.label] = facts
 
 
-@each_engine(
-    2,
-    "{engine} leaves no parameter unwritten",
-    rationale="{engine} allocates parameters without filling them and never checks that all were loaded: an unwritten "
-    "one serves garbage with HTTP 200.",
-    fix="Give the checkpoint the tensors that the finding names, under names that {engine} knows.",
-    explained_by=("CK104", "CK301", "CK302", "{engine}3"),
-)
+@each_engine(2, explained_by=("CK104", "CK301", "CK302", "{engine}3"))
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     promised = expected_hf(config_of(subject))
@@ -191,14 +174,7 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         yield from _findings(engine, report.unwritten, "every element written by load_weights", why, draft)
 
 
-@each_engine(
-    3,
-    "{engine} drops no tensor",
-    rationale="Most of {engine}'s loaders skip a name that they do not know, silently: the parameter keeps what "
-    "memory held.",
-    fix="Follow the hint: it depends on what kind of tensor {engine} has no place for.",
-    explained_by=("CK104", "CK301", "CK302"),
-)
+@each_engine(3, explained_by=("CK104", "CK301", "CK302"))
 def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every tensor of the checkpoint was written into a parameter."""
     config = config_of(subject)
@@ -217,14 +193,7 @@ def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterato
         yield from _findings(engine, scales, expected, lambda seen: of_cache, draft, "warning")
 
 
-@each_engine(
-    4,
-    "{engine} holds the checkpoint's values, bit for bit",
-    rationale="A name that is known can still be loaded into the wrong place: another expert, up where gate belongs, "
-    "half of a fused matrix.",
-    fix="Where a Megatron checkpoint differs from its source, CK202 says which layer or expert. Otherwise report it: "
-    "{engine} and ckptkit disagree.",
-)
+@each_engine(4)
 def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Before any repacking, every tensor against each place that the engine wrote it to."""
     expected = "a dtype that holds the value exactly"
@@ -243,11 +212,6 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
 
 @each_engine(
     5,
-    "every router is alive in {engine}",
-    rationale="A router that is zero or was never written picks the same experts for every token: fluent garbage, and "
-    "nothing is logged.",
-    fix=f"Leave routers out of quantization: add the entry that the finding names (in most families `{KEEP_ROUTER}`) "
-    "to quantization_config.ignore, and quantize again.",
     applies_to=where(
         lambda subject: (config := usable_config(subject)) is None or dims_of(config).experts > 0,
         "the model has no routed experts",
@@ -267,14 +231,7 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
         yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
 
 
-@each_engine(
-    6,
-    "{engine} repacks the weights whole",
-    rationale="After loading, {engine} rewrites packed weights for its kernels; whatever is lost there shows in no "
-    "file and in no log.",
-    fix="Check the sizes against the kernel's limits (out features % 64, in features % 128), or report it to {engine}.",
-    applies_to=_may_repack,
-)
+@each_engine(6, applies_to=_may_repack)
 def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
     expected = "the loaded values in the kernel's order"
@@ -293,14 +250,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             )
 
 
-@each_engine(
-    7,
-    "{engine} has the parallel sizes asked for",
-    rationale="A rank of a tensor-parallel engine holds slices, and its own loader cuts them: what one rank holds says "
-    "little of them.",
-    fix="Give {engine}'s own sizes: {sizes}. Those of Megatron are another command, with --against-megatron alone.",
-    applies_to=where(is_parallel, "no parallel sizes were asked for"),
-)
+@each_engine(7, applies_to=where(is_parallel, "no parallel sizes were asked for"))
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
     if engine_sizes(engine, subject) is None:
@@ -316,11 +266,6 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 
 @each_engine(
     8,
-    "{engine} loads the draft model",
-    rationale="Speculative decoding takes the multi-token prediction layers from the same directory, by another class "
-    "with names of its own: a draft model that is wrong slows every answer down and says nothing.",
-    fix="Read the exception: most often `ignore` names these layers as the checkpoint does, and not as {engine}'s "
-    "draft class does; some classes take one such layer alone. Or serve without speculative decoding.",
     applies_to=where(
         lambda subject: (config := usable_config(subject)) is not None and of_draft(config),
         "there are no multi-token prediction layers",

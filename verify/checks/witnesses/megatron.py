@@ -48,16 +48,7 @@ def finished(subject: Subject) -> MegatronRun:
     return run
 
 
-@check(
-    "CK401",
-    "Megatron loads it strictly on every rank",
-    stage="megatron",
-    needs=("megatron",),
-    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that "
-    "trainers run with.",
-    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another "
-    "model.",
-)
+@check("CK401", stage="megatron", needs=("megatron",))
 def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
     run = subject.once(run_megatron)
@@ -105,16 +96,7 @@ def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> It
     yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
 
 
-@check(
-    "CK402",
-    "every rank holds its slice of the source",
-    stage="megatron",
-    needs=("megatron",),
-    explained_by=("CK202",),
-    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another "
-    "slice's values.",
-    fix="Convert again from the source; if it stays, please report it with the megatron-core version.",
-)
+@check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
 def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
     run = finished(subject)
@@ -135,14 +117,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
 
 
-@check(
-    "CK403",
-    "pipeline stages hold every layer exactly once",
-    stage="megatron",
-    needs=("megatron",),
-    rationale="A stage that numbers its layers from 0 again trains the first layers twice and the last ones never.",
-    fix="Choose other --pp and --vpp sizes; if it stays, please report it with the megatron-core version.",
-)
+@check("CK403", stage="megatron", needs=("megatron",))
 def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Global layer numbers, as Megatron counts them, of every pipeline stage."""
     run = finished(subject)
@@ -170,12 +145,8 @@ _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.we
 
 @check(
     "CK404",
-    "every element on disk is read by some rank",
     stage="megatron",
     needs=("megatron",),
-    rationale="Every key can be asked for while a slice of one, an expert or a rank's rows, is read by nobody: those "
-    "weights of the release are not trained.",
-    fix="Please report it with the parallel sizes and the megatron-core version.",
     applies_to=where(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
 )
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:

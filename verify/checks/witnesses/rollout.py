@@ -67,18 +67,7 @@ def gap(
 _has_rollout = where(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
-@check(
-    "CK602",
-    "recorded log-probabilities are those of the checkpoint",
-    stage="behaviour",
-    needs=("sound headers",),
-    applies_to=_has_rollout,
-    rationale="Training corrects by the ratio of two log-probabilities. Where the engine's are not those of the "
-    "weights, as after a bad update or shifted by one token, it learns from noise, and only the gap in a log says so.",
-    fix="Record a rollout of one weight version with --save-debug-rollout-data and verify the checkpoint of that "
-    "version, with --rollout-temperature. Where the trainer's log-probabilities fit and the engine's do not, verify "
-    "what the engine loads.",
-)
+@check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
 def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Recorded responses again in transformers: the mean difference a token, in units of the format's noise."""
     recording = subject.once(recording_of)
@@ -195,17 +184,7 @@ def _has_prompts(subject: Subject) -> None:
         raise NotApplicable("the file of --rollout-data has no prompts that tokens can tell")
 
 
-@check(
-    "CK603",
-    "recorded prompts are what the chat template renders",
-    stage="behaviour",
-    needs=("sound headers",),
-    applies_to=_has_prompts,
-    rationale="A template or tokenizer other than the one the model was trained with gives fluent answers to another "
-    "question. About 0.8 nats a token for an instruct model's own answers is its mark.",
-    fix="Copy tokenizer and chat template from the release, and give the job's --apply-chat-template-kwargs to both "
-    "sides.",
-)
+@check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Prompts through the checkpoint's tokenizer, messages through its chat template too; tokens must be equal."""
     path, home = subject.options.rollout_data, tokenizer_directory(subject)

@@ -68,18 +68,7 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     return {}, list(sides.values())
 
 
-@check(
-    "CK740",
-    "every role loads a model of the launch's architecture",
-    stage="launch",
-    needs=("sound headers",),
-    rationale=(
-        "slime and miles build one model by one set of arguments and load actor, reference, critic and teacher into "
-        "it: a checkpoint of another architecture stops the job, or loads in part."
-    ),
-    fix="Give the role a checkpoint of the model that the launch trains.",
-    applies_to=_roles,
-)
+@check("CK740", stage="launch", needs=("sound headers",), applies_to=_roles)
 def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes of tensors, and stored arguments: of critic and teacher against --hf-checkpoint.
 
@@ -202,15 +191,7 @@ def _of_megatron(subject: Subject) -> tuple[Job, Sequence[Side]]:
     raise NotApplicable("the launch loads no checkpoint in torch_dist")
 
 
-@check(
-    "CK748",
-    "the launch builds the class of Megatron that its checkpoints hold",
-    stage="launch",
-    rationale="GPTModel and HybridModel name the same tensors differently. The trainer stops, or leaves at random what "
-    "it does not find.",
-    fix="Convert the checkpoint with `ckptkit convert CKPT OUT --dialect`, or correct --hybrid-layer-pattern.",
-    applies_to=_of_megatron,
-)
+@check("CK748", stage="launch", applies_to=_of_megatron)
 def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """HybridModel where the launch has a layer pattern, else GPTModel, against the names in each checkpoint.
 

@@ -181,16 +181,7 @@ def _placement(subject: Subject) -> GpuPlacement:
     return placement
 
 
-@check(
-    "CK722",
-    "the GPUs of the launch divide over its parallel sizes",
-    stage="launch",
-    rationale=(
-        "Megatron and SGLang stop with an assertion minutes after the GPUs were booked, or leave some of them idle."
-    ),
-    fix="Choose nodes, GPUs a node, and parallel sizes that divide one another, as the finding says.",
-    applies_to=_placement,
-)
+@check("CK722", stage="launch", applies_to=_placement)
 def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Nodes x GPUs against tp x pp x cp and ep x etp x pp of every role; sizes that roles of one process share.
 

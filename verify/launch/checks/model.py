@@ -46,17 +46,7 @@ def _job(subject: Subject) -> Job:
     return job
 
 
-@check(
-    "CK718",
-    "the launch's model arguments describe the model",
-    stage="launch",
-    rationale=(
-        "Training builds its model from these arguments and not from config.json. slime and miles compare a few of "
-        "them at the start; the others train a model that the engine does not serve."
-    ),
-    fix="Correct the model's script: `ckptkit inspect --megatron-args` prints the arguments of a release.",
-    applies_to=_job,
-)
+@check("CK718", stage="launch", applies_to=_job)
 def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every argument that describes the model, with Megatron's defaults for those that are not given.
 

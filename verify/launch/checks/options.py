@@ -38,17 +38,7 @@ def _job(subject: Subject) -> Job:
     return job
 
 
-@check(
-    "CK721",
-    "every line and option of the launch reaches the trainer",
-    stage="launch",
-    rationale=(
-        "Where a line lacks its backslash the options behind it are lost. slime passes over an option that it does not "
-        "know, as NeMo-RL and ROLL do over a setting of a file, and the default counts instead."
-    ),
-    fix="Correct the line, the option or the setting that the finding names.",
-    applies_to=_job,
-)
+@check("CK721", stage="launch", applies_to=_job)
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
 
@@ -94,17 +84,7 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
     return issues
 
 
-@check(
-    "CK746",
-    "the options of the launch go together",
-    stage="launch",
-    rationale=(
-        "Trainers accept options that contradict one another: samples that no step trains on, a run that ends without "
-        "a step, an adapter that only one of trainer and engine has. Sizes of batches are counted once GPUs are booked."
-    ),
-    fix="Change the options that the finding names.",
-    applies_to=_combinations,
-)
+@check("CK746", stage="launch", applies_to=_combinations)
 def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
     tally.compared()
@@ -124,17 +104,7 @@ def _described(subject: Subject) -> GivenArguments:
     return given
 
 
-@check(
-    "CK719",
-    "no switch makes training compute another function",
-    stage="launch",
-    rationale=(
-        "Megatron drops 0.1 of hidden states and attention unless it is told not to, and computes in another precision "
-        "or order than the engine: log-probabilities of trainer and engine drift apart."
-    ),
-    fix="Give --attention-dropout 0.0 --hidden-dropout 0.0, and the switches that the finding names.",
-    applies_to=_described,
-)
+@check("CK719", stage="launch", applies_to=_described)
 def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
     given = _described(subject)
@@ -209,15 +179,7 @@ def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
     return template.word if template else None, ids
 
 
-@check(
-    "CK724",
-    "the tokenizer has the chat template and the stop tokens that the launch asks for",
-    stage="launch",
-    rationale="Without a template the first rollout stops the job, after the GPUs were booked; with the template or "
-    "the stop tokens of another model, responses never end.",
-    fix="Give the instruct release as --hf-checkpoint, or add its chat_template.jinja; take stop ids from its config.",
-    applies_to=_asked,
-)
+@check("CK724", stage="launch", applies_to=_asked)
 def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""
     template, ids = _asked(subject)

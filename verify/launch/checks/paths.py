@@ -30,7 +30,7 @@ def _sides(subject: Subject) -> Sequence[Side]:
     return sides
 
 
-def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, fix: str) -> None:
+def _check_paths(code: str, *options: str) -> None:
     """Registers the check of the paths that these options give, or the settings that do what they do."""
 
     def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -40,7 +40,7 @@ def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, 
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
         yield from dict.fromkeys(issue for about, issue in found if about in options)
 
-    check(code, title, stage="launch", rationale=rationale, fix=fix, applies_to=_sides)(paths_found)
+    check(code, stage="launch", applies_to=_sides)(paths_found)
 
 
 def _packed(job: Job) -> Iterator[PathIssue]:
@@ -62,37 +62,10 @@ def _packed(job: Job) -> Iterator[PathIssue]:
             yield "--load" if side.role == "actor" else "--ref-load", Issue(expected, actual, hint, file=path)
 
 
-_check_paths(
-    "CK711",
-    "--load is what the actor loads",
-    ["--load"],
-    "Where --load has no tracker file, the actor takes --ref-load silently: "
-    "a resumed run starts again, or from the wrong weights.",
-    "Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
-)
-_check_paths(
-    "CK712",
-    "--ref-load is what the reference loads",
-    ["--ref-load", "--critic-load", "--opd-teacher-load"],
-    "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
-    "the KL term pulls towards noise. Others stop.",
-    "Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
-)
-_check_paths(
-    "CK713",
-    "--ckpt-step is an iteration that is there",
-    ["--ckpt-step"],
-    "--ckpt-step replaces what the tracker says; "
-    "an iteration that was deleted since is found missing only after the job started.",
-    "Choose an iteration that is there, or leave --ckpt-step out.",
-)
-_check_paths(
-    "CK714",
-    "--hf-checkpoint is an HF directory",
-    ["--hf-checkpoint"],
-    "The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
-    "Give the HF directory of the model that --load or --ref-load was converted from.",
-)
+_check_paths("CK711", "--load")
+_check_paths("CK712", "--ref-load", "--critic-load", "--opd-teacher-load")
+_check_paths("CK713", "--ckpt-step")
+_check_paths("CK714", "--hf-checkpoint")
 
 
 def _words(subject: Subject) -> Job:
@@ -102,21 +75,7 @@ def _words(subject: Subject) -> Job:
     return job
 
 
-@check(
-    "CK717",
-    "every path and size among the launch arguments is read",
-    stage="launch",
-    rationale=(
-        "A size that only a configuration file or an override says is not the one that was looked at: "
-        "the job may stop after the GPUs were booked."
-    ),
-    fix=(
-        "Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang, and set a "
-        "variable that the script does not set in the environment (`NUM_GPUS=8 ckptkit preflight run.sh`); "
-        "the reasons say which words were not read."
-    ),
-    applies_to=_words,
-)
+@check("CK717", stage="launch", applies_to=_words)
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     job = _words(subject)

@@ -53,20 +53,7 @@ def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
     return root, options
 
 
-@check(
-    "CK709",
-    "training rounds to the INT4 weights that the engine serves",
-    stage="launch",
-    rationale=(
-        "The trainer takes its group size from a variable, the engine its own from quantization_config. "
-        "Where they differ, another policy is served."
-    ),
-    fix=(
-        "Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, "
-        "and give an INT4 checkpoint with symmetric groups as --hf-checkpoint."
-    ),
-    applies_to=_rounding,
-)
+@check("CK709", stage="launch", applies_to=_rounding)
 def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
     root, options = _rounding(subject)
@@ -112,16 +99,7 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     return root, config
 
 
-@check(
-    "CK715",
-    "the engine takes online updates of its INT4 weights",
-    stage="launch",
-    rationale=(
-        "SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads."
-    ),
-    fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
-    applies_to=_updated,
-)
+@check("CK715", stage="launch", applies_to=_updated)
 def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `OnlineQuantizer` refuses: INT4 Linear layers, zero points, layers packed in part, several groups."""
     root, config = _updated(subject)
@@ -151,21 +129,7 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     return root, stated, option
 
 
-@check(
-    "CK747",
-    "the trainer can send the format that the engine serves",
-    stage="launch",
-    rationale=(
-        "slime, miles and vime pack each update as quantization_config of --hf-checkpoint says. Of a format that they "
-        "do not know, slime and vime send BF16 without an error, and miles stops at the first update. verl sends "
-        "SGLang BF16 unless rollout.quantization says fp8."
-    ),
-    fix=(
-        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization out, which SGLang takes "
-        "from the checkpoint."
-    ),
-    applies_to=_sent,
-)
+@check("CK747", stage="launch", applies_to=_sent)
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and SGLang's own option.
 

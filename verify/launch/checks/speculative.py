@@ -42,17 +42,7 @@ def _speculation(subject: Subject) -> Speculation:
     return replace(job.speculation, known=job.speculation.known and not anything)
 
 
-@check(
-    "CK745",
-    "the engine has the draft model that speculative decoding asks for",
-    stage="launch",
-    rationale=(
-        "An engine that should draft and has nothing to draft with stops when it starts, or loads the model itself "
-        "into a draft class and accepts next to nothing of what that proposes."
-    ),
-    fix="Give the draft model, or leave speculative decoding out for a model without multi-token prediction layers.",
-    applies_to=_speculation,
-)
+@check("CK745", stage="launch", applies_to=_speculation)
 def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A draft model where the method needs one, of a class and sizes that go with method and served model.
 

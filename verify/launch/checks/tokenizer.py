@@ -30,17 +30,7 @@ def _engine(subject: Subject) -> SideFiles:
     return SideFiles(root)
 
 
-@check(
-    "CK716",
-    "engine and trainer have one tokenizer",
-    stage="launch",
-    rationale=(
-        "Engine and trainer take the tokenizer from --hf-checkpoint. "
-        "Where the weights belong to another one, every id means another word."
-    ),
-    fix="Give the HF directory of the model that --load and --ref-load were converted from as --hf-checkpoint.",
-    applies_to=_engine,
-)
+@check("CK716", stage="launch", applies_to=_engine)
 def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tokenizer of --hf-checkpoint against the one in `hf/` next to the Megatron weights, as CK708 compares them.
 
