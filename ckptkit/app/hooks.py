@@ -164,12 +164,12 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
 
 def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: str) -> None:
     """Raises CkptkitError where the model is not what was loaded. What cannot be looked at stops nothing."""
-    from ckptkit.app.job.loaded import DiffersError, compare_loaded, parameters_asked_for, source_of
+    from verify.weight_sync.loaded import DiffersError, compare_loaded, locate_loaded, parameters_asked_for
 
     when = f"before the first {prefix.rstrip('_') or 'actor'} log-probabilities"
     parameters, hf = parameters_asked_for(), getattr(args, "hf_checkpoint", None)
     try:
-        outcome = str(compare_loaded(source_of(args, prefix), hf, model, parameters))
+        outcome = str(compare_loaded(locate_loaded(args, prefix), hf, model, parameters))
     except DiffersError:
         raise
     except CkptkitError as error:

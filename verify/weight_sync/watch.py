@@ -7,8 +7,8 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
-from ckptkit.app.job.weight_sync import WeightSyncCheck
 from ckptkit.core.errors import CkptkitError
+from verify.weight_sync.check import WeightSyncCheck
 
 _CHECK = "_ckptkit_check"
 

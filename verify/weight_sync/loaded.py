@@ -16,7 +16,6 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.app.job.predicted import kind_of
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
@@ -29,6 +28,7 @@ from converters.ops.basic import Copy
 from converters.planner import Rule, dims_of, rules_in, to_megatron
 from converters.stored import as_stored
 from verify.evidence.plain import plain
+from verify.weight_sync.predicted import kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ class DiffersError(CkptkitError):
     code = "mismatch"
 
 
-def source_of(args: Namespace, prefix: str) -> Location:
+def locate_loaded(args: Namespace, prefix: str) -> Location:
     """The checkpoint that the model was loaded from, by `--load`, `--ref-load` or `--opd-teacher-load`.
 
     Raises CkptkitError where the options name none, and as `locate`.

@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ckptkit.app.job.engines import Digest, Server, Setup, State, waiting
-from ckptkit.app.job.judged import Judged, Known, changed_since, judge
-from ckptkit.app.job.predicted import Sent
-from ckptkit.app.job.sglang import SglangEngine, computes_as, sglang_digest
-from ckptkit.app.job.vllm import Rpc, VllmEngine, vllm_digest
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
+from verify.weight_sync.engines import Digest, EngineState, JsonServer, Setup, waiting
+from verify.weight_sync.judge import Known, SyncVerdict, changed_since, judge
+from verify.weight_sync.predicted import Sent
+from verify.weight_sync.sglang import SglangEngine, computes_as, sglang_digest
+from verify.weight_sync.vllm import Rpc, VllmEngine, vllm_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,7 +134,7 @@ class WeightSyncCheck:
     def _engine(self, given: str | Rpc, name: str) -> Engine:
         if not isinstance(given, str):
             return VllmEngine(name, None, given)
-        server = Server(given.rstrip("/"), self._headers, self._timeout)
+        server = JsonServer(given.rstrip("/"), self._headers, self._timeout)
         return VllmEngine(server.url, server) if self._program == "vllm" else SglangEngine(server)
 
     @property
@@ -224,7 +224,7 @@ class WeightSyncCheck:
             digests.pop() or self._digest, sizes, self._known.cuts_of(self._setups), self._known.counts, self._room
         )
 
-    def _states(self) -> dict[str, State]:
+    def _states(self) -> dict[str, EngineState]:
         return self._asked(lambda engine: engine.state(self._setups[engine.name]))
 
     def _asked(self, question: Callable[[Engine], _Answer]) -> dict[str, _Answer]:
@@ -233,7 +233,7 @@ class WeightSyncCheck:
             answers = list(pool.map(question, self._engines))
         return dict(zip([one.name for one in self._engines], answers, strict=True))
 
-    def _raise(self, version: str, told: bool, states: Mapping[str, State], judged: Judged) -> None:
+    def _raise(self, version: str, told: bool, states: Mapping[str, EngineState], judged: SyncVerdict) -> None:
         """`told`: engines were given this version."""
         wrong = [
             f"{url} has weight version {state.version}, not {version}"

@@ -11,8 +11,8 @@ from importlib.metadata import version as installed
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.app.job.engines import Digest, Seat, Server, Setup, State
 from ckptkit.core.errors import CkptkitError, MissingDependencyError
+from verify.weight_sync.engines import Digest, EngineState, JsonServer, Seat, Setup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +29,7 @@ _LAYOUT = (
 class SglangEngine:
     """One engine, and not a router before it."""
 
-    server: Server
+    server: JsonServer
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class SglangEngine:
             )
         return Setup(str(found.get("version")), (tp,), found.get("quantization") is not None, layout, dequantizes=True)
 
-    def state(self, setup: Setup) -> State:
+    def state(self, setup: Setup) -> EngineState:
         """Its weight version (`/model_info`) and its ranks' checksums (`/weights_checker`)."""
         version = self.server.require("model_info").get("weight_version")
         answer = self.server.require("weights_checker", {"action": "checksum"})
@@ -62,7 +62,7 @@ class SglangEngine:
         if lost := sorted({(rank, *seat[1:]) for seat in found for rank in range(seat[1])} - set(found)):
             names = ", ".join(f"tensor parallel rank {seat[0]}" for seat in lost)
             raise CkptkitError(f"{self.name}/weights_checker did not answer for {names}", "is the engine whole?")
-        return State(str(version), found)
+        return EngineState(str(version), found)
 
 
 def _seat(rank: Mapping[str, Any]) -> Seat:

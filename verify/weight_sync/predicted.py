@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ckptkit.app.job.engines import Digest
 from converters.hf_names import FUSED
+from verify.weight_sync.engines import Digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,7 +97,7 @@ def kind_of(param: str) -> str:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParamCut:
     """How a parameter is cut over tensor parallel ranks.
 
     Of `experts` blocks of experts a rank has one, and within it every part is cut into `size` pieces along `axis`; the
@@ -119,10 +119,10 @@ class Cut:
 
 
 # The checksum of what a rank holds, by how a parameter is cut and by the rank's block of experts and piece.
-Predicted = dict[tuple[Cut, tuple[int, int]], str]
+Predicted = dict[tuple[ParamCut, tuple[int, int]], str]
 
 
-def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
+def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
     """Every way in which `tp` ranks may hold a parameter of these parts; the whole of it on each rank is one."""
     routed = routed_of(parts)
     experts = len({order[0] for order in routed}) if len(next(iter(parts))) == 2 else 0
@@ -133,12 +133,16 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
     for size in _divisors(tp):
         for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
             if experts:
-                found += [Cut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0]
-                found += [Cut(size, axis, size, shared=True)] if fused else []
+                found += [
+                    ParamCut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0
+                ]
+                found += [ParamCut(size, axis, size, shared=True)] if fused else []
             elif ".qkv_proj." in param:
-                found += [Cut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
+                found += [ParamCut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                found += [Cut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts]
+                found += [
+                    ParamCut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts
+                ]
     return [cut for cut in found if _divides(cut, parts)]
 
 
@@ -146,7 +150,7 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _divides(cut: Cut, parts: Mapping[Order, Tensor]) -> bool:
+def _divides(cut: ParamCut, parts: Mapping[Order, Tensor]) -> bool:
     sizes = [(cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items()]
     rows = _VOCABULARY_ROWS if cut.padded else 1
     return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
@@ -157,14 +161,14 @@ def routed_of(parts: Collection[Order]) -> list[Order]:
     return [order for order in parts if order[0] != SHARED]
 
 
-def whole(parts: Collection[Order]) -> bool:
+def has_all_parts(parts: Collection[Order]) -> bool:
     """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
     experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
     complete = len(parts) == len({order[0] for order in parts}) * len(places)
     return complete and bool(experts) and max(experts) == len(experts) - 1
 
 
-def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tensor:
+def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> Tensor:
     """What a rank holds of a whole parameter that is cut so."""
     block, index = at
     if cut.float32:
@@ -183,7 +187,7 @@ def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tenso
     )
 
 
-def _joined(parts: Sequence[Tensor], cut: Cut, index: int) -> Tensor:
+def _joined(parts: Sequence[Tensor], cut: ParamCut, index: int) -> Tensor:
     pieces = []
     for place, part in enumerate(parts):
         size = cut.others if place else cut.size
@@ -210,7 +214,7 @@ class Sent:
         self,
         digest: Digest,
         sizes: Collection[int],
-        known: Callable[[str], Collection[Cut] | None],
+        known: Callable[[str], Collection[ParamCut] | None],
         before: Mapping[str, int],
         room: int,
     ) -> None:
@@ -257,7 +261,7 @@ class Sent:
             if parts.keys() == {(0,), (1,)} and ".qkv_proj." in param:
                 parts[2,] = parts[1,]  # some models use the keys as values, and store them once
                 self._predict(param, parts)
-            elif len(next(iter(parts))) == 2 and whole(parts):
+            elif len(next(iter(parts))) == 2 and has_all_parts(parts):
                 self._predict(param, parts)
         self._held.clear()
 
@@ -282,9 +286,9 @@ class Sent:
         found: Predicted = {}
         for size in self._sizes:
             ways = [cut for cut in cuts(size, parts, param) if known is None or cut in known]
-            if parts.keys() == {(0,)} and checksum is not None and Cut() in ways:
-                ways.remove(Cut())
-                found[Cut(), (0, 0)] = checksum
+            if parts.keys() == {(0,)} and checksum is not None and ParamCut() in ways:
+                ways.remove(ParamCut())
+                found[ParamCut(), (0, 0)] = checksum
             places = [(cut, at) for cut in ways for at in {cut.at(rank) for rank in range(size)}]
             found |= {(cut, at): self._digest(piece(parts, cut, at)) for cut, at in places}
         self.predicted[param] = found

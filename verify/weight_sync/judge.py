@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ckptkit.app.job.engines import Seat, Setup, State, seat_label
-from ckptkit.app.job.predicted import SHARED, UNUSED, Cut, Order, Sent, canonical, missing_parts, shared_part_of
 from ckptkit.core.specs import summarize
+from verify.weight_sync.engines import EngineState, Seat, Setup, seat_label
+from verify.weight_sync.predicted import SHARED, UNUSED, Order, ParamCut, Sent, canonical, missing_parts, shared_part_of
 
 Layout = tuple[tuple[str, str], ...]
 Checksums = Mapping[str, str]
@@ -25,7 +25,7 @@ class Known:
     tensors each parameter was made.
     """
 
-    cuts: Mapping[tuple[Layout, Seat, str], Cut] = field(default_factory=dict)
+    cuts: Mapping[tuple[Layout, Seat, str], ParamCut] = field(default_factory=dict)
     sources: Mapping[str, Sources] = field(default_factory=dict)
     held: Mapping[tuple[str, Seat], Checksums] = field(default_factory=dict)
 
@@ -34,15 +34,15 @@ class Known:
         """Of how many tensors each parameter was made."""
         return {param: len(sources) for param, sources in self.sources.items()}
 
-    def cuts_of(self, setups: Mapping[str, Setup]) -> Callable[[str], Collection[Cut] | None]:
+    def cuts_of(self, setups: Mapping[str, Setup]) -> Callable[[str], Collection[ParamCut] | None]:
         """The cuts that a kind (`Sent.kind`) can have in these engines; None where it may be any."""
         seats = {(layout, seat) for layout, seat, _ in self.cuts}
         layouts = {setup.layout for setup in setups.values()}
-        by_name = defaultdict[str, dict[tuple[Layout, Seat], Cut]](dict)
+        by_name = defaultdict[str, dict[tuple[Layout, Seat], ParamCut]](dict)
         for (layout, seat, name), cut in self.cuts.items():
             by_name[name][layout, seat] = cut
 
-        def known(kind: str) -> set[Cut] | None:
+        def known(kind: str) -> set[ParamCut] | None:
             found = by_name.get(kind, {})
             complete = layouts <= {layout for layout, _ in seats} and seats <= found.keys()
             return set(found.values()) if complete else None
@@ -51,7 +51,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Judged:
+class SyncVerdict:
     """`wrong`: a line each. `compared`: whether anything could be compared by value. Others as `SyncResult`."""
 
     wrong: Sequence[str]
@@ -82,8 +82,8 @@ class _Rank:
 
 
 def judge(
-    sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], known: Known, *, whole: bool = True
-) -> Judged:
+    sent: Sent, states: Mapping[str, EngineState], setups: Mapping[str, Setup], known: Known, *, whole: bool = True
+) -> SyncVerdict:
     """Compares every rank of every engine with what was sent, with what it held before, and with the other engines.
 
     `whole`: everything that was sent is known, not chosen tensors alone.
@@ -129,7 +129,7 @@ def judge(
             if reason:
                 wrong[rank.label, reason].append(param)
     lost = was.own.keys() - now.own.keys()
-    return Judged(
+    return SyncVerdict(
         [
             *([f"sent in an earlier update and not in this one: {summarize(lost)}"] if lost else []),
             *(f"{label}: {summarize(params)}: {reason}" for (label, reason), params in wrong.items()),
@@ -145,7 +145,7 @@ def judge(
     )
 
 
-def changed_since(states: Mapping[str, State], known: Known) -> tuple[int, list[str]]:
+def changed_since(states: Mapping[str, EngineState], known: Known) -> tuple[int, list[str]]:
     """How many parameters are known from the last check, and a line for those of each rank that hold something else."""
     count, lines = 0, []
     for url, state in states.items():
@@ -160,8 +160,8 @@ def changed_since(states: Mapping[str, State], known: Known) -> tuple[int, list[
 
 
 def _by_value(
-    sent: Sent, ranks: Sequence[_Rank], known: Mapping[tuple[Layout, Seat, str], Cut]
-) -> tuple[set[tuple[_Rank, str]], set[tuple[_Rank, str]], dict[tuple[Layout, Seat, str], Cut]]:
+    sent: Sent, ranks: Sequence[_Rank], known: Mapping[tuple[Layout, Seat, str], ParamCut]
+) -> tuple[set[tuple[_Rank, str]], set[tuple[_Rank, str]], dict[tuple[Layout, Seat, str], ParamCut]]:
     """The parameters of each rank that hold what was sent, those that do not, and how they are cut, as far as known."""
     equal, unequal, cuts = set[tuple[_Rank, str]](), set[tuple[_Rank, str]](), dict(known)
     for rank in ranks:
@@ -178,14 +178,14 @@ def _by_value(
     return equal, unequal, cuts
 
 
-def _expected(sent: Sent, param: str, rank: _Rank) -> dict[Cut, str]:
+def _expected(sent: Sent, param: str, rank: _Rank) -> dict[ParamCut, str]:
     """What a rank may hold, by how it is cut; nothing where that is not known."""
     if rank.setup.dequantizes and any(f"{param}_{scale}" in sent.sources for scale in _SCALES):
         return {}  # the checksum is of the weights that these stand for
     if param in sent.sources:
         found = sent.predicted.get(param, {})
         return {cut: checksum for (cut, at), checksum in found.items() if cut.at(rank.seat[0]) == at}
-    return {Cut(): sent.checksums[param]}
+    return {ParamCut(): sent.checksums[param]}
 
 
 _SCALES = ("scale_inv", "scale")

@@ -69,7 +69,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class State:
+class EngineState:
     """The weight version of an engine (None: it tells none), and the checksums of each of its ranks by parameter."""
 
     version: str | None
@@ -83,7 +83,7 @@ def seat_label(seat: Seat) -> str:
 
 
 @dataclass(frozen=True)
-class Server:
+class JsonServer:
     """A server that answers in JSON. `headers` go with every request, such as `Authorization`; `timeout`: seconds."""
 
     url: str
