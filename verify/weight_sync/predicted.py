@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from converters.hf_names import FUSED
+from verify.evidence.folding import pattern_of
 from verify.weight_sync.engines import Digest
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _ROUTER = re.compile(r".+\.(gate|router)\.weight")
 _VOCABULARY_ROWS = 64  # engines pad to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
-_SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
+SHARED_EXPERT = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
 SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
 _PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 # Engines' names of fused layers (`packed_modules_mapping` of their models), and what is in them from top to bottom.
@@ -55,28 +56,30 @@ def canonical(name: str) -> str:
     return _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
 
 
-def part_of(name: str) -> Part:
-    """The fused parameter that a tensor goes into by its HF name, or the parameter of its own name."""
+def target_parts(name: str) -> list[Part]:
+    """Where a tensor goes by its HF name: the fused parameter, or the parameter of its own name.
+
+    A shared expert's may also go into that of the routed ones, in an engine that keeps it as one more of them.
+    """
     name = canonical(name)
     if expert := _EXPERT.fullmatch(name):
         block, number, which, leaf = expert.groups()
-        fused = "w2" if which in ("down_proj", "w2") else "w13"
-        return Part(f"{block}.{fused}_{leaf}", (int(number), _PLACE[which]), None)
+        return [_part_of_expert(block, int(number), which, leaf)]
     module, _, leaf = name.rpartition(".")
     prefix, _, last = module.rpartition(".")
     if last not in _FUSED_IN:
-        return Part(name, (0,), 1)
-    fused, place = _FUSED_IN[last]
-    return Part(f"{prefix}.{fused}.{leaf}", (place,), len(_FUSED[fused]))
+        own = Part(name, (0,), 1)
+    else:
+        fused, place = _FUSED_IN[last]
+        own = Part(f"{prefix}.{fused}.{leaf}", (place,), len(_FUSED[fused]))
+    if shared := SHARED_EXPERT.fullmatch(name):
+        return [own, _part_of_expert(f"{shared[1]}.experts", SHARED, shared[2], shared[3])]
+    return [own]
 
 
-def shared_part_of(name: str) -> Part | None:
-    """Where a shared expert's tensor goes in an engine that keeps it as one more routed expert; None for any other."""
-    match = _SHARED.fullmatch(canonical(name))
-    if not match:
-        return None
-    block, which, leaf = match.groups()
-    return Part(part_of(f"{block}.experts.0.{which}.{leaf}").param, (SHARED, _PLACE[which]), None)
+def _part_of_expert(block: str, number: int, which: str, leaf: str) -> Part:
+    fused = "w2" if which in ("down_proj", "w2") else "w13"
+    return Part(f"{block}.{fused}_{leaf}", (number, _PLACE[which]), None)
 
 
 def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
@@ -89,11 +92,6 @@ def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
         return [f"{'up' if place else 'gate'}_proj of expert {expert}" for expert, place in lost]
     fused = param.rpartition(".")[0].rpartition(".")[2]
     return [name for place, name in enumerate(_FUSED.get(fused, ())) if (place,) not in orders]
-
-
-def kind_of(param: str) -> str:
-    """Parameters that differ in their layer alone are of one kind."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "{}", param)
 
 
 @dataclass(frozen=True)
@@ -238,9 +236,7 @@ class Sent:
             return
         value = tensor.detach()
         self.checksums[canonical(name)] = checksum = self._digest(value)
-        for part in (part_of(name), shared_part_of(name)):
-            if part is None:
-                continue
+        for part in target_parts(name):
             self.sources[part.param][part.order] = canonical(name), checksum
             self.dtypes[part.param].add(str(value.dtype))
             if part.param not in self.too_large:
@@ -248,7 +244,7 @@ class Sent:
 
     def kind(self, param: str) -> str:
         """Parameters that differ in their layer alone, and were sent in the same dtypes, are kept in the same way."""
-        return " ".join([kind_of(param), *sorted(self.dtypes.get(param, ()))])
+        return " ".join([pattern_of(param), *sorted(self.dtypes.get(param, ()))])
 
     def wide(self, param: str) -> bool:
         """Whether a part was sent in float32, which the engine may round."""

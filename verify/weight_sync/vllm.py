@@ -19,7 +19,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError, words_of
-from verify.weight_sync.engines import EngineState, JsonServer, Seat, Setup, waiting
+from verify.weight_sync.engines import EngineState, JsonServer, Seat, Setup
+from verify.weight_sync.messages import waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ def device_digest(tensor: Tensor) -> str:
 
     The sum, modulo 2^64, of every word of 8 bytes mixed with its place, as splitmix64 mixes.
     """
-    return f"{int(device_sum(tensor)) % (1 << 64):016x}"
+    return checksums_of([device_sum(tensor)])[0]
 
 
 def checksums_of(sums: Sequence[Tensor]) -> list[str]:

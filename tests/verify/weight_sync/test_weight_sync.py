@@ -19,8 +19,7 @@ from torch import Tensor
 
 from ckptkit import CkptkitError
 from ckptkit.hooks import WeightSyncCheck
-from verify.weight_sync import engines as job_engines
-from verify.weight_sync import vllm
+from verify.weight_sync import messages, vllm
 
 # By hand: embedding, output layer and last norm; five for each layer's attention and norms; two of a dense MLP, or a
 # router and two of experts.
@@ -390,8 +389,8 @@ def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypat
         if "weights_checker" in line:
             told.set()
 
-    monkeypatch.setattr(job_engines, "_EVERY_S", 0.05)
-    monkeypatch.setattr(job_engines, "print", note, raising=False)
+    monkeypatch.setattr(messages, "_EVERY_S", 0.05)
+    monkeypatch.setattr(messages, "print", note, raising=False)
     with served(answer) as url:
         send(WeightSyncCheck(url, digest=digest), [engine], 1, weights(1))
     assert f"ckptkit: 0 s of waiting for {url}/weights_checker" in lines
