@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -29,20 +29,15 @@ class Known:
     sources: Mapping[str, Sources] = field(default_factory=dict)
     held: Mapping[tuple[str, Seat], Checksums] = field(default_factory=dict)
 
-    def cuts_of(self, setups: Mapping[str, Setup]) -> Callable[[str], Collection[ParamCut] | None]:
-        """The cuts that a kind (`Sent.kind`) can have in these engines; None where it may be any."""
+    def cuts_of(self, setups: Mapping[str, Setup]) -> dict[str, set[ParamCut]]:
+        """The cuts that a kind (`Sent.kind`) can have in these engines; of a kind that is not there it may be any."""
+        by_kind = defaultdict[str, dict[tuple[Layout, Seat], ParamCut]](dict)
+        for (layout, seat, kind), cut in self.cuts.items():
+            by_kind[kind][layout, seat] = cut
         seats = {(layout, seat) for layout, seat, _ in self.cuts}
-        layouts = {setup.layout for setup in setups.values()}
-        by_name = defaultdict[str, dict[tuple[Layout, Seat], ParamCut]](dict)
-        for (layout, seat, name), cut in self.cuts.items():
-            by_name[name][layout, seat] = cut
-
-        def known(kind: str) -> set[ParamCut] | None:
-            found = by_name.get(kind, {})
-            complete = layouts <= {layout for layout, _ in seats} and seats <= found.keys()
-            return set(found.values()) if complete else None
-
-        return known
+        if {setup.layout for setup in setups.values()} - {layout for layout, _ in seats}:
+            return {}  # an engine that was never checked
+        return {kind: set(cuts.values()) for kind, cuts in by_kind.items() if seats <= cuts.keys()}
 
 
 @dataclass(frozen=True)

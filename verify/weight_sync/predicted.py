@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -212,11 +212,11 @@ class Sent:
         self,
         digest: Digest,
         sizes: Collection[int],
-        known: Callable[[str], Collection[ParamCut] | None],
+        known: Mapping[str, Collection[ParamCut]],
         before: Mapping[str, int],
         room: int,
     ) -> None:
-        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a kind can have (None: any).
+        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a kind can have; of others any.
 
         `before`: of how many tensors each parameter was made in an earlier update. `room`: bytes of tensors to keep.
         """
@@ -278,7 +278,7 @@ class Sent:
 
     def _predict(self, param: str, parts: Mapping[Order, Tensor], checksum: str | None = None) -> None:
         """`checksum`: that of the last part, which is the parameter's own where it is the only one."""
-        known = self._known(self.kind(param))
+        known = self._known.get(self.kind(param))
         found: Predicted = {}
         for size in self._sizes:
             ways = [cut for cut in cuts(size, parts, param) if known is None or cut in known]
