@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.app.job.vllm import checksums_of, device_sum
+from verify.weight_sync.vllm import checksums_of, device_sum
 
 
 class WeightReader:

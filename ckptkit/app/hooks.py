@@ -7,14 +7,12 @@ is said on standard error.
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import lone, require_sound
 from ckptkit.formats.detect import is_deltas, require_own_files
@@ -25,6 +23,7 @@ from verify.check import Outcome
 from verify.checks.config.arguments import mismatches
 from verify.evidence.subject import Subject
 from verify.launch.preflight import check_headers, preflight
+from verify.weight_sync.messages import first_lines, job_rank, say
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["after_init", "after_save", "after_weight_write", "before_log_prob", "before_train_step"]
 
 _ROUTER = ".router.weight"  # how Megatron's names of a router's matrix end
-_SHOWN = 20  # findings in a message
 _COMPARED = "ckptkit_compared"  # the argument that holds the prefixes compared so far, and _TRAINED after a step
 _TRAINED = "trained"
 
@@ -107,7 +105,7 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
     on, and names against --hf-checkpoint; before the first one the directory is empty. Raises CkptkitError with the
     findings.
     """
-    if not _is_first_rank():
+    if job_rank() != 0:
         return
     path = Path(version_dir)
     require_own_files(path)
@@ -134,7 +132,7 @@ def _require_sound(subject: Subject) -> None:
     outcome = check_headers(subject)
     raise_errors(str(subject.path), outcome)
     for reason in outcome.reasons:
-        print(printable(f"ckptkit: {subject.path}: not checked: {reason}"), file=sys.stderr)
+        say(f"{subject.path}: not checked: {reason}")
 
 
 def raise_errors(where: str, outcome: Outcome) -> None:
@@ -145,9 +143,8 @@ def raise_errors(where: str, outcome: Outcome) -> None:
         for one in errors:
             place = ", ".join(part for part in (one.tensor, one.file) if part) or where
             lines.append(f"{one.code} {place}: {one.actual} (expected {one.expected})")
-        rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
         hint = f"`ckptkit verify {where}` says more; {errors[0].hint}"
-        raise CkptkitError(f"{where} is not sound, {len(lines)} finding(s)", hint, [*lines[:_SHOWN], *rest])
+        raise CkptkitError(f"{where} is not sound, {len(lines)} finding(s)", hint, first_lines(lines))
 
 
 def _require_routers(checkpoint: HfCheckpoint) -> None:
@@ -164,18 +161,18 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
 
 def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: str) -> None:
     """Raises CkptkitError where the model is not what was loaded. What cannot be looked at stops nothing."""
-    from ckptkit.app.job.loaded import DiffersError, compare_loaded, parameters_asked_for, source_of
+    from verify.weight_sync.loaded import DiffersError, compare_loaded, locate_loaded, parameters_asked_for
 
     when = f"before the first {prefix.rstrip('_') or 'actor'} log-probabilities"
     parameters, hf = parameters_asked_for(), getattr(args, "hf_checkpoint", None)
     try:
-        outcome = str(compare_loaded(source_of(args, prefix), hf, model, parameters))
+        outcome = str(compare_loaded(locate_loaded(args, prefix), hf, model, parameters))
     except DiffersError:
         raise
     except CkptkitError as error:
         outcome = f"not compared: {error.message}"
-    if _is_first_rank():
-        print(printable(f"ckptkit: {when}: {outcome}"), file=sys.stderr)
+    if job_rank() == 0:
+        say(f"{when}: {outcome}")
 
 
 def _require_alive(model: Sequence[torch.nn.Module], when: str) -> None:
@@ -203,12 +200,6 @@ def _extremes(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, tuple[flo
         yield from zip(names, map(tuple, torch.stack(found).tolist()), strict=True)
 
 
-def _is_first_rank() -> bool:
-    import torch
-
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-
-
 _MODEL = "actor_rollout_ref.model.path"
 
 
@@ -223,12 +214,8 @@ def check_launch(words: Sequence[str]) -> None:
     if not model:
         return
     if not Path(model).is_dir():
-        _say(f"{model} is not a directory here, so nothing was checked")
+        say(f"{model} is not a directory here, so nothing was checked")
         return
     report = preflight(arguments=words)
     raise_errors(report.checkpoint, Outcome(findings=list(report.findings)))
-    _say(f"preflight of {report.checkpoint}: {'; '.join([report.status, *report.reasons])}")
-
-
-def _say(text: str) -> None:
-    print(printable(f"ckptkit: {text}"), file=sys.stderr)
+    say(f"preflight of {report.checkpoint}: {'; '.join([report.status, *report.reasons])}")

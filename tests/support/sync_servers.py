@@ -23,10 +23,10 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 
-from ckptkit.app.job.engines import waiting
 from ckptkit.hooks import WeightSyncCheck
 from support.processes import run_logged
 from support.sync_faults import SLEEP, Weights, checked, lost, outcome, tensors_of, weights
+from verify.weight_sync.messages import waiting
 
 BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
 INT4 = "int4"  # its experts are repacked, and opened again for each update

@@ -77,7 +77,7 @@ def _rank(tp: int, out: Path, paths: Sequence[Path], rank: int) -> None:
 def main() -> None:
     import sglang.srt.models.qwen3_moe  # noqa: F401 - once, before the ranks are forked
 
-    from ckptkit.app.job.sglang import sglang_digest
+    from verify.weight_sync.sglang import sglang_digest
 
     tp, out, paths = int(sys.argv[1]), Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]]
     (out / "digest").write_text(sglang_digest()(SAMPLE))

@@ -12,7 +12,6 @@ from typing import get_args
 
 import pytest
 
-from ckptkit.app.job.loaded import DiffersError
 from ckptkit.app.run_options import parse_size
 from ckptkit.core.errors import (
     CkptkitError,
@@ -32,6 +31,7 @@ from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, StoreError
 from verify.options import MegatronOptions
+from verify.weight_sync.loaded import DiffersError
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,66 @@ def repacked(layer: nn.Module) -> None:
     layer.weight_scale = nn.Parameter(marlin_scales(scales)[0], requires_grad=False)
 
 
+def next_bit(scales: Tensor, row: int, group: int) -> Tensor:
+    """Scales of which one is the next larger number of bfloat16."""
+    changed = scales.bfloat16()
+    changed.view(torch.int16)[row, group] += 1
+    return changed
+
+
+def test_a_scale_off_by_a_bit_is_seen_in_a_known_layout_and_not_in_products() -> None:
+    """So Marlin's layout is compared, and only kernels with an unknown one are run."""
+    layer, meant = packed()
+    layer.weight_scale.data = layer.weight_scale.data.bfloat16()
+    by_layout = marlin()(layer)
+    by_products = products(lambda inputs: (inputs.float() @ held.t()).to(inputs.dtype), torch.bfloat16)(layer)
+    exact = layer.weight_scale.data
+    layer.weight_scale.data = next_bit(exact, 5, 0)
+    held = meant.float()
+    held[5, :32] *= layer.weight_scale[5, 0].float() / exact[5, 0].float()
+    assert by_products.compare() == LayerOutcome()
+    repacked(layer)
+    assert [one.what[:8] for one in by_layout.compare().differences] == ["1 of 256"]
+
+
+def test_an_fp8_scale_off_by_a_bit_is_seen_in_its_blocks_and_not_in_products() -> None:
+    """A column that a kernel computes has 8 bits of a scale's 24."""
+    layer = in_fp8()
+    by_blocks = fp8_blocks(BLOCK, PAIR)(layer)
+    by_products = products(lambda inputs: (inputs.float() @ held.t()).to(inputs.dtype), torch.bfloat16, BLOCK)(layer)
+    layer.weight_scale_inv.data.view(torch.int32)[1, 2] += 1
+    scales = layer.weight_scale_inv.repeat_interleave(16, 0)[:40].repeat_interleave(16, 1)
+    held = layer.weight.data.float() * scales
+    assert by_products.compare() == LayerOutcome()
+    assert [one.what.partition(",")[0] for one in by_blocks.compare().differences] == ["256 of 1920 values differ"]
+
+
+def test_one_hot_routing_does_not_show_every_bit_of_experts() -> None:
+    """What an expert computes of unit vectors is rounded by more than a wrong scale changes it."""
+    draw = torch.Generator().manual_seed(0)
+
+    def matrix(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        codes = torch.randint(-7, 8, (rows, columns // 32, 32), generator=draw).float()
+        return codes, (torch.rand(rows, columns // 32, generator=draw) * 0.01 + 0.001).bfloat16()
+
+    def values(codes: Tensor, scales: Tensor) -> Tensor:
+        return (codes * scales.float().unsqueeze(-1)).flatten(1)
+
+    def outputs(gate: Tensor, up: Tensor, down: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of every unit vector: [inputs, outputs]; what a kernel holds between its steps is in `dtype`."""
+        left, right, last = (one.to(dtype).float() for one in (gate, up, down))
+        between = (nn.functional.silu(left.t()).to(dtype).float() * right.t()).to(dtype).float()
+        return (between @ last.t()).to(dtype).float()
+
+    gate, up, down = matrix(256, 128), matrix(256, 128), matrix(128, 256)
+    exact = outputs(values(*gate), values(*up), values(*down), torch.float32)
+    rounding = (outputs(values(*gate), values(*up), values(*down), torch.bfloat16) - exact).abs().max()
+    of_gate = outputs(values(gate[0], next_bit(gate[1], 5, 1)), values(*up), values(*down), torch.float32)
+    of_down = outputs(values(*gate), values(*up), values(down[0], next_bit(down[1], 5, 1)), torch.float32)
+    assert 0 < (of_gate - exact).abs().max() < rounding
+    assert 0 < (of_down - exact).abs().max() < rounding
+
+
 def test_padding_that_is_not_zero_is_named() -> None:
     layer, _ = packed()
     expected = marlin()(layer)

@@ -18,8 +18,9 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.app.job.engines import Seat, Server, Setup, State, waiting
 from ckptkit.core.errors import CkptkitError, words_of
+from verify.weight_sync.engines import EngineState, JsonServer, Seat, Setup
+from verify.weight_sync.messages import waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,7 @@ def device_digest(tensor: Tensor) -> str:
 
     The sum, modulo 2^64, of every word of 8 bytes mixed with its place, as splitmix64 mixes.
     """
-    return f"{int(device_sum(tensor)) % (1 << 64):016x}"
+    return checksums_of([device_sum(tensor)])[0]
 
 
 def checksums_of(sums: Sequence[Tensor]) -> list[str]:
@@ -79,7 +80,7 @@ def device_sum(tensor: Tensor) -> Tensor:
         data = data.clone()
     words, total = data.view(torch.int64), torch.full((1,), tensor.nbytes, device=data.device)
     if words.is_cuda and len(words):
-        from ckptkit.app.job.triton_digest import add_words
+        from verify.weight_sync.triton_digest import add_words
 
         add_words(total, words, (_PLACE, _FIRST, _SECOND))
         return total
@@ -97,7 +98,7 @@ class VllmEngine:
     """One engine: a server's address in development mode (VLLM_SERVER_DEV_MODE=1), or its `collective_rpc`."""
 
     name: str
-    server: Server | None
+    server: JsonServer | None
     rpc: Rpc | None = None
 
     def setup(self) -> Setup:
@@ -113,7 +114,7 @@ class VllmEngine:
         has_checker = self.server is not None and self.server.ask("weight_info", may_lack=True) is not None
         return Setup("", sizes, quantizes, tuple(layout), digest=None if has_checker else device_digest)
 
-    def state(self, setup: Setup) -> State:
+    def state(self, setup: Setup) -> EngineState:
         """Its weight version (`/weight_info`), where it has one, and its ranks' checksums."""
         version = None
         if self.server is not None and (info := self.server.ask("weight_info", may_lack=True)) is not None:
@@ -134,7 +135,7 @@ class VllmEngine:
                 f"{self.name} answered for {len(found)} of its {prod(setup.sizes)} ranks",
                 "name each data parallel engine by its own address",
             )
-        return State(None if version == _NEVER_SET else version, found)
+        return EngineState(None if version == _NEVER_SET else version, found)
 
     def _config(self) -> Mapping[str, Any]:
         if self.server is None:

@@ -18,9 +18,8 @@ from support.sync_engines import EXPERTS, LAYERS, FakeEngine, FakeVllm, digest, 
 from torch import Tensor
 
 from ckptkit import CkptkitError
-from ckptkit.app.job import engines as job_engines
-from ckptkit.app.job import vllm
 from ckptkit.hooks import WeightSyncCheck
+from verify.weight_sync import messages, vllm
 
 # By hand: embedding, output layer and last norm; five for each layer's attention and norms; two of a dense MLP, or a
 # router and two of experts.
@@ -390,8 +389,8 @@ def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypat
         if "weights_checker" in line:
             told.set()
 
-    monkeypatch.setattr(job_engines, "_EVERY_S", 0.05)
-    monkeypatch.setattr(job_engines, "print", note, raising=False)
+    monkeypatch.setattr(messages, "_EVERY_S", 0.05)
+    monkeypatch.setattr(messages, "print", note, raising=False)
     with served(answer) as url:
         send(WeightSyncCheck(url, digest=digest), [engine], 1, weights(1))
     assert f"ckptkit: 0 s of waiting for {url}/weights_checker" in lines
@@ -581,14 +580,14 @@ def test_kernel_sums_as_torch_does() -> None:
     pytest.importorskip("triton")
     code = """
 import torch
-from ckptkit.app.job import triton_digest, vllm
+from verify.weight_sync import triton_digest, vllm
 for count in (1, 8, 4095, 4096, 9000):
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (count,))
     total = torch.full((1,), words.nbytes)
     triton_digest.add_words(total, words, (vllm._PLACE, vllm._FIRST, vllm._SECOND))
     assert vllm.checksums_of([total]) == [vllm.device_digest(words)], count
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[4])}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code], env=environment, capture_output=True, text=True, timeout=200
     )

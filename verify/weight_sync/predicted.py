@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from ckptkit.app.job.engines import Digest
 from converters.hf_names import FUSED
+from verify.evidence.folding import pattern_of
+from verify.weight_sync.engines import Digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,7 @@ _VOCABULARY = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.weight")
 _ROUTER = re.compile(r".+\.(gate|router)\.weight")
 _VOCABULARY_ROWS = 64  # engines pad to a multiple, with zeros (vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE)
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.(\w+)")
-_SHARED = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
+SHARED_EXPERT = re.compile(r"(.+)\.shared_experts\.(gate_proj|up_proj|down_proj)\.(\w+)")
 SHARED = 1 << 30  # as the number of an expert: the shared one, which SGLang may keep behind the last
 _PLACE = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 0, "w2": 0}
 # Engines' names of fused layers (`packed_modules_mapping` of their models), and what is in them from top to bottom.
@@ -55,28 +56,30 @@ def canonical(name: str) -> str:
     return _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
 
 
-def part_of(name: str) -> Part:
-    """The fused parameter that a tensor goes into by its HF name, or the parameter of its own name."""
+def target_parts(name: str) -> list[Part]:
+    """Where a tensor goes by its HF name: the fused parameter, or the parameter of its own name.
+
+    A shared expert's may also go into that of the routed ones, in an engine that keeps it as one more of them.
+    """
     name = canonical(name)
     if expert := _EXPERT.fullmatch(name):
         block, number, which, leaf = expert.groups()
-        fused = "w2" if which in ("down_proj", "w2") else "w13"
-        return Part(f"{block}.{fused}_{leaf}", (int(number), _PLACE[which]), None)
+        return [_part_of_expert(block, int(number), which, leaf)]
     module, _, leaf = name.rpartition(".")
     prefix, _, last = module.rpartition(".")
     if last not in _FUSED_IN:
-        return Part(name, (0,), 1)
-    fused, place = _FUSED_IN[last]
-    return Part(f"{prefix}.{fused}.{leaf}", (place,), len(_FUSED[fused]))
+        own = Part(name, (0,), 1)
+    else:
+        fused, place = _FUSED_IN[last]
+        own = Part(f"{prefix}.{fused}.{leaf}", (place,), len(_FUSED[fused]))
+    if shared := SHARED_EXPERT.fullmatch(name):
+        return [own, _part_of_expert(f"{shared[1]}.experts", SHARED, shared[2], shared[3])]
+    return [own]
 
 
-def shared_part_of(name: str) -> Part | None:
-    """Where a shared expert's tensor goes in an engine that keeps it as one more routed expert; None for any other."""
-    match = _SHARED.fullmatch(canonical(name))
-    if not match:
-        return None
-    block, which, leaf = match.groups()
-    return Part(part_of(f"{block}.experts.0.{which}.{leaf}").param, (SHARED, _PLACE[which]), None)
+def _part_of_expert(block: str, number: int, which: str, leaf: str) -> Part:
+    fused = "w2" if which in ("down_proj", "w2") else "w13"
+    return Part(f"{block}.{fused}_{leaf}", (number, _PLACE[which]), None)
 
 
 def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
@@ -91,13 +94,8 @@ def missing_parts(param: str, orders: Collection[Order]) -> list[str]:
     return [name for place, name in enumerate(_FUSED.get(fused, ())) if (place,) not in orders]
 
 
-def kind_of(param: str) -> str:
-    """Parameters that differ in their layer alone are of one kind."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "{}", param)
-
-
 @dataclass(frozen=True)
-class Cut:
+class ParamCut:
     """How a parameter is cut over tensor parallel ranks.
 
     Of `experts` blocks of experts a rank has one, and within it every part is cut into `size` pieces along `axis`; the
@@ -119,10 +117,10 @@ class Cut:
 
 
 # The checksum of what a rank holds, by how a parameter is cut and by the rank's block of experts and piece.
-Predicted = dict[tuple[Cut, tuple[int, int]], str]
+Predicted = dict[tuple[ParamCut, tuple[int, int]], str]
 
 
-def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
+def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[ParamCut]:
     """Every way in which `tp` ranks may hold a parameter of these parts; the whole of it on each rank is one."""
     routed = routed_of(parts)
     experts = len({order[0] for order in routed}) if len(next(iter(parts))) == 2 else 0
@@ -133,12 +131,16 @@ def cuts(tp: int, parts: Mapping[Order, Tensor], param: str) -> list[Cut]:
     for size in _divisors(tp):
         for axis in (0, 1) if size > 1 and next(iter(parts.values())).dim() > 1 else (0,):
             if experts:
-                found += [Cut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0]
-                found += [Cut(size, axis, size, shared=True)] if fused else []
+                found += [
+                    ParamCut(size, axis, size, blocks) for blocks in _divisors(tp // size) if experts % blocks == 0
+                ]
+                found += [ParamCut(size, axis, size, shared=True)] if fused else []
             elif ".qkv_proj." in param:
-                found += [Cut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
+                found += [ParamCut(size, axis, others) for others in _divisors(size) if axis == 0 or others == size]
             else:
-                found += [Cut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts]
+                found += [
+                    ParamCut(size, axis, size, padded=padded, float32=cast) for padded in paddings for cast in casts
+                ]
     return [cut for cut in found if _divides(cut, parts)]
 
 
@@ -146,7 +148,7 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _divides(cut: Cut, parts: Mapping[Order, Tensor]) -> bool:
+def _divides(cut: ParamCut, parts: Mapping[Order, Tensor]) -> bool:
     sizes = [(cut.others if order[-1] else cut.size, part.shape) for order, part in parts.items()]
     rows = _VOCABULARY_ROWS if cut.padded else 1
     return all(size == 1 or -(-shape[cut.axis] // rows) * rows % size == 0 for size, shape in sizes)
@@ -157,14 +159,14 @@ def routed_of(parts: Collection[Order]) -> list[Order]:
     return [order for order in parts if order[0] != SHARED]
 
 
-def whole(parts: Collection[Order]) -> bool:
+def has_all_parts(parts: Collection[Order]) -> bool:
     """Whether these are all parts of a parameter of experts: gate and up, or down, of experts 0 to the last."""
     experts, places = {order[0] for order in routed_of(parts)}, {order[1] for order in parts}
     complete = len(parts) == len({order[0] for order in parts}) * len(places)
     return complete and bool(experts) and max(experts) == len(experts) - 1
 
 
-def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tensor:
+def piece(parts: Mapping[Order, Tensor], cut: ParamCut, at: tuple[int, int]) -> Tensor:
     """What a rank holds of a whole parameter that is cut so."""
     block, index = at
     if cut.float32:
@@ -183,7 +185,7 @@ def piece(parts: Mapping[Order, Tensor], cut: Cut, at: tuple[int, int]) -> Tenso
     )
 
 
-def _joined(parts: Sequence[Tensor], cut: Cut, index: int) -> Tensor:
+def _joined(parts: Sequence[Tensor], cut: ParamCut, index: int) -> Tensor:
     pieces = []
     for place, part in enumerate(parts):
         size = cut.others if place else cut.size
@@ -210,11 +212,11 @@ class Sent:
         self,
         digest: Digest,
         sizes: Collection[int],
-        known: Callable[[str], Collection[Cut] | None],
+        known: Mapping[str, Collection[ParamCut]],
         before: Mapping[str, int],
         room: int,
     ) -> None:
-        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a kind can have (None: any).
+        """`sizes`: tensor parallel sizes of the engines. `known`: the cuts that a kind can have; of others any.
 
         `before`: of how many tensors each parameter was made in an earlier update. `room`: bytes of tensors to keep.
         """
@@ -234,9 +236,7 @@ class Sent:
             return
         value = tensor.detach()
         self.checksums[canonical(name)] = checksum = self._digest(value)
-        for part in (part_of(name), shared_part_of(name)):
-            if part is None:
-                continue
+        for part in target_parts(name):
             self.sources[part.param][part.order] = canonical(name), checksum
             self.dtypes[part.param].add(str(value.dtype))
             if part.param not in self.too_large:
@@ -244,7 +244,7 @@ class Sent:
 
     def kind(self, param: str) -> str:
         """Parameters that differ in their layer alone, and were sent in the same dtypes, are kept in the same way."""
-        return " ".join([kind_of(param), *sorted(self.dtypes.get(param, ()))])
+        return " ".join([pattern_of(param), *sorted(self.dtypes.get(param, ()))])
 
     def wide(self, param: str) -> bool:
         """Whether a part was sent in float32, which the engine may round."""
@@ -257,7 +257,7 @@ class Sent:
             if parts.keys() == {(0,), (1,)} and ".qkv_proj." in param:
                 parts[2,] = parts[1,]  # some models use the keys as values, and store them once
                 self._predict(param, parts)
-            elif len(next(iter(parts))) == 2 and whole(parts):
+            elif len(next(iter(parts))) == 2 and has_all_parts(parts):
                 self._predict(param, parts)
         self._held.clear()
 
@@ -278,13 +278,13 @@ class Sent:
 
     def _predict(self, param: str, parts: Mapping[Order, Tensor], checksum: str | None = None) -> None:
         """`checksum`: that of the last part, which is the parameter's own where it is the only one."""
-        known = self._known(self.kind(param))
+        known = self._known.get(self.kind(param))
         found: Predicted = {}
         for size in self._sizes:
             ways = [cut for cut in cuts(size, parts, param) if known is None or cut in known]
-            if parts.keys() == {(0,)} and checksum is not None and Cut() in ways:
-                ways.remove(Cut())
-                found[Cut(), (0, 0)] = checksum
+            if parts.keys() == {(0,)} and checksum is not None and ParamCut() in ways:
+                ways.remove(ParamCut())
+                found[ParamCut(), (0, 0)] = checksum
             places = [(cut, at) for cut in ways for at in {cut.at(rank) for rank in range(size)}]
             found |= {(cut, at): self._digest(piece(parts, cut, at)) for cut, at in places}
         self.predicted[param] = found

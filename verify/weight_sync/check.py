@@ -7,22 +7,21 @@ cut; from the tensors that were sent the same checksums are computed here, with 
 from __future__ import annotations
 
 import re
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ckptkit.app.job.engines import Digest, Server, Setup, State, waiting
-from ckptkit.app.job.judged import Judged, Known, changed_since, judge
-from ckptkit.app.job.predicted import Sent
-from ckptkit.app.job.sglang import SglangEngine, computes_as, sglang_digest
-from ckptkit.app.job.vllm import Rpc, VllmEngine, vllm_digest
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import printable
 from ckptkit.core.specs import summarize
+from verify.weight_sync.engines import Digest, EngineState, JsonServer, Setup
+from verify.weight_sync.judge import Known, SyncResult, SyncVerdict, changed_since, judge
+from verify.weight_sync.messages import first_lines, say, waiting
+from verify.weight_sync.predicted import Sent
+from verify.weight_sync.sglang import SglangEngine, computes_as, sglang_digest
+from verify.weight_sync.vllm import Rpc, VllmEngine, vllm_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,33 +29,11 @@ if TYPE_CHECKING:
 Program = Literal["sglang", "vllm"]
 Engine = SglangEngine | VllmEngine
 _Answer = TypeVar("_Answer")
-_SHOWN = 20  # lines of a message
 _HINT = (
     "do not generate with these weights: send the whole update again. "
     "`ckptkit verify HF --update` tells whether the engine can take updates at all"
 )
 _LOST_HINT = "send the whole update before the next generation: vLLM's sleep level 2 keeps no weights"
-
-
-@dataclass(frozen=True)
-class SyncResult:
-    """What one check looked at, over all ranks of all engines.
-
-    `by_value`: parameters whose checksum is that of the tensors sent. `by_change`: of the others, those that changed
-    exactly if a tensor of theirs did since the last check. `unseen`: names of parameters sent but not compared by
-    value, since the engine keeps them in a layout of its own, or there was no room to put them together. `absent`:
-    tensors that no rank has a parameter for. `not_sent`: parameters of engines that nothing was sent for. `seconds`:
-    what this check took, its records included.
-    """
-
-    version: str
-    engines: int
-    by_value: int
-    by_change: int
-    unseen: Sequence[str]
-    absent: Sequence[str]
-    not_sent: Sequence[str]
-    seconds: float
 
 
 class WeightSyncCheck:
@@ -134,7 +111,7 @@ class WeightSyncCheck:
     def _engine(self, given: str | Rpc, name: str) -> Engine:
         if not isinstance(given, str):
             return VllmEngine(name, None, given)
-        server = Server(given.rstrip("/"), self._headers, self._timeout)
+        server = JsonServer(given.rstrip("/"), self._headers, self._timeout)
         return VllmEngine(server.url, server) if self._program == "vllm" else SglangEngine(server)
 
     @property
@@ -175,20 +152,10 @@ class WeightSyncCheck:
             with waiting("the checksums of what was sent"):
                 sent.finish()
             states = self._states()
-            judged = judge(sent, states, self._setups, self._known, whole=not self._wanted.pattern)
-            self._raise(name, version is not None, states, judged)
-            self._known = judged.known
-        result = SyncResult(
-            name,
-            len(states),
-            judged.by_value,
-            judged.by_change,
-            judged.unseen,
-            judged.absent,
-            judged.not_sent,
-            self._spent,
-        )
-        self._spent = 0.0
+            verdict = judge(name, sent, states, self._setups, self._known, whole=not self._wanted.pattern)
+            self._raise(version is not None, states, verdict)
+            self._known = verdict.known
+        result, self._spent = replace(verdict.result, seconds=self._spent), 0.0
         self._say(result)
         return result
 
@@ -202,9 +169,9 @@ class WeightSyncCheck:
             raise CkptkitError("no earlier check of these engines is known", "call after_update first")
         with self._timed():
             self._learn_setups()
-            count, wrong = changed_since(self._states(), self._known)
+            count, wrong = changed_since(self._states(), self._setups, self._known)
         if wrong:
-            raise CkptkitError("engines lost what they held at the last check", _LOST_HINT, _shown(wrong))
+            raise CkptkitError("engines lost what they held at the last check", _LOST_HINT, first_lines(wrong))
         return count
 
     def _learn_setups(self) -> None:
@@ -213,18 +180,17 @@ class WeightSyncCheck:
 
     def _begin(self) -> Sent:
         self._learn_setups()
-        sizes = {setup.tp for setup in self._setups.values()}
+        sizes = {setup.sizes[0] for setup in self._setups.values()}
         digests = {setup.digest for setup in self._setups.values()}
         if len(digests) > 1:
             raise CkptkitError(
                 "some of these engines answer /weight_checker (vLLM 0.32 and later), and others by a worker extension",
                 "their checksums differ: have one check for each kind",
             )
-        return Sent(
-            digests.pop() or self._digest, sizes, self._known.cuts_of(self._setups), self._known.counts, self._room
-        )
+        counts = {param: len(sources) for param, sources in self._known.sources.items()}
+        return Sent(digests.pop() or self._digest, sizes, self._known.cuts_of(self._setups), counts, self._room)
 
-    def _states(self) -> dict[str, State]:
+    def _states(self) -> dict[str, EngineState]:
         return self._asked(lambda engine: engine.state(self._setups[engine.name]))
 
     def _asked(self, question: Callable[[Engine], _Answer]) -> dict[str, _Answer]:
@@ -233,32 +199,34 @@ class WeightSyncCheck:
             answers = list(pool.map(question, self._engines))
         return dict(zip([one.name for one in self._engines], answers, strict=True))
 
-    def _raise(self, version: str, told: bool, states: Mapping[str, State], judged: Judged) -> None:
-        """`told`: engines were given this version."""
+    def _raise(self, told: bool, states: Mapping[str, EngineState], verdict: SyncVerdict) -> None:
+        """`told`: engines were given the weight version."""
+        version = verdict.result.version
         wrong = [
             f"{url} has weight version {state.version}, not {version}"
             for url, state in states.items()
             if told and state.version not in (None, version)
         ]
-        wrong += judged.wrong
+        wrong += verdict.wrong
         # Of a whole model the norms are always kept as they are sent.
-        if judged.compared and not judged.by_value and not self._wanted.pattern:
+        if verdict.compared and not verdict.result.by_value and not self._wanted.pattern:
             as_here = (computes_as(setup.version) for setup in self._setups.values())  # as far as versions tell
             if self._program == "vllm" or not self._own_digest or all(as_here):
                 wrong.append(f"none of the values that were sent is in {', '.join(states)}")
         if wrong:
-            raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, _shown(wrong))
+            raise CkptkitError(f"weight update {version} did not arrive as sent", _HINT, first_lines(wrong))
 
     def _say(self, result: SyncResult) -> None:
         news = {
-            f"not compared by value: {summarize(result.unseen)}": result.unseen,
-            f"sent, and no engine has a parameter of this name: {summarize(result.absent)}": result.absent,
-            f"held by engines, and nothing was sent for them: {summarize(result.not_sent)}": result.not_sent,
+            "not compared by value": result.unseen,
+            "sent, and no engine has a parameter of this name": result.absent,
+            "held by engines, and nothing was sent for them": result.not_sent,
         }
-        for line, names in news.items():
-            if names and line not in self._said:
-                print(printable(f"ckptkit: weight update {result.version}: {line}"), file=sys.stderr)
-                self._said |= {line}
+        lines = [f"{what}: {summarize(names)}" for what, names in news.items() if names]
+        for line in lines:
+            if line not in self._said:
+                say(f"weight update {result.version}: {line}")
+        self._said |= set(lines)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -269,8 +237,3 @@ class WeightSyncCheck:
             took = time.perf_counter() - start
             self._spent += took
             self.seconds += took
-
-
-def _shown(lines: Sequence[str]) -> list[str]:
-    rest = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return [*lines[:_SHOWN], *rest]

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ckptkit import CkptkitError
-from ckptkit.app.job.loaded import parameters_asked_for, source_of
 from ckptkit.hooks import before_log_prob
+from verify.weight_sync.loaded import locate_loaded, parameters_asked_for
 
 
 def root(path: Path, tracker: str, *iterations: str) -> Path:
@@ -28,25 +28,25 @@ def test_option_of_each_prefix_is_followed(tmp_path: Path) -> None:
         name: str(root(tmp_path / name, "release", "release")) for name in ("load", "ref_load", "opd_teacher_load")
     }
     for prefix, name in (("", "load"), ("ref_", "ref_load"), ("teacher_", "opd_teacher_load")):
-        assert source_of(Namespace(**roots), prefix).path == tmp_path / name / "release"
-    assert source_of(Namespace(**roots | {"load": None}), "").path == tmp_path / "ref_load/release"
+        assert locate_loaded(Namespace(**roots), prefix).path == tmp_path / name / "release"
+    assert locate_loaded(Namespace(**roots | {"load": None}), "").path == tmp_path / "ref_load/release"
 
 
 def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path: Path) -> None:
     load = root(tmp_path / "run", "20", "iter_0000010", "iter_0000020")
-    assert source_of(Namespace(load=str(load), ckpt_step=None), "").path == load / "iter_0000020"
-    assert source_of(Namespace(load=str(load), ckpt_step=0), "").path == load / "iter_0000020"
-    of_step = source_of(Namespace(load=str(load), ckpt_step=10), "")
+    assert locate_loaded(Namespace(load=str(load), ckpt_step=None), "").path == load / "iter_0000020"
+    assert locate_loaded(Namespace(load=str(load), ckpt_step=0), "").path == load / "iter_0000020"
+    of_step = locate_loaded(Namespace(load=str(load), ckpt_step=10), "")
     assert (of_step.path, of_step.root) == (load / "iter_0000010", load)
     release = root(tmp_path / "release", "release", "release")
-    assert source_of(Namespace(load=str(release), ckpt_step=10), "").path == release / "release"
-    of_reference = source_of(Namespace(ref_load=str(load), ref_ckpt_step=10), "ref_")
+    assert locate_loaded(Namespace(load=str(release), ckpt_step=10), "").path == release / "release"
+    of_reference = locate_loaded(Namespace(ref_load=str(load), ref_ckpt_step=10), "ref_")
     assert of_reference.path == load / "iter_0000010"
 
 
 def test_prefix_that_no_option_is_for_is_an_error() -> None:
     with pytest.raises(CkptkitError, match="where the weights of old_actor_ come from"):
-        source_of(Namespace(load="/ckpt"), "old_actor_")
+        locate_loaded(Namespace(load="/ckpt"), "old_actor_")
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 16), ("0", 0), ("200", 200), ("all", None)])

@@ -1,4 +1,4 @@
-"""The sum behind `ckptkit.app.job.vllm.device_digest` on a GPU, in one reading of the words and without a wait."""
+"""The sum behind `verify.weight_sync.vllm.device_digest` on a GPU, in one reading of the words and without a wait."""
 
 from __future__ import annotations
 

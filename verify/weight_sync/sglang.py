@@ -5,14 +5,13 @@ Source: SGLang 0.5.16, `srt/utils/weight_checker.py` and `srt/managers/mm_utils.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version as installed
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ckptkit.app.job.engines import Digest, Seat, Server, Setup, State
 from ckptkit.core.errors import CkptkitError, MissingDependencyError
+from verify.weight_sync.engines import Digest, EngineState, JsonServer, Seat, Setup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +28,7 @@ _LAYOUT = (
 class SglangEngine:
     """One engine, and not a router before it."""
 
-    server: Server
+    server: JsonServer
 
     @property
     def name(self) -> str:
@@ -47,7 +46,7 @@ class SglangEngine:
             )
         return Setup(str(found.get("version")), (tp,), found.get("quantization") is not None, layout, dequantizes=True)
 
-    def state(self, setup: Setup) -> State:
+    def state(self, setup: Setup) -> EngineState:
         """Its weight version (`/model_info`) and its ranks' checksums (`/weights_checker`)."""
         version = self.server.require("model_info").get("weight_version")
         answer = self.server.require("weights_checker", {"action": "checksum"})
@@ -57,18 +56,16 @@ class SglangEngine:
             raise CkptkitError(
                 f"{self.name}/weights_checker: {message}", "it needs an SGLang that knows the action `checksum`"
             )
-        found = {_seat(rank): dict(rank["checksums"]) for rank in ranks}
+        found = dict[Seat, dict[str, str]]()
+        for rank in ranks:
+            info = rank["parallelism_info"]
+            first = info[0] if isinstance(info, list) else info  # a list, in later releases with the draft model's too
+            found[tuple(int(first[name]) for name in _SEAT)] = dict(rank["checksums"])
         # Every tensor parallel rank beside those that answered.
         if lost := sorted({(rank, *seat[1:]) for seat in found for rank in range(seat[1])} - set(found)):
             names = ", ".join(f"tensor parallel rank {seat[0]}" for seat in lost)
             raise CkptkitError(f"{self.name}/weights_checker did not answer for {names}", "is the engine whole?")
-        return State(str(version), found)
-
-
-def _seat(rank: Mapping[str, Any]) -> Seat:
-    info = rank["parallelism_info"]
-    first = info[0] if isinstance(info, list) else info  # a list of one, or with the draft model's, in later releases
-    return tuple(int(first[name]) for name in _SEAT)
+        return EngineState(str(version), found)
 
 
 def sglang_digest() -> Digest:

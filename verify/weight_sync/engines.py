@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any
@@ -15,7 +11,8 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from ckptkit.core.errors import CkptkitError, words_of
-from ckptkit.core.printable import one_line, printable
+from ckptkit.core.printable import one_line
+from verify.weight_sync.messages import waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,27 +20,7 @@ if TYPE_CHECKING:
 Digest = Callable[["Tensor"], str]
 Seat = tuple[int, ...]  # of a rank: rank and size of tensor, data, pipeline and prefill context parallelism
 _PLACES = ("tensor", "data", "pipeline", "prefill context")
-_EVERY_S = 15.0
 NOT_FOUND = 404
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Names what is still waited for on standard error, every 15 s, so that slow and stuck can be told apart."""
-    began, done = time.monotonic(), threading.Event()
-
-    def report() -> None:
-        while not done.wait(_EVERY_S):
-            line = f"ckptkit: {time.monotonic() - began:.0f} s of waiting for {what}"
-            print(printable(line), file=sys.stderr, flush=True)
-
-    reporter = threading.Thread(target=report, daemon=True)
-    reporter.start()
-    try:
-        yield
-    finally:
-        done.set()
-        reporter.join()
 
 
 @dataclass(frozen=True)
@@ -62,28 +39,23 @@ class Setup:
     dequantizes: bool = False
     digest: Digest | None = None
 
-    @property
-    def tp(self) -> int:
-        """The tensor parallel size."""
-        return self.sizes[0]
-
 
 @dataclass(frozen=True)
-class State:
+class EngineState:
     """The weight version of an engine (None: it tells none), and the checksums of each of its ranks by parameter."""
 
     version: str | None
     ranks: Mapping[Seat, Mapping[str, str]]
 
 
-def seat_label(seat: Seat) -> str:
-    """A rank's place in each kind of parallelism that its engine has."""
+def rank_label(engine: str, seat: Seat) -> str:
+    """An engine, and the place of one of its ranks in each kind of parallelism that it has."""
     places = zip(_PLACES, seat[::2], seat[1::2], strict=False)
-    return ", ".join(f"{name} parallel rank {at}" for name, at, size in places if size > 1)
+    return ", ".join([engine, *(f"{name} parallel rank {at}" for name, at, size in places if size > 1)])
 
 
 @dataclass(frozen=True)
-class Server:
+class JsonServer:
     """A server that answers in JSON. `headers` go with every request, such as `Authorization`; `timeout`: seconds."""
 
     url: str

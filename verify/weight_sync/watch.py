@@ -7,10 +7,12 @@ import functools
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
-from ckptkit.app.job.weight_sync import WeightSyncCheck
 from ckptkit.core.errors import CkptkitError
+from verify.weight_sync.check import WeightSyncCheck
+from verify.weight_sync.messages import job_rank
 
 _CHECK = "_ckptkit_check"
+_HINT = "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known"
 
 
 def watch_updates(
@@ -29,30 +31,23 @@ def watch_updates(
     the job). `options` are those of `WeightSyncCheck`. Raises CkptkitError where the class has no such methods, or is
     watched already.
     """
-    if _CHECK in vars(updater):
-        raise CkptkitError(f"{updater.__name__} is watched already", "call watch_updates once in a process")
+    _require_unwatched(updater, "watch_updates")
     methods = (send, "update_weights")
     if missing := [name for name in methods if not callable(getattr(updater, name, None))]:
-        raise CkptkitError(
-            f"{updater.__name__} has no method {' and no method '.join(missing)}",
-            "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known",
-        )
-    addresses, checks = urls or _of_ray_actors, when or _is_first_rank
+        raise CkptkitError(f"{updater.__name__} has no method {' and no method '.join(missing)}", _HINT)
+    addresses, checks = urls or _of_ray_actors, when or (lambda _: job_rank() == 0)
     sending, updating = (getattr(updater, name) for name in methods)
 
     @functools.wraps(sending)
     def recorded(self: Any, pairs: Any, *args: Any, **more: Any) -> Any:
         if checks(self):
-            _record(self, pairs)
+            check = vars(self).get(_CHECK)
+            if check is None:
+                check = WeightSyncCheck(_found(addresses(self)), **options)
+                setattr(self, _CHECK, check)
+            for name, tensor in pairs:
+                check.record(name, tensor)
         return sending(self, pairs, *args, **more)
-
-    def _record(self: Any, pairs: Iterable[Any]) -> None:
-        check = vars(self).get(_CHECK)
-        if check is None:
-            check = WeightSyncCheck(_found(addresses(self)), **options)
-            setattr(self, _CHECK, check)
-        for name, tensor in pairs:
-            check.record(name, tensor)
 
     @functools.wraps(updating)
     def checked(self: Any, *args: Any, **more: Any) -> Any:
@@ -60,7 +55,7 @@ def watch_updates(
         if check is not None and check.due:
             check.use(_found(addresses(self)))  # engines may have been started again
         result = updating(self, *args, **more)
-        if (check := vars(self).get(_CHECK)) is not None:
+        if (check := vars(self).get(_CHECK)) is not None:  # the first comes of what was sent meanwhile
             check.after_update(self.weight_version)
         return result
 
@@ -77,13 +72,9 @@ def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None 
     `WeightSyncCheck`; its `program` is vllm unless they say otherwise. Raises CkptkitError where the class has no such
     method, or is watched already.
     """
-    if _CHECK in vars(adapter):
-        raise CkptkitError(f"{adapter.__name__} is watched already", "call watch_rollout once in a process")
+    _require_unwatched(adapter, "watch_rollout")
     if not asyncio.iscoroutinefunction(updating := getattr(adapter, "update_weights", None)):
-        raise CkptkitError(
-            f"{adapter.__name__} has no coroutine update_weights",
-            "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known",
-        )
+        raise CkptkitError(f"{adapter.__name__} has no coroutine update_weights", _HINT)
     addresses = urls or _of_ray_server
 
     @functools.wraps(updating)
@@ -100,6 +91,11 @@ def watch_rollout(adapter: type, *, urls: Callable[[Any], Iterable[str]] | None 
 
     adapter.update_weights = checked  # type: ignore[attr-defined]
     setattr(adapter, _CHECK, None)
+
+
+def _require_unwatched(owner: type, function: str) -> None:
+    if _CHECK in vars(owner):
+        raise CkptkitError(f"{owner.__name__} is watched already", f"call {function} once in a process")
 
 
 def _recorded(check: WeightSyncCheck, weights: Any) -> Iterator[Any] | AsyncIterator[Any]:
@@ -137,9 +133,3 @@ def _of_ray_actors(updater: Any) -> Iterable[str | None]:
 
     found: list[str | None] = ray.get([engine.get_url.remote() for engine in updater.rollout_engines])
     return found
-
-
-def _is_first_rank(updater: Any) -> bool:
-    import torch
-
-    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from ckptkit.app.job.engines import Seat, Setup, State, seat_label
-from ckptkit.app.job.predicted import SHARED, UNUSED, Cut, Order, Sent, canonical, missing_parts, shared_part_of
 from ckptkit.core.specs import summarize
+from verify.weight_sync.engines import EngineState, Seat, Setup, rank_label
+from verify.weight_sync.predicted import SHARED, SHARED_EXPERT, UNUSED, Order, ParamCut, Sent, canonical, missing_parts
 
 Layout = tuple[tuple[str, str], ...]
 Checksums = Mapping[str, str]
 Sources = Mapping[Order, tuple[str, str]]
+Cuts = Mapping[tuple[Layout, Seat, str], ParamCut]
 
 
 @dataclass(frozen=True)
@@ -21,46 +22,52 @@ class Known:
     """What earlier checks showed.
 
     `cuts`: how a rank of a layout keeps a parameter, by kind, or by parameter where a server quantizes some layers by
-    itself. `sources` and `held`: what was sent last, and what each rank of an engine then held. `counts`: of how many
-    tensors each parameter was made.
+    itself. `sources` and `held`: what was sent last, and what each rank of an engine then held.
     """
 
-    cuts: Mapping[tuple[Layout, Seat, str], Cut] = field(default_factory=dict)
+    cuts: Cuts = field(default_factory=dict)
     sources: Mapping[str, Sources] = field(default_factory=dict)
     held: Mapping[tuple[str, Seat], Checksums] = field(default_factory=dict)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        """Of how many tensors each parameter was made."""
-        return {param: len(sources) for param, sources in self.sources.items()}
-
-    def cuts_of(self, setups: Mapping[str, Setup]) -> Callable[[str], Collection[Cut] | None]:
-        """The cuts that a kind (`Sent.kind`) can have in these engines; None where it may be any."""
+    def cuts_of(self, setups: Mapping[str, Setup]) -> dict[str, set[ParamCut]]:
+        """The cuts that a kind (`Sent.kind`) can have in these engines; of a kind that is not there it may be any."""
+        by_kind = defaultdict[str, dict[tuple[Layout, Seat], ParamCut]](dict)
+        for (layout, seat, kind), cut in self.cuts.items():
+            by_kind[kind][layout, seat] = cut
         seats = {(layout, seat) for layout, seat, _ in self.cuts}
-        layouts = {setup.layout for setup in setups.values()}
-        by_name = defaultdict[str, dict[tuple[Layout, Seat], Cut]](dict)
-        for (layout, seat, name), cut in self.cuts.items():
-            by_name[name][layout, seat] = cut
-
-        def known(kind: str) -> set[Cut] | None:
-            found = by_name.get(kind, {})
-            complete = layouts <= {layout for layout, _ in seats} and seats <= found.keys()
-            return set(found.values()) if complete else None
-
-        return known
+        if {setup.layout for setup in setups.values()} - {layout for layout, _ in seats}:
+            return {}  # an engine that was never checked
+        return {kind: set(cuts.values()) for kind, cuts in by_kind.items() if seats <= cuts.keys()}
 
 
 @dataclass(frozen=True)
-class Judged:
-    """`wrong`: a line each. `compared`: whether anything could be compared by value. Others as `SyncResult`."""
+class SyncResult:
+    """What one check looked at, over all ranks of all engines.
 
-    wrong: Sequence[str]
-    compared: bool
+    `by_value`: parameters whose checksum is that of the tensors sent. `by_change`: of the others, those that changed
+    exactly if a tensor of theirs did since the last check. `unseen`: names of parameters sent but not compared by
+    value, since the engine keeps them in a layout of its own, or there was no room to put them together. `absent`:
+    tensors that no rank has a parameter for. `not_sent`: parameters of engines that nothing was sent for. `seconds`:
+    what this check took, its records included.
+    """
+
+    version: str
+    engines: int
     by_value: int
     by_change: int
     unseen: Sequence[str]
     absent: Sequence[str]
     not_sent: Sequence[str]
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class SyncVerdict:
+    """`wrong`: a line each. `compared`: whether anything could be compared by value. `known`: what it has shown."""
+
+    wrong: Sequence[str]
+    compared: bool
+    result: SyncResult
     known: Known
 
 
@@ -78,30 +85,40 @@ class _Rank:
 
     @property
     def label(self) -> str:
-        return ", ".join(filter(None, [self.url, seat_label(self.seat)]))
+        return rank_label(self.url, self.seat)
 
 
-def judge(
-    sent: Sent, states: Mapping[str, State], setups: Mapping[str, Setup], known: Known, *, whole: bool = True
-) -> Judged:
-    """Compares every rank of every engine with what was sent, with what it held before, and with the other engines.
-
-    `whole`: everything that was sent is known, not chosen tensors alone.
-    """
-    ranks = [
+def _ranks(states: Mapping[str, EngineState], setups: Mapping[str, Setup]) -> list[_Rank]:
+    return [
         _Rank(url, seat, setups[url], {canonical(name): checksum for name, checksum in checksums.items()})
         for url, state in states.items()
         for seat, checksums in state.ranks.items()
     ]
-    equal, unequal, cuts = _by_value(sent, ranks, known.cuts)
+
+
+def judge(
+    version: str,
+    sent: Sent,
+    states: Mapping[str, EngineState],
+    setups: Mapping[str, Setup],
+    known: Known,
+    *,
+    whole: bool = True,
+) -> SyncVerdict:
+    """Compares every rank of every engine with what was sent, with what it held before, and with the other engines.
+
+    `version`: the update's name in the result. `whole`: everything that was sent is known, not chosen tensors alone.
+    """
+    ranks = _ranks(states, setups)
+    is_equal, cuts = _by_value(sent, ranks, known.cuts)
     wrong = defaultdict[tuple[str, str], list[str]](list)  # parameters, by rank and reason
     was, now = _Record.of(known.sources), _Record.of(sent.sources)
     unseen, not_sent = set[str](), set[str]()
     by_change = 0
     for rank in ranks:
-        covered = set(_params(sent.sources, rank.checksums))
-        for param in rank.checksums if whole else ():
-            if param in covered or param.endswith(f".{UNUSED}"):
+        params = list(_params(sent.sources, rank.checksums))
+        for param in rank.checksums.keys() - params if whole else ():
+            if param.endswith(f".{UNUSED}"):
                 continue
             not_sent.add(param)
             # An output layer that nothing was sent for holds the embeddings that were sent.
@@ -109,13 +126,13 @@ def judge(
             if tied and rank.checksums[param] not in tied.values():
                 wrong[rank.label, _HEAD].append(param)
         before = known.held.get((rank.url, rank.seat), {})
-        for param in _params(sent.sources, rank.checksums):
-            if (rank, param) in equal:
+        for param in params:
+            if is_equal.get((rank, param)):
                 continue
-            if whole and (lost_parts := missing_parts(param, sent.sources[param]) if param in sent.sources else []):
+            if whole and (lost_parts := missing_parts(param, sent.sources.get(param, {}))):
                 wrong[rank.label, f"{', '.join(lost_parts)} of it was not sent"].append(param)
                 continue
-            if (rank, param) in unequal and rank.key(sent, param) in cuts:
+            if (rank, param) in is_equal and rank.key(sent, param) in cuts:
                 wrong[rank.label, _reason(sent, rank, param, before)].append(param)
                 continue
             unseen.add(param)
@@ -129,63 +146,61 @@ def judge(
             if reason:
                 wrong[rank.label, reason].append(param)
     lost = was.own.keys() - now.own.keys()
-    return Judged(
-        [
-            *([f"sent in an earlier update and not in this one: {summarize(lost)}"] if lost else []),
-            *(f"{label}: {summarize(params)}: {reason}" for (label, reason), params in wrong.items()),
-            *_apart(sent, ranks, set(chain(*wrong.values()))),
-        ],
-        bool(equal or unequal),
-        len(equal),
-        by_change,
-        sorted(unseen),
-        sorted(_absent(sent, ranks, any(cut.shared for cut in cuts.values()))),
-        sorted(not_sent),
+    lines = [f"sent in an earlier update and not in this one: {summarize(lost)}"] if lost else []
+    lines += [f"{label}: {summarize(params)}: {reason}" for (label, reason), params in wrong.items()]
+    absent = _absent(sent, ranks, any(cut.shared for cut in cuts.values()))
+    return SyncVerdict(
+        [*lines, *_apart(sent, ranks, set(chain(*wrong.values())))],
+        bool(is_equal),
+        SyncResult(
+            version,
+            len(states),
+            sum(is_equal.values()),
+            by_change,
+            sorted(unseen),
+            sorted(absent),
+            sorted(not_sent),
+        ),
         Known(cuts, dict(sent.sources), {(rank.url, rank.seat): rank.checksums for rank in ranks}),
     )
 
 
-def changed_since(states: Mapping[str, State], known: Known) -> tuple[int, list[str]]:
+def changed_since(
+    states: Mapping[str, EngineState], setups: Mapping[str, Setup], known: Known
+) -> tuple[int, list[str]]:
     """How many parameters are known from the last check, and a line for those of each rank that hold something else."""
     count, lines = 0, []
-    for url, state in states.items():
-        for seat, checksums in state.ranks.items():
-            now = {canonical(name): checksum for name, checksum in checksums.items()}
-            before = known.held.get((url, seat), {})
-            count += len(before)
-            if changed := [name for name in before if before[name] != now.get(name)]:
-                label = ", ".join(filter(None, [url, seat_label(seat)]))
-                lines.append(f"{label}: {summarize(changed)}: not as at the last check")
+    for rank in _ranks(states, setups):
+        before = known.held.get((rank.url, rank.seat), {})
+        count += len(before)
+        if changed := [name for name in before if before[name] != rank.checksums.get(name)]:
+            lines.append(f"{rank.label}: {summarize(changed)}: not as at the last check")
     return count, lines
 
 
-def _by_value(
-    sent: Sent, ranks: Sequence[_Rank], known: Mapping[tuple[Layout, Seat, str], Cut]
-) -> tuple[set[tuple[_Rank, str]], set[tuple[_Rank, str]], dict[tuple[Layout, Seat, str], Cut]]:
-    """The parameters of each rank that hold what was sent, those that do not, and how they are cut, as far as known."""
-    equal, unequal, cuts = set[tuple[_Rank, str]](), set[tuple[_Rank, str]](), dict(known)
+def _by_value(sent: Sent, ranks: Sequence[_Rank], known: Cuts) -> tuple[dict[tuple[_Rank, str], bool], Cuts]:
+    """Whether parameters of each rank hold what was sent, where that can be told, and how parameters are cut."""
+    is_equal, cuts = dict[tuple[_Rank, str], bool](), dict(known)
     for rank in ranks:
         for param in _params(sent.sources, rank.checksums):
             expected = _expected(sent, param, rank)
             if not expected:
                 continue
-            if cut := next((cut for cut, checksum in expected.items() if checksum == rank.checksums[param]), None):
-                equal.add((rank, param))
-                if param not in sent.constant:
-                    cuts.setdefault(rank.key(sent, param), cut)
-            else:
-                unequal.add((rank, param))
-    return equal, unequal, cuts
+            cut = next((cut for cut, checksum in expected.items() if checksum == rank.checksums[param]), None)
+            is_equal[rank, param] = cut is not None
+            if cut is not None and param not in sent.constant:
+                cuts.setdefault(rank.key(sent, param), cut)
+    return is_equal, cuts
 
 
-def _expected(sent: Sent, param: str, rank: _Rank) -> dict[Cut, str]:
+def _expected(sent: Sent, param: str, rank: _Rank) -> dict[ParamCut, str]:
     """What a rank may hold, by how it is cut; nothing where that is not known."""
     if rank.setup.dequantizes and any(f"{param}_{scale}" in sent.sources for scale in _SCALES):
         return {}  # the checksum is of the weights that these stand for
     if param in sent.sources:
         found = sent.predicted.get(param, {})
         return {cut: checksum for (cut, at), checksum in found.items() if cut.at(rank.seat[0]) == at}
-    return {Cut(): sent.checksums[param]}
+    return {ParamCut(): sent.checksums[param]}
 
 
 _SCALES = ("scale_inv", "scale")
@@ -263,7 +278,7 @@ def _absent(sent: Sent, ranks: Sequence[_Rank], fused: bool) -> set[str]:
         absent |= {name for parts in rest for name, _ in parts.values() if name not in held}
     # Scales are part of the checksum of their weight.
     scales = tuple(f".weight_{scale}" for scale in _SCALES)
-    return {name for name in absent if not name.endswith(scales) and not (fused and shared_part_of(name))}
+    return {name for name in absent if not name.endswith(scales) and not (fused and SHARED_EXPERT.fullmatch(name))}
 
 
 def _apart(sent: Sent, ranks: Sequence[_Rank], reported: Collection[str]) -> Iterator[str]:

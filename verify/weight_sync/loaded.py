@@ -16,8 +16,11 @@ from itertools import chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptkit.app.job.predicted import kind_of
+import torch
+from torch import Tensor
+
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST, TRACKER, Location, locate
@@ -28,12 +31,11 @@ from converters.open import open_megatron
 from converters.ops.basic import Copy
 from converters.planner import Rule, dims_of, rules_in, to_megatron
 from converters.stored import as_stored
+from verify.evidence.folding import pattern_of
 from verify.evidence.plain import plain
+from verify.weight_sync.messages import job_rank
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from verify.witnesses.megatron.job import TensorSeen
     from verify.witnesses.megatron.slices import Position
 
@@ -66,7 +68,7 @@ class DiffersError(CkptkitError):
     code = "mismatch"
 
 
-def source_of(args: Namespace, prefix: str) -> Location:
+def locate_loaded(args: Namespace, prefix: str) -> Location:
     """The checkpoint that the model was loaded from, by `--load`, `--ref-load` or `--opd-teacher-load`.
 
     Raises CkptkitError where the options name none, and as `locate`.
@@ -102,13 +104,16 @@ def compare_loaded(
 
     Raises DiffersError naming every parameter that holds something else, and CkptkitError where it cannot be compared.
     """
+    from verify.witnesses.megatron.slices import compare_all
+
     reference: Checkpoint = (
         to_megatron(plain(location.path), str(location.path)) if location.is_hf else open_megatron(location, hf)
     )
     config = as_stored(reference.config, reference.specs)
     rules = {rule.megatron: rule for rule in rules_in(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
-    held = dict(_held(model, _experts(dims_of(config).experts), rules, reference.specs, skipped))
+    at = _position(dims_of(config).experts)
+    held = dict(_held(model, at.experts, rules, reference.specs, skipped))
     names = {local: name for local, (name, _) in held.items()}
     whole = [
         local
@@ -119,8 +124,12 @@ def compare_loaded(
         and not rules[name].mapping.vocab
     ]
     digests = _digests(location, rules, skipped)
+    # Of another shape or dtype than the digest, the weights themselves are cast and compared.
+    specs = {local: (dtype_name(held[local][1].dtype), tuple(held[local][1].shape)) for local in whole}
     known = {
-        local: digest for local in whole if (digest := digests.get(names[local])) and _fits(digest, held[local][1])
+        local: digest
+        for local, spec in specs.items()
+        if (digest := digests.get(names[local])) and (digest.dtype, digest.shape) == spec
     }
     wrong = []
     for local, digest in known.items():
@@ -128,11 +137,19 @@ def compare_loaded(
             other = next((f": it is {name}" for name, one in digests.items() if one == found), "")
             wrong.append(f"{local} is not {names[local]} of {location.path}{other}")
     cut = _chosen([local for local in held if local not in whole], names, reference, parameters, skipped)
-    seen = _compared([*(local for local in whole if local not in known), *cut], held, rules, reference)
+    tensors = {local: held[local][1] for local in (*whole, *cut) if local not in known}
+    is_local_spec = any(
+        CUT_IN_LOCAL_SPEC.fullmatch(name) and tuple(tensor.shape) != reference.specs[name].shape
+        for name, tensor in held.values()
+    )
+    at = replace(at, local_spec=is_local_spec)
+    seen = list(compare_all(tensors, names.__getitem__, rules, reference, at))
     wrong += [f"{one.local} is not {one.name} of {location.path}{_how(one)}" for one in seen if one.verdict != "equal"]
     if wrong:
         hint = f"were these weights loaded as they are? `ckptkit verify {location.path} --against-megatron`"
-        raise DiffersError(f"{_rank()}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
+        is_one_of_many = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+        which = f"rank {job_rank()}: " if is_one_of_many else ""
+        raise DiffersError(f"{which}{len(wrong)} parameter(s) are not those of the checkpoint", hint, wrong)
     return Looked(location.path, list(known), [one.local for one in seen], skipped)
 
 
@@ -180,11 +197,6 @@ def _digests(location: Location, rules: Mapping[str, Rule], skipped: dict[str, l
     return {name: tensors[hf] for name, hf in copied.items() if hf in tensors}
 
 
-def _fits(digest: TensorDigest, tensor: Tensor) -> bool:
-    """Whether a digest is of this shape and dtype; otherwise the weights themselves are cast and compared."""
-    return (digest.dtype, digest.shape) == (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
 def _chosen(
     local: Sequence[str],
     names: Mapping[str, str],
@@ -198,27 +210,13 @@ def _chosen(
         if reference.specs[names[one]].nbytes > _MAX_BYTES:
             skipped["too large to read for a slice"].append(one)
         else:
-            kinds[kind_of(names[one])].append(one)
-    rank = _place()[0]
+            kinds[pattern_of(names[one])].append(one)
+    rank = job_rank()
     turned = [[*found[first:], *found[:first]] for found in kinds.values() for first in [rank * 5 % len(found)]]
     order = [one for turn in zip_longest(*turned) for one in turn if one is not None]
     chosen = order[:parameters]
     skipped[f"beyond the {len(chosen)} that {PARAMETERS} allows"] += order[len(chosen) :]
     return chosen
-
-
-def _compared(
-    local: Sequence[str], held: Mapping[str, tuple[str, Tensor]], rules: Mapping[str, Rule], reference: Checkpoint
-) -> list[TensorSeen]:
-    from verify.witnesses.megatron.slices import compare_all
-
-    cut_down = any(
-        CUT_IN_LOCAL_SPEC.fullmatch(name) and tuple(tensor.shape) != reference.specs[name].shape
-        for name, tensor in held.values()
-    )
-    name_of = {one: held[one][0] for one in local}
-    tensors = {one: held[one][1] for one in local}
-    return list(compare_all(tensors, name_of.__getitem__, rules, reference, _position(cut_down)))
 
 
 def _how(seen: TensorSeen) -> str:
@@ -229,38 +227,18 @@ def _how(seen: TensorSeen) -> str:
     return f": {seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
 
 
-def _experts(count: int) -> range:
-    """This rank's experts, by Megatron's own count."""
-    from megatron.core import parallel_state
-
-    each = count // parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * each
-    return range(first, first + each)
-
-
-def _place() -> tuple[int, int]:
-    """Rank and size of the whole job."""
-    import torch
-
-    there = torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if there else (0, 1)
-
-
-def _rank() -> str:
-    rank, size = _place()
-    return f"rank {rank}: " if size > 1 else ""
-
-
-def _position(local_spec: bool) -> Position:
+def _position(experts: int) -> Position:
+    """The place of this rank among the model's, with its experts of so many in all, by Megatron's own count."""
     from megatron.core import parallel_state
 
     from verify.witnesses.megatron.slices import Position
 
+    each = experts // parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * each
     return Position(
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_world_size(),
-        range(0),
-        local_spec,
+        range(first, first + each),
     )
