@@ -42,8 +42,8 @@ code.
 """
 
 
-def _wrapped(text: str, **indent: str) -> str:
-    return fill(text, 120, break_long_words=False, break_on_hyphens=False, **indent)
+def _item(text: str) -> str:
+    return fill(f"- {text}", 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _quoted(needles: tuple[str, ...]) -> str:
@@ -65,7 +65,7 @@ def _section(symptom: Symptom) -> str:
         "Checks": ", ".join(symptom.codes) or "none: it is not a defect of a checkpoint",
         "Test": tests,
     }
-    lines = [_wrapped(f"- {label}: {text}", subsequent_indent="  ") for label, text in items.items() if text]
+    lines = [_item(f"{label}: {text}") for label, text in items.items() if text]
     return "\n".join([f"### {symptom.number}. {title}", *lines, ""])
 
 

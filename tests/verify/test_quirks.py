@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from datetime import date
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
 
-from verify.quirks import EFFECTS, PROGRAMS, Quirk, program, quirk, quirks
+from verify.quirks import Quirk, quirk, quirks, releases_of
 
 ROOT = Path(__file__).parents[2]
-ROWS = [(name, one) for name in PROGRAMS for one in program(name).quirks]
+TABLES = {file.stem: tomllib.loads(file.read_text()) for file in (ROOT / "verify/quirks").glob("*.toml")}
+ROWS = [(name, Quirk(**row)) for name, table in TABLES.items() for row in table["quirk"]]
+EFFECTS = {
+    *("default_ok", "unwritten_ok", "unset", "misorders", "refuses", "ignores", "reads_otherwise", "takes"),
+    *("constant", "unstated", "clashes"),
+}
 # Where the project states the releases that it is tested with, besides: the first column of a table, a pin, a registry.
 STATED = {
     "sglang": ("lab/sglang-versions.md", r"^\| (0\.\d+\.\d+(?:\.post\d+)?)[ ,]"),
@@ -23,11 +29,11 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_tested_releases_are_those_that_the_project_states(name: str) -> None:
+@pytest.mark.parametrize("name", TABLES)
+def test_releases_of_are_those_that_the_project_states(name: str) -> None:
     file, pattern = STATED[name]
     stated = set(re.findall(pattern, (ROOT / file).read_text(), re.MULTILINE))
-    tested = set(program(name).tested)
+    tested = set(releases_of(name))
     assert stated
     assert stated == tested if file.startswith("lab/") else stated <= tested
 
@@ -37,13 +43,13 @@ def test_release_of_an_engines_registry_is_tested(name: str) -> None:
     """`converters/engines` copies what a release knows of drafts."""
     content = json.loads(files("converters.engines").joinpath(f"{name}.json").read_text())
     release = content["release"].split()[1]
-    assert any(one == release or one.startswith(f"{release}.") for one in program(name).tested)
+    assert any(one == release or one.startswith(f"{release}.") for one in releases_of(name))
 
 
 @pytest.mark.parametrize(("name", "row"), ROWS, ids=lambda one: one.id if isinstance(one, Quirk) else one)
-def test_tested_releases_have_not_moved_past_a_row(name: str, row: Quirk) -> None:
+def test_releases_of_have_not_moved_past_a_row(name: str, row: Quirk) -> None:
     """Look at the new release, and change `versions`; where it was mended, take the row and what asks for it out."""
-    assert any(map(row.is_of, program(name).tested)), f"{row.id} of {name}: {row.versions} holds for no tested release"
+    assert any(map(row.is_of, releases_of(name))), f"{row.id} of {name}: {row.versions} holds for no tested release"
     assert re.fullmatch(r">=\d+(\.\d+)+,<\d+(\.\d+)*", row.versions), "a range has two ends, so that it expires"
 
 
@@ -55,7 +61,7 @@ def test_row_has_what_it_needs(name: str, row: Quirk) -> None:
     assert row.when.keys() <= {"tensors", "config", "package", "fields"}
     for pattern in (row.when.get("tensors", ""), *row.when.get("config", {}).values()):
         re.compile(pattern)
-    assert [one.id for one in program(name).quirks].count(row.id) == 1
+    assert [one["id"] for one in TABLES[name]["quirk"]].count(row.id) == 1
 
 
 def test_every_row_is_asked_for() -> None:

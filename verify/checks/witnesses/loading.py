@@ -457,7 +457,7 @@ def why_not_repacked(engine: EngineFacts, release: str, seen: Observation) -> st
     """The next move for a parameter that was repacked wrongly."""
     param = seen.param.partition("[")[0]
     for known in quirks(engine.name, "misorders", release):
-        if known.is_about(param):
+        if known.is_about(param, {}):
             return known.message
     if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
         return (

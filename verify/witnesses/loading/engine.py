@@ -52,7 +52,7 @@ class EngineFacts:
 
     def has_default(self, param: str) -> bool:
         """Whether the engine gives a parameter a value that stands unless a checkpoint gives another."""
-        return any(one.is_about(param) for one in quirks(self.name, "default_ok", installed(self.name)))
+        return any(one.is_about(param, {}) for one in quirks(self.name, "default_ok", installed(self.name)))
 
 
 @dataclass(frozen=True)

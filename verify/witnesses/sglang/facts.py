@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from quant.formats.part_names import PACKED
-from verify.quirks import program
+from verify.quirks import releases_of
 from verify.witnesses.loading.engine import EngineFacts
 
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
@@ -35,7 +35,7 @@ SGLANG = EngineFacts(
     name="sglang",
     label="SGLang",
     codes="CK50",
-    tested=program("sglang").tested,
+    tested=releases_of("sglang"),
     install="pip install sglang",
     adapter="verify.witnesses.sglang.adapter",
     sizes="--ep divides --tp, there is no --pp",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from verify.quirks import program
+from verify.quirks import releases_of
 from verify.witnesses.loading.engine import EngineFacts
 
 VLLM = EngineFacts(
     name="vllm",
     label="vLLM",
     codes="CK52",
-    tested=program("vllm").tested,
+    tested=releases_of("vllm"),
     install="python -m venv vllm-env && vllm-env/bin/pip install vllm; then --vllm-python vllm-env/bin/python",
     adapter="verify.witnesses.vllm.adapter",
     sizes="--ep is --tp or 1, --pp its pipeline stages",
