@@ -32,7 +32,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures families \
+.PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures symptoms families \
 	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -134,6 +134,9 @@ sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (a
 
 failures: $(stamp)  ## make docs/failures.md again: what verify prints of the commonest failures
 	@$(python) -m docs.examples.failures
+
+symptoms: $(stamp)  ## write docs/symptoms.md from verify/triage/symptoms.toml
+	@$(python) -m docs.examples.symptoms
 
 examples: $(stamp)  ## make the reports of docs/examples again
 	@$(python) -m docs.examples.make

@@ -16,6 +16,7 @@ from support.page_blocks import BLOCKS, ROOT
 
 from ckptkit import hooks
 from ckptkit.app.cli import _MODULES, cli
+from docs.examples.symptoms import page
 from verify.check import all_checks
 
 _COMMAND = re.compile(r"^(?:\$ )?(ckptkit \w+ .*|ckptkit \w+)$", re.M)
@@ -59,8 +60,8 @@ def test_commands_of_all_pages_have_verbs_and_options_that_exist() -> None:
 # docs/symptoms.md: every row names a command, checks and tests, and its tests know its checks.
 _ROW = re.compile(
     r"### S(?P<number>\d+)\. (?P<symptom>.+?)\n- Causes: (?P<causes>.+?)\n- Command: `(?P<command>.+?)`\n"
-    r"(?:- In the job: (?P<job>.+?)\n)?"
-    r"- Checks: (?P<checks>.+?)\n- Test: (?P<tests>.+?)(?=\n\n)",
+    r"(?:- In the job: (?P<job>.+?)\n)?(?:- In a log: .+?\n)?"
+    r"- Checks: (?P<checks>.+?)\n- Test:\s+(?P<tests>.+?)(?=\n\n)",
     re.DOTALL,
 )
 TEXT = (ROOT / "docs/symptoms.md").read_text()
@@ -85,6 +86,10 @@ ROWS = [
 ]
 # What is not a defect of a checkpoint has no check.
 WITHOUT_CHECK = {"convert"}
+
+
+def test_page_of_symptoms_is_made_of_their_table() -> None:
+    assert page() == TEXT, "make symptoms"
 
 
 def test_every_row_is_read() -> None:

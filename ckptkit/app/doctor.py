@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.installation import INSTALL_CONVERT, program_version, requirements
+from verify.quirks import releases_of
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.registry import ENGINES
 
@@ -41,7 +42,7 @@ PARTS = tuple(_NEEDS)
 _PYTHON_OF = {"engine": "sglang"}  # of a part that is not named as the program in that environment
 _BESIDE = ("torch", "transformers")  # whose versions say which environment that is
 _INSTALL = {one.name: one.install for one in ENGINES} | {"convert": INSTALL_CONVERT}
-_TESTED = {one.name: one.tested for one in ENGINES} | {"megatron-core": ("0.16.1", "0.19.2")}  # megatron-layouts.md
+_TESTED = {one.name: one.tested for one in ENGINES} | {"megatron-core": releases_of("megatron")}
 
 
 @dataclass(frozen=True)

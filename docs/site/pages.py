@@ -366,12 +366,12 @@ def _mutations() -> dict[str, list[str]]:
 
 def _symptoms() -> dict[str, list[tuple[str, str]]]:
     """The numbers and words of docs/symptoms.md, by code."""
-    from verify.explain import symptom_rows
+    from verify.triage.symptom import page_symptoms
 
     found: dict[str, list[tuple[str, str]]] = {}
-    for row in symptom_rows():
-        for code in re.findall(r"CK\d{3}", row.lines["Checks"]):
-            found.setdefault(code, []).append((row.code[1:], row.title))
+    for row in page_symptoms():
+        for code in row.codes:
+            found.setdefault(code, []).append((row.number[1:], row.title))
     return found
 
 

@@ -396,7 +396,7 @@ CASES = {
     ),
     "LlamaFactory#9545": Case(
         "qwen2-untied/",
-        ("SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter",),
+        ("SGLang 0.5.16 leaves it out silently; vLLM 0.26 refuses the adapter",),
         _whole(0),
         _OF_ATTENTION,
     ),

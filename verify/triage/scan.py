@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from verify.triage.symptom import LEADS, NEAR, TABLE, JobPhase, Served, Symptom, metric_symptoms
+from verify.triage.symptom import LEADS, NEAR, PHASES, START, TABLE, UPDATE, JobPhase, Served, Symptom, metric_symptoms
 
 _PIECE = 1 << 16  # bytes of a line that are looked at together
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two
@@ -18,21 +18,10 @@ _LOADED = re.compile(
     r"successfully loaded checkpoint from .{1,300}|Load checkpoint from HuggingFace model into Megatron .{1,300}"
 )
 
-# Frames and requests of a weight update, and frames of an engine's start.
-_UPDATING = (
-    *("update_weights_from_", "update_weight_from_", "update_weights_via_", "update_parameter_in_bucket"),
-    *(
-        "broadcast_parameter",
-        ", in update_weight",
-        ", in _update_weight",
-        ", in receive_weights",
-        ", in reload_weights",
-    ),
-)
-_UPDATE = re.compile(
-    r"\b_?(?:(?:update|receive|reload)_weights?\w{0,60}|update_parameter_in_bucket|broadcast_parameter)"
-)
-_STARTING = (", in load_model", ", in initialize_model", ", in get_model")
+_UPDATE = re.compile(UPDATE.name or "")
+_FRAME = re.compile(r'File "[^"]{1,400}", line \d{1,7}, in ')
+# The last line of a traceback, behind what a cluster or a logger puts before it.
+_ERROR = re.compile(r"(?:^|[])]:? )(?:[A-Za-z_]\w{0,60}\.){0,8}[A-Za-z_]\w{0,60}(?:Error|Exception)(?:: |:?\s*$)")
 # Which engine a line is of: the last that it names.
 _ENGINE = re.compile(r"vllm[/_]|vLLM|VllmWorker|EngineCore|Worker_TP|sglang[/_]|SGLang")
 _SERVED = re.compile(r"(?:\bmodel_path=|LLM engine .{0,200}\bmodel=)'([^'\s]{1,400})'")
@@ -40,7 +29,9 @@ _TP = re.compile(r"\b(?:tp_size|tensor_parallel_size)=(\d{1,4})\b")
 _NEEDLES = [(needle, symptom) for symptom in TABLE for needle in symptom.needles]
 _NEAR = [(fragment, symptom) for symptom in TABLE for fragment in symptom.near]
 _FRAGMENTS = {fragment for fragment, _ in (*_NEEDLES, *_NEAR)}
-_MORE = (*_UPDATING, *_STARTING, "model_path='", " LLM engine ", "loaded checkpoint", "into Megatron")
+_FRAMES = [frame for phase in PHASES for frame in phase.frames]
+_ERRORS = ("Error", "Exception", "Traceback (")
+_MORE = (*_FRAMES, *_ERRORS, "model_path='", " LLM engine ", "loaded checkpoint", "into Megatron")
 # Most lines have none of these, and are looked at once.
 _TELLING = re.compile("|".join(map(re.escape, sorted({*_FRAGMENTS, *LEADS, *_MORE}))))
 
@@ -66,8 +57,12 @@ class Found:
     places: dict[Symptom, list[Place]] = field(default_factory=dict)  # the first of them
     loaded: list[Place] = field(default_factory=list)  # lines that name what was loaded
     served: set[Served] = field(default_factory=set)  # what engines serve
-    _phase: JobPhase = field(default_factory=JobPhase)
-    _update: int = -NEAR  # the last line of an update
+    engines: set[str] = field(default_factory=set)  # which are named
+    _engine: str = ""  # of the lines that are read
+    _update: str = ""  # the function that is updating its weights
+    _updated: int = -NEAR  # the last line of an update
+    _frames: dict[JobPhase, int] = field(default_factory=dict)  # the last frame of each phase, in this traceback
+    _cause: int = -NEAR  # the last line with a known cause
     _near: dict[Symptom, int] = field(default_factory=dict)
     _last: dict[Symptom, tuple[str, int]] = field(default_factory=dict)
 
@@ -84,7 +79,8 @@ class Found:
     def scan(self, log: BinaryIO, name: str) -> None:
         """Reads a log to its end. Lines of any length are looked at piece by piece."""
         self._near.clear()
-        self._phase, self._update = JobPhase(), -NEAR
+        self._frames.clear()
+        self._engine, self._update, self._updated, self._cause = "", "", -NEAR, -NEAR
         for number, text, is_start in _pieces(log):
             self.lines += is_start
             if _TELLING.search(text):
@@ -95,24 +91,44 @@ class Found:
             if fragment in text:
                 self._near[symptom] = number
         self._follow(text, number)
-        for symptom in _symptoms_of(text, number, self._near):
-            symptom = self._phase.of(symptom) if symptom.loads else symptom
+        found = _symptoms_of(text, number, self._near)
+        if any(not symptom.effect for symptom in found):
+            self._cause = number
+        for symptom in found or self._unknown(text, number):
+            if symptom.loads:
+                symptom = UPDATE.of(symptom, self._update) if self._update else symptom
+            if symptom.loads or not found:
+                symptom = symptom.for_vllm() if self._engine == "vLLM" else symptom
             self.add(symptom, Place(name, number, _beginning(text, symptom)))
         if len(self.loaded) < _PLACES and (match := _LOADED.search(text)) is not None:
             self.loaded.append(Place(name, number, match[0].strip()))
 
     def _follow(self, text: str, number: int) -> None:
         """Keeps which engine the lines are of, whether it is being updated, and what it serves."""
-        engines, update = _ENGINE.findall(text), self._phase.update
-        engine = ("vLLM" if engines[-1] not in ("sglang/", "sglang_", "SGLang") else "SGLang") if engines else ""
-        if any(fragment in text for fragment in _UPDATING) and (found := _UPDATE.search(text)):
-            update, self._update = found[0], number
-        elif number - self._update >= NEAR or any(fragment in text for fragment in _STARTING):
-            update = ""
-        self._phase = JobPhase(engine or self._phase.engine, update)
+        if engines := _ENGINE.findall(text):
+            self._engine = "SGLang" if engines[-1] in ("sglang/", "sglang_", "SGLang") else "vLLM"
+            self.engines.add(self._engine)
+        if UPDATE.has(text) and (found := _UPDATE.search(text)):
+            self._update, self._updated = found[0], number
+        elif number - self._updated >= NEAR or START.has(text):
+            self._update = ""
+        if "Traceback (" in text:
+            self._frames.clear()
+        if _FRAME.search(text):
+            self._frames |= {phase: number for phase in PHASES if phase.has(text)}
         if (path := _SERVED.search(text)) and len(self.served) < _PLACES:
             ranks = _TP.search(text)
             self.served.add(Served(path[1], ranks[1] if ranks else ""))
+
+    def _unknown(self, text: str, number: int) -> list[Symptom]:
+        """The error of the phase that the frames above a traceback's last line are of; none near a known cause."""
+        if number - self._cause < NEAR or not _ERROR.search(text):
+            return []
+        phases = [phase for phase in PHASES if number - self._frames.get(phase, -NEAR) < NEAR]
+        self._frames.clear()
+        if UPDATE in phases and not self._update:  # a start came after it
+            phases.remove(UPDATE)
+        return [phases[0].error(self._update)] if phases else []
 
 
 def _symptoms_of(text: str, number: int, near: dict[Symptom, int]) -> list[Symptom]:

@@ -1,4 +1,4 @@
-"""What a known symptom in a log is, and the table of them, `symptoms.toml`."""
+"""What a known symptom is, and the tables of them and of a job's phases, `symptoms.toml`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
@@ -14,18 +14,34 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """A message that is known to mean something; `symptoms.toml` explains the fields."""
+    """What is seen in a log or in a job, and is known to mean something; `symptoms.toml` explains the fields."""
 
-    key: str
     title: str
     meaning: str
     command: str
+    key: str = ""
     needles: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
     pattern: str | None = None
     near: tuple[str, ...] = ()
     effect: bool = False
     loads: bool = False
+    number: str = ""
+    section: str = ""
+    job: str = ""
+    tests: tuple[str, ...] = ()
+
+    @property
+    def code(self) -> str:
+        """What `explain` calls it: its number on the page, or else its key."""
+        return self.number or self.key
+
+    def for_vllm(self) -> Symptom:
+        """The same with the command and the checks of vLLM."""
+        command = self.command.replace("--against-sglang", "--against-vllm")
+        if "--against-" not in command:
+            command = command.replace(" --update", " --against-vllm --update")
+        return replace(self, command=command, codes=tuple(re.sub("^CK50", "CK52", code) for code in self.codes))
 
     def matches(self, line: str) -> bool:
         """Whether a line with one of the needles has it, `near` aside."""
@@ -34,26 +50,30 @@ class Symptom:
 
 @dataclass(frozen=True, slots=True)
 class JobPhase:
-    """What the lines around a message show: the engine, and the function that was updating its weights, or ""."""
+    """What a job is doing, as frames of a traceback tell; `symptoms.toml` explains the fields."""
 
-    engine: str = ""
-    update: str = ""
+    key: str
+    during: str
+    frames: tuple[str, ...]
+    meaning: str
+    command: str
+    codes: tuple[str, ...]
+    name: str | None = None
+    of_tensor: str = ""
 
-    def of(self, symptom: Symptom) -> Symptom:
-        """A symptom with the title, meaning and command that go with this engine, and with an update."""
-        vllm = self.engine == "vLLM"
-        if not self.update:
-            wanted = symptom.command.replace("--against-sglang", "--against-vllm") if vllm else symptom.command
-            return replace(symptom, command=wanted)
-        return replace(
-            symptom,
-            title=f"{symptom.title}, in a weight update",
-            meaning=f"The trainer sent it in a weight update ({self.update}); the stored checkpoint is not at fault. "
-            "Names or shapes that the trainer sends are not those of the engine's class. In the job, "
-            "`ckptkit.hooks.WeightSyncCheck` names what did not arrive.",
-            command=f"ckptkit verify HF{' --against-vllm' if vllm else ''} --update --tp N",
-            codes=("CK512", "CK503"),
-        )
+    def has(self, line: str) -> bool:
+        """Whether a line of a traceback is one of its frames."""
+        return any(frame in line for frame in self.frames)
+
+    def of(self, symptom: Symptom, name: str) -> Symptom:
+        """A symptom that `loads`, with the meaning and the command of this phase; `name`: of the function."""
+        title, meaning = f"{symptom.title}, {self.during}", self.of_tensor.format(name=name)
+        return replace(symptom, title=title, meaning=meaning, command=self.command, codes=self.codes)
+
+    def error(self, name: str) -> Symptom:
+        """An error that is no known symptom; `name`: of the function."""
+        meaning = f"No known symptom. {self.meaning.format(name=name)}"
+        return Symptom(f"an error {self.during}", meaning, self.command, key=self.key, codes=self.codes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +91,23 @@ class Served:
 
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into each other
 
-_ROWS: list[dict[str, Any]] = tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())["symptom"]
-_FIELDS: list[dict[str, Any]] = [
-    {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()} for row in _ROWS
-]
-TABLE = tuple(Symptom(**row) for row in _FIELDS)
+_CONTENT: dict[str, Any] = tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())
+
+
+def _rows(table: str) -> Iterator[dict[str, Any]]:
+    for row in _CONTENT[table]:
+        yield {name: tuple(one) if isinstance(one, list) else one for name, one in row.items()}
+
+
+SYMPTOMS = tuple(Symptom(**row) for row in _rows("symptom"))
+TABLE = tuple(symptom for symptom in SYMPTOMS if symptom.key)  # those that a log shows
+PHASES = tuple(JobPhase(**row) for row in _rows("phase"))
+UPDATE, *_, START = PHASES
+
+
+def page_symptoms() -> list[Symptom]:
+    """The symptoms of docs/symptoms.md, by their numbers."""
+    return sorted((symptom for symptom in SYMPTOMS if symptom.number), key=lambda symptom: int(symptom.number[1:]))
 
 
 _SLIME = re.compile(r"\b(step|rollout) (\d{1,9}): \{")

@@ -87,10 +87,11 @@ def triage(logs: Sequence[str | Path]) -> Triage:
             raise CkptkitError(f"{_name(log)} is empty", "give the log of the job; of a Ray job, that of its driver")
     # Of several models nobody can tell which one a line is about.
     served = next(iter(found.served)) if len(found.served) == 1 else None
-    signs = [
-        Sign(served.of(symptom) if served else symptom, count, found.places[symptom])
-        for symptom, count in found.counts.items()
-    ]
+    only_vllm = found.engines == {"vLLM"}
+    signs = []
+    for symptom, count in found.counts.items():
+        shown = symptom.for_vllm() if only_vllm else symptom
+        signs.append(Sign(served.of(shown) if served else shown, count, found.places[symptom]))
     return Triage(
         version=program_version(),
         logs=[_name(log) for log in logs],

@@ -42,7 +42,7 @@ OTHER_SCALES = {"patterns": [BOTH, "vLLM 0.26 scales it by 2"], "rslora": [SGLAN
 # Parts that an engine's manager refuses or leaves out (test_adapter_managers.py).
 WITHOUT_V, ONE_PAIR = (
     "SGLang 0.5.16 refuses q_proj without v_proj",
-    "SGLang 0.5.16 refuses experts of a layer in one pair, vLLM of 2026-08 their shape (#52194)",
+    "SGLang 0.5.16 refuses experts of a layer in one pair; vLLM of 2026-08 refuses their shape (#52194)",
 )
 STACKED = (
     "SGLang 0.5.16 takes factors with an axis of experts; vLLM 0.26 refuses the adapter, and PEFT 0.21 drops them and "
@@ -51,8 +51,8 @@ STACKED = (
 NOT_TAKEN = {
     "shared outer": [STACKED],
     "patterns": ["SGLang 0.5.16 refuses another rank than 4, which adapter_config.json has as r"],
-    "dora": ["SGLang 0.5.16 and vLLM 0.26 refuse DoRA", WITHOUT_V],
-    "saved": [WITHOUT_V, "SGLang 0.5.16 leaves it out silently, vLLM 0.26 refuses the adapter"],
+    "dora": ["SGLang 0.5.16 refuses DoRA; vLLM 0.26 refuses DoRA", WITHOUT_V],
+    "saved": [WITHOUT_V, "SGLang 0.5.16 leaves it out silently; vLLM 0.26 refuses the adapter"],
     "fused experts": [ONE_PAIR, WITHOUT_V],
     "all linear": [ONE_PAIR],
     "mtp": [WITHOUT_V],

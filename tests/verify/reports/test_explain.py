@@ -77,6 +77,13 @@ def test_every_row_of_the_catalogue_is_of_a_check() -> None:
     assert rows().keys() - retired_codes() == {one.code for one in all_checks()} - others
 
 
+def test_a_symptom_of_a_log_is_found_by_a_part_of_its_line_and_by_its_key() -> None:
+    text = explain("weights were not initialized from checkpoint")
+    assert text.splitlines()[0] == "vllm-not-initialized: vLLM found no tensor for parameters of the model"
+    assert explain("Weight-Key") == explain("s35")
+    assert "\n\nChecks\n" not in explain("host-oom")
+
+
 def test_a_retired_code_says_in_one_line_what_to_use_and_is_not_used_again() -> None:
     assert retired_codes().keys().isdisjoint(check.code for check in all_checks())
     for code, instead in retired_codes().items():

@@ -20,7 +20,7 @@ from ckptkit import CkptkitError
 from ckptkit.app.cli import _MODULES
 from verify.check import all_checks
 from verify.triage.scan import Found
-from verify.triage.symptom import TABLE
+from verify.triage.symptom import PHASES, TABLE
 from verify.triage.triage import Triage, triage, triage_lines
 
 # Lines of logs in the form in which the programs print them; paths, names and numbers are ours. Source: the messages of
@@ -370,3 +370,158 @@ def test_the_command_names_what_the_log_says_is_served(lines_of_start: list[str]
     log = "\n".join([*lines_of_start, traceback(engine, "load_model", MESSAGES[0])])
     (sign,) = of(tmp_path, log).causes
     assert sign.symptom.command == command
+
+
+# Tracebacks as the programs print them, with a last line that nothing is known of; paths, names and numbers are ours.
+# By the key of what is found: the engine or program, the frames, and the command.
+UNKNOWN = {
+    "sglang load": (
+        "error-in-engine-load",
+        """[2026-09-01 10:00:00 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/site/sglang/srt/managers/scheduler.py", line 3012, in run_scheduler_process
+    scheduler = Scheduler(server_args, port_args, gpu_id, tp_rank, moe_ep_rank, pp_rank, dp_rank)
+  File "/site/sglang/srt/model_executor/model_runner.py", line 812, in load_model
+    self.model = self.loader.load_model(
+  File "/site/sglang/srt/model_loader/loader.py", line 633, in load_weights_and_postprocess
+    model.load_weights(weights)
+  File "/site/sglang/srt/models/qwen3_moe.py", line 1044, in load_weights
+    loaded_weight = loaded_weight.narrow(shard_dim, shard_size * tp_rank, shard_size)
+RuntimeError: start (1536) + length (512) exceeds dimension size (1536).
+""",
+        "ckptkit verify HF --against-sglang --tp N",
+    ),
+    "vllm load": (
+        "error-in-engine-load",
+        """(EngineCore pid=71) ERROR [core.py:842] Traceback (most recent call last):
+(EngineCore pid=71) ERROR [core.py:842]   File "/site/vllm/v1/engine/core.py", line 833, in run_engine_core
+(EngineCore pid=71) ERROR [core.py:842]     engine_core = EngineCoreProc(*args, **kwargs)
+(EngineCore pid=71) ERROR [core.py:842]   File "/vllm/model_executor/model_loader/base_loader.py", line 5, in load_model
+(EngineCore pid=71) ERROR [core.py:842]     self.load_weights(model, model_config)
+(EngineCore pid=71) ERROR [core.py:842]   File "/site/vllm/model_executor/models/qwen3.py", line 330, in load_weights
+(EngineCore pid=71) ERROR [core.py:842] RuntimeError: shape '[8, 128]' is invalid for input of size 96
+""",
+        "ckptkit verify HF --against-vllm --tp N",
+    ),
+    "sglang update": (
+        "error-in-update",
+        """(Rollout pid=9) Traceback (most recent call last):
+(Rollout pid=9)   File "/site/sglang/srt/managers/scheduler_mixin.py", line 80, in update_weights_from_tensor
+(Rollout pid=9)     success, message = worker.update_weights_from_tensor(recv_req)
+(Rollout pid=9)   File "/site/sglang/srt/models/qwen3.py", line 400, in load_weights
+(Rollout pid=9)     weight_loader(param, loaded_weight)
+(Rollout pid=9) RuntimeError: The expanded size of the tensor (4) must match the existing size (8)
+""",
+        "ckptkit verify HF --update --tp N",
+    ),
+    "vllm update": (
+        "error-in-update",
+        """Traceback (most recent call last):
+  File "/site/verl/workers/rollout/vllm_rollout/utils.py", line 201, in update_weights_from_ipc
+    self.model_runner.model.load_weights(weights)
+  File "/site/vllm/model_executor/models/qwen3.py", line 330, in load_weights
+    return loader.load_weights(weights)
+RuntimeError: The size of tensor a (4) must match the size of tensor b (8) at non-singleton dimension 0
+""",
+        "ckptkit verify HF --against-vllm --update --tp N",
+    ),
+    "dist_checkpointing": (
+        "error-in-dist-checkpointing",
+        """[rank3]: Traceback (most recent call last):
+[rank3]:   File "/opt/Megatron-LM/megatron/training/checkpointing.py", line 1301, in load_checkpoint
+[rank3]:     state_dict, checkpoint_name, release, ckpt_type = _load_base_checkpoint(
+[rank3]:   File "/opt/Megatron-LM/megatron/core/dist_checkpointing/serialization.py", line 155, in load
+[rank3]:     loaded_state_dict = sharded_strategy.load(sharded_state_dict, checkpoint_dir)
+[rank3]:   File "/site/torch/distributed/checkpoint/state_dict_loader.py", line 355, in local_plan
+[rank3]: megatron.core.dist_checkpointing.core.CheckpointingException: Unknown checkpoint format: zarr3
+""",
+        "ckptkit verify CKPT --against-megatron --tp N --pp N",
+    ),
+    "trainer load": (
+        "error-in-load",
+        """(MegatronTrainRayActor pid=4) Traceback (most recent call last):
+(MegatronTrainRayActor pid=4)   File "/slime/backends/megatron_utils/checkpoint.py", line 61, in load_checkpoint
+(MegatronTrainRayActor pid=4)     return _load_checkpoint_hf(ddp_model, optimizer, args, load_path)
+(MegatronTrainRayActor pid=4) ValueError: /ckpt/qwen3 holds neither of the two kinds
+""",
+        "ckptkit preflight --hf-checkpoint DIR --load DIR --ref-load DIR",
+    ),
+    "vllm start": (
+        "error-in-start",
+        """(EngineCore pid=71) Traceback (most recent call last):
+(EngineCore pid=71)   File "/site/vllm/v1/engine/core.py", line 833, in run_engine_core
+(EngineCore pid=71)     engine_core = EngineCoreProc(*args, **kwargs)
+(EngineCore pid=71)   File "/site/vllm/v1/worker/gpu_worker.py", line 201, in init_device
+(EngineCore pid=71) ValueError: Free memory on device (3.1/79.1 GiB) on startup is less than desired
+""",
+        "ckptkit preflight SCRIPT",
+    ),
+    "trainer start": (
+        "error-in-start",
+        """Traceback (most recent call last):
+  File "/opt/Megatron-LM/megatron/training/arguments.py", line 622, in validate_args
+    assert args.num_layers % pp == 0
+AssertionError
+""",
+        "ckptkit preflight SCRIPT",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_error_that_is_not_known_is_named_by_the_phase_of_its_frames(name: str, tmp_path: Path) -> None:
+    key, text, command = UNKNOWN[name]
+    found = of(tmp_path, f"{CLEAN['slime']}{text}")
+    assert keys(found) == [key]
+    assert found.causes[0].symptom.command == command
+    assert found.causes[0].symptom.meaning.startswith("No known symptom. ")
+    assert found.causes[0].places[0].line == (CLEAN["slime"] + text).count("\n"), "the last line, not the frames"
+    assert ("vllm" in name) <= ("CK50" not in " ".join(found.causes[0].symptom.codes))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        # Frames of no phase.
+        'Traceback (most recent call last):\n  File "/opt/job/reward.py", line 7, in score\nValueError: no answer\n',
+        # A last line that is not one, and frames without a last line.
+        "RuntimeError: no frames are above it\n",
+        'Traceback (most recent call last):\n  File "/s/sglang/srt/model_loader/loader.py", line 9, in load_model\n',
+        # Another traceback came in between.
+        'Traceback (most recent call last):\n  File "/s/x.py", line 9, in load_weights\n    f()\n'
+        'Traceback (most recent call last):\n  File "/s/y.py", line 9, in score\nValueError: no answer\n',
+        # A warning that names a file of such a phase.
+        "/s/megatron/core/dist_checkpointing/x.py:9: UserWarning: slow\nValueError: no answer\n",
+    ],
+)
+def test_an_error_outside_the_phases_is_none(text: str, tmp_path: Path) -> None:
+    assert keys(of(tmp_path, text)) == []
+
+
+def test_an_error_after_a_known_cause_is_its_effect(tmp_path: Path) -> None:
+    again = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    (sign,) = of(tmp_path, traceback("SGLang", "load_model", MESSAGES[0]) + again + UNKNOWN["sglang load"][1]).causes
+    assert sign.symptom.key == "weight-key"
+
+
+def test_users_of_vllm_are_not_sent_to_sglang(tmp_path: Path) -> None:
+    """Neither by what a trainer prints, which names no engine in its line."""
+    start = "INFO 09-01 10:00:00 [llm.py:9] Initializing a V1 LLM engine (v0.26) for vLLM\n"
+    metrics = "step 2: {'train/train_rollout_logprob_abs_diff': 0.4}\n"
+    (sign,) = of(tmp_path, metrics + start).causes
+    assert (sign.symptom.command, sign.symptom.codes[:2]) == (
+        "ckptkit verify HF --source CKPT --against-vllm",
+        ("CK523", "CK524"),
+    )
+    both = of(tmp_path, f"{metrics}{start}{traceback('SGLang', 'f', '')}").causes[0]
+    assert both.symptom.command == "ckptkit verify HF --source CKPT --against-sglang"
+    for symptom in TABLE:
+        assert "sglang" not in symptom.for_vllm().command, symptom.key
+
+
+def test_phases_name_commands_and_checks_that_exist() -> None:
+    codes = {check.code for check in all_checks()}
+    for phase in PHASES:
+        for error in (phase.error("f"), phase.error("f").for_vllm()):
+            assert set(error.codes) <= codes, phase.key
+            assert error.command.split()[1] in _MODULES
+    assert {one.key for one in PHASES}.isdisjoint(one.key for one in TABLE)

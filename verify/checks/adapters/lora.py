@@ -24,11 +24,11 @@ from verify.check import Tally, check, where
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.quirks import Quirk, quirk
 from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
 
-SGLANG, VLLM = "SGLang 0.5.16", "vLLM 0.26"
 _AGAIN = "export the adapter again from the run"
 _AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
 _MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
@@ -99,7 +99,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("an adapter that PEFT saved", error.message, error.hint or _AGAIN)
         return
     if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
-        actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
+        actual = f"{' and '.join(lost)} not there: PEFT takes 8; {_known('rank-or-alpha')}"
         hint, expected = "write what the run was started with", "r and lora_alpha, of which the scale is made"
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(len(files.specs))
@@ -257,14 +257,18 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(1 + len(adapter.pairs))
     if rank < 1:
         return  # which engines refuse, and CK132 says
-    given = {SGLANG: alpha / rank, VLLM: alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)}
+    given: dict[str, tuple[Quirk, float]] = {}
+    for engine in ("sglang", "vllm"):
+        if (known := quirk(engine, "lora-scale")) is not None:
+            stabilized = config.get("use_rslora") and "use_rslora" not in known.when["fields"]
+            given[engine] = known, alpha / (math.sqrt(rank) if stabilized else rank)
     odd: dict[tuple[float, str], list[str]] = defaultdict(list)
     for pair in adapter.pairs:
-        wrong = {engine: scale for engine, scale in given.items() if not math.isclose(pair.scale, scale)}
+        wrong = {engine: one for engine, one in given.items() if not math.isclose(pair.scale, one[1])}
         if pair.rank != rank:  # which SGLang refuses (CK137)
-            wrong.pop(SGLANG, None)
+            wrong.pop("sglang", None)
         if wrong:
-            words = [f"{engine} scales it by {scale:g}" for engine, scale in wrong.items()]
+            words = [f"{known.message} {scale:g}" for known, scale in wrong.values()]
             odd[pair.scale, ", ".join(words)].append(pair.a.name)
     for (right, actual), names in odd.items():
         wanted = f"a scale of {right:g}"
@@ -298,13 +302,10 @@ def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("the source's values", f"{count} of {one.numel()} differ", names=[name])
 
 
-# Projections that SGLang has in one layer: with the first in the adapter it looks for the second without asking.
-_TOGETHER = (("q_proj", "v_proj"), ("k_proj", "q_proj"), ("v_proj", "q_proj"), ("up_proj", "gate_proj"))
-# Source: SkyRL#1852 for vLLM, which knows no module of these names; PEFT has one parameter of them at most.
-_STACKED = (
-    f"{SGLANG} takes factors with an axis of experts; {VLLM} refuses the adapter, and PEFT 0.21 drops them and merges "
-    "to the base"
-)
+def _known(part: str, **facts: object) -> str:
+    """What engines are known to do with a part of an adapter, `lora-PART` of their quirks; empty for nothing."""
+    both = [quirk(engine, f"lora-{part}") for engine in ("sglang", "vllm")]
+    return "; ".join(known.message.format(**facts) for known in both if known is not None)
 
 
 @check("CK137", stage="adapter", needs=("source",), applies_to=_needs_base)
@@ -316,29 +317,32 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     rank = integer(files.config, "r", 8)
     found: dict[str, list[str]] = defaultdict(list)
     factors = {name: match for name in files.specs if (match := FACTOR.fullmatch(name))}
-    modules = {match[1] for match in factors.values()}
+    modules, stacked = {match[1] for match in factors.values()}, _known("stacked")
+    known = quirk("sglang", "lora-together")
+    together = [pair.split() for pair in known.when["fields"]] if known else []
     for name, match in factors.items():
         parent, _, leaf = match[1].rpartition(".")
         if match[3] == "magnitude_vector":
-            found[f"{SGLANG} and {VLLM} refuse DoRA"].append(name)
+            found[_known("dora")].append(name)
         elif match[3] != "A":
             continue
         elif len(files.specs[name].shape) == 3:
-            found[_STACKED] += [name, name.replace("lora_A", "lora_B")]
+            found[stacked] += [name, name.replace("lora_A", "lora_B")]
         elif leaf == "experts":
-            found[f"{SGLANG} refuses experts of a layer in one pair, vLLM of 2026-08 their shape (#52194)"].append(name)
+            found[_known("experts")].append(name)
         elif ".experts." not in name and not match[2] and files.specs[name].shape[0] != rank:
-            found[f"{SGLANG} refuses another rank than {rank}, which adapter_config.json has as r"].append(name)
-        for own, other in _TOGETHER:
+            found[_known("ranks", rank=rank)].append(name)
+        for own, other in together:
             alone = leaf == own and other in kinds and f"{parent}.{other}" not in modules
             if alone and ".experts" not in name:
-                found[f"{SGLANG} refuses {own} without {other}"].append(name)
+                found[_known("together", present=own, absent=other)].append(name)
     family, config = adapter.family, adapter.base.config
     if family.towers(config) and not family.engine("vllm").adapters_of_text:
-        actual = f"{VLLM} has no layer of this name in {family.class_of(config)}, and answers with the base silently"
+        actual = _known("text-layers", model_class=family.class_of(config))
         found[actual] += [name for name in factors if name.startswith(f"{ROOT}model.layers.")]
     whole = [name for name in files.specs if name not in factors and ".base_layer." not in name]
-    found[f"{SGLANG} leaves it out silently, {VLLM} refuses the adapter"] += whole
+    found[_known("whole-tensor")] += whole
+    found.pop("", None)  # what no tested release is known to do
     for actual, names in found.items():
-        hint = FLAT if actual is _STACKED else _MERGE_IT
+        hint = FLAT if actual == stacked else _MERGE_IT
         yield Issue("every part of an adapter served", actual, hint, names=names, severity="warning", together=True)

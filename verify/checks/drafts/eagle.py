@@ -16,6 +16,7 @@ from verify.check import Tally, check
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.quirks import quirk
 from verify.skip import CannotCheck, NotApplicable
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
             states = f": {draft.states} states of a target of width {draft.target_hidden}"
             expected = f"{list(shapes[name])}, as {_CONFIG} says{states * (name == FUSION and draft.version == 3)}"
             yield Issue(expected, f"{list(spec.shape)}", names=[spec.name])
-    if draft.random_head(specs):
-        actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: SGLang 0.5.16 serves random numbers"
+    if draft.random_head(specs) and (known := quirk("sglang", "draft-head")) is not None:
+        actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: {known.message}"
         hint = "take draft_vocab_size out of config.json, by which SGLang takes the target's, as vLLM does; or store it"
         yield Issue("the output layer", actual, hint, file=_CONFIG, severity=warning_if(subject.not_for_sglang))
     for expected, actual, hint in draft.unfilled(specs):

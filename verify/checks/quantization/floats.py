@@ -27,6 +27,7 @@ from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_f
 from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.quirks import quirk
 from verify.skip import CannotCheck, NotApplicable
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
@@ -143,8 +144,8 @@ def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
 def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
     """Weights without the scale of their activations, where the format has one.
 
-    An error whoever reads: SGLang 0.5.16 and vLLM allocate ModelOpt's for NVFP4 without a value. SGLang 0.5.23 begins
-    with 1.0, and kernels of weights alone do not read them. Source: `modelopt_quant.py` and `modelopt.py`.
+    An error whoever reads: engines allocate ModelOpt's for NVFP4 without a value; others begin with 1.0, and kernels
+    of weights alone do not read them.
     """
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
@@ -152,10 +153,11 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
         return
     ending = lacking[0].inputs[0].rpartition(".")[2]
     some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
-    hint = f"SGLang 0.5.16 and vLLM then read memory that nobody wrote: {_AGAIN}"
+    unset = [known.message for engine in ("sglang", "vllm") if (known := quirk(engine, "input-scale-unset"))]
+    hint = f"{' and '.join(unset)} then read memory that nobody wrote: {_AGAIN}" if unset else _AGAIN
     if short(lacking[0]) == "NVFP4":
-        hint += "; SGLang 0.5.23 takes 1.0, and Marlin's kernels need none; for weights alone, state quant_algo "
-        hint += "W4A16_NVFP4, or in compressed-tensors' config no activations"
+        hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
+        hint += "; for weights alone, state quant_algo W4A16_NVFP4, or in compressed-tensors' config no activations"
     expected = f"{ending} beside every weight of a format that quantizes activations"
     yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 

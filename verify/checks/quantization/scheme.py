@@ -31,6 +31,7 @@ from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, r
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.quirks import quirk
 from verify.skip import CannotCheck, NotApplicable
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
@@ -224,12 +225,12 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):
         raise CannotCheck("no tensor is the weight of a layer", "CK104")
     tally.compared(weights)
-    if form is not None and not form.sglang_experts:
+    layout = quirk("sglang", "zero-points-of-experts")
+    if form is not None and not form.sglang_experts and layout is not None:
         expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
-        actual = "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others"
         shifted = [name for name in names if name.endswith(ZERO_POINT) and is_expert(name)]
         hint = "quantize them again symmetrically, or with --reader sglang; or serve with vLLM, and give --reader vllm"
-        yield Issue(expected, actual, hint, names=shifted)
+        yield Issue(expected, layout.message, hint, names=shifted)
 
 
 @check("CK307", stage="quantization", preflight=True, applies_to=_cut_for_sglang)

@@ -7,8 +7,8 @@ Which tensors may be constant, so that a model before its training raises no fal
   warning, zeros anywhere else an error.
 - other vectors: a constant that all layers share is an initial value; after training it is a warning.
 - a single number: any but zero.
-- matrices: never, but for a few that their class begins with (`_FILLED`). Initialization is random, and nothing makes a
-  trained matrix constant, so it is an error.
+- matrices: never, but for a few that their class begins with (`verify/quirks`). Initialization is random, and nothing
+  makes a trained matrix constant, so it is an error.
 Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), and normal in the vocabulary's
 matrices.
 """
@@ -48,6 +48,7 @@ from verify.evidence.moved import repeated, stages_of
 from verify.evidence.reading import Values, read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.quirks import quirks
 from verify.report import Severity
 from verify.skip import CannotCheck
 
@@ -61,14 +62,6 @@ VOCABULARY = (
 _NORM = re.compile(r"norm|(?:^|[._])ln\d*(?:_\w+)?\.")
 # The gated norm of linear attention, whose HF class multiplies by w where the model's other norms multiply by 1 + w.
 _PLAIN_NORM = ".linear_attn.norm.weight"
-# Matrices that a class begins with as a constant, by the start of its model_type. Source: transformers 5.12, their
-# `_init_weights`, and `Ernie4_5_MoeTopKRouter`.
-_FILLED: Mapping[str, tuple[str, ...]] = {
-    "deepseek_v4": (".tid2eid", ".ape"),
-    "ernie4_5_moe": (".mlp.gate.weight",),
-    "gemma3": (".mm_input_projection_weight",),
-    "gemma4": (".position_embedding_table",),
-}
 # Ends of names of single numbers, and the infinity that leaves activations unclipped. Source: transformers,
 # `Gemma4ClippableLinear`.
 _UNCLIPPED = {"_min": -math.inf, "_max": math.inf}
@@ -165,7 +158,7 @@ def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequenc
     norms = [stats.constant for name, stats in values.items() if _NORM.search(name)]
     untrained = 2 * sum(norms) > len(norms)
     varied = {pattern_of(name) for name, stats in values.items() if not stats.constant}
-    filled = next((ends for kind, ends in _FILLED.items() if str(config.get("model_type")).startswith(kind)), ())
+    filled = quirks("transformers", "constant")
     offset = bool(config) and dims_of(config).norm_offset
     for name in constant:
         number, same = values[name].low, pattern_of(name) not in varied
@@ -176,7 +169,7 @@ def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequenc
             bias = number == 0 and name.endswith("bias") and name not in expected.fp32
             initial = same and (untrained or bias)
         else:
-            initial = same and untrained and name.endswith(filled)
+            initial = same and untrained and any(known.is_about(name, config) for known in filled)
         if initial:
             yield name
 

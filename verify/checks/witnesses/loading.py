@@ -30,6 +30,7 @@ from verify.evidence.expected import (
 from verify.evidence.folding import LAYER, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.quirks import quirks
 from verify.report import Severity
 from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.loading.engine import EngineFacts
@@ -156,7 +157,8 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     drafts = map(summarize, group_by_pattern(not_seen))
     facts += [f"of multi-token prediction layers, not looked at: {text}" for text in drafts]
     facts += [f"it logged: {line}" for line in report.log[:5]]
-    facts += [words for name, words in engine.clashes if interpreter_of(engine, subject).release(name)]
+    clashes, python = quirks(engine.name, "clashes", report.version), interpreter_of(engine, subject)
+    facts += [known.message for known in clashes if python.release(known.when["package"])]
     for names in group_by_pattern(report.requantized):
         change = f"by up to {max(report.requantized[name] for name in names):.1%} of a block's largest value"
         facts.append(f"requantized for its kernel: {summarize(names)}, {change}")
@@ -240,7 +242,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
             raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only")
         tally.compared(report.repacked_seen)
-        why_not = partial(why_not_repacked, engine)
+        why_not = partial(why_not_repacked, engine, report.version)
         yield from _findings(engine, report.repacked, expected, why_not, draft)
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
@@ -403,12 +405,12 @@ def _why_unknown(seen: Observation, model: str) -> str:
     return f"{unknown}: compare architectures in config.json and the name of the tensor with the release"
 
 
-def why_not_repacked(engine: EngineFacts, seen: Observation) -> str:
+def why_not_repacked(engine: EngineFacts, release: str, seen: Observation) -> str:
     """The next move for a parameter that was repacked wrongly."""
     param = seen.param.partition("[")[0]
-    for ending, hint in engine.misorders:
-        if param.endswith(ending):
-            return hint
+    for known in quirks(engine.name, "misorders", release):
+        if known.is_about(param, {}):
+            return known.message
     if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
         return (
             "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized "

@@ -24,6 +24,7 @@ from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.sides import ENGINE, Side
+from verify.quirks import quirk
 from verify.report import Severity
 from verify.skip import NotApplicable
 
@@ -220,9 +221,10 @@ def _against(path: Path, builds: bool) -> Iterator[Issue]:
     dialect = "hybrid" if builds else "mcore"
     hint = f"convert it: `ckptkit convert {path} OUT --dialect {dialect}`"
     severity: Severity = "error"
-    if builds and any(_STACKED.match(key) for key in files.metadata.tensors):
+    known = quirk("megatron", "stacked-layers")
+    if builds and known is not None and any(_STACKED.match(key) for key in files.metadata.tensors):
         severity = "warning"
-        hint += "; Megatron-LM renames stacked layers while it loads, from 0.19 on and not with MTP or latent attention"
+        hint += f"; {known.message}"
     expected, actual = f"a {_CLASSES[builds]}, as the launch builds", f"a {_CLASSES[holds]}"
     yield Issue(expected, actual, hint, file=path, severity=severity)
 

@@ -16,16 +16,12 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
 from verify.check import Tally, check
 from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.issue import Issue, warning_if
 from verify.launch.checks.engine import engine_config, engine_dims, job_of
 from verify.launch.stacks.sizes import Cut, GpuPlacement
 from verify.launch.words import at_places, first_file
-from verify.report import Severity
+from verify.quirks import quirk
 from verify.skip import NotApplicable
-
-# Rows of the embedding that SGLang pads to. Source: 0.5.16 `layers/vocab_parallel_embedding.py`; only on a CPU it takes
-# the ranks into account, vLLM everywhere.
-_VOCABULARY = 64
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
@@ -39,10 +35,12 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator
         expected, actual = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')}", "experts"
         hint = f"choose another {cut.ep_option}"
         yield Issue(f"{expected} = {cut.ep}", f"{dims.experts + cut.redundant} {actual}", hint)
-    rows = math.ceil(dims.vocab / _VOCABULARY) * _VOCABULARY
+    if (padding := quirk("sglang", "vocabulary-padding")) is None:
+        return
+    rows = math.ceil(dims.vocab / padding.value) * padding.value
     if rows % attention and dims.heads % attention == 0:
-        expected = f"vocab_size that, padded to a multiple of {_VOCABULARY}, divides over {attention} ranks"
-        hint = f"SGLang 0.5.16 stops: on a GPU it pads to no more than that; choose another {cut.where}"
+        expected = f"vocab_size that, padded to a multiple of {padding.value}, divides over {attention} ranks"
+        hint = f"{padding.message}; choose another {cut.where}"
         yield Issue(expected, f"vocab_size = {dims.vocab}, {rows} rows", hint, severity="warning")
 
 
@@ -67,13 +65,10 @@ class _Side:
     module: str
     columns: bool = False
 
-    def is_finer(self, block: Sequence[int], hidden: int) -> bool:
-        """Whether vLLM 0.33 splits the blocks of these experts until a rank's part divides by them, down to 32.
-
-        Source: vLLM 0.33 `fused_moe/oracle/fp8.py` (refine_fp8_moe_block_shape); 0.26 has nothing of it.
-        """
+    def can_be_split(self, block: Sequence[int], hidden: int, least: int) -> bool:
+        """Whether blocks of these experts can be split, down to `least`, until a rank's part divides by them."""
         part = self.size // self.share if self.size % self.share == 0 else 1
-        return self.module == "mlp.experts" and math.gcd(*block, part, hidden) >= 32
+        return self.module == "mlp.experts" and math.gcd(*block, part, hidden) >= least
 
     def plain(self, names: Sequence[object]) -> bool:
         """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""
@@ -109,11 +104,11 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
             ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
             expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
             hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
-            finer = cut.by == "vllm" and side.is_finer(block, dims.hidden)
-            hint += "; vLLM 0.33 takes it, by finer blocks for Triton's kernels" if finer else ""
-            severity: Severity = "warning" if finer else "error"
+            finer = quirk("vllm", "finer-blocks") if cut.by == "vllm" else None
+            is_taken = finer is not None and side.can_be_split(block, dims.hidden, finer.value)
+            hint += f"; {finer.message}" if finer is not None and is_taken else ""
             actual = f"{side.what} = {side.size}, {side.size / side.share:g} a rank"
-            yield Issue(expected, actual, hint, severity=severity)
+            yield Issue(expected, actual, hint, severity=warning_if(is_taken))
 
 
 def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:

@@ -33,10 +33,8 @@ _SENT_TO_VLLM = frozenset({"fp8", "compressed-tensors"})
 # What both assert of `fp8`: key, value, what stands for a key that is not there, and what to do about another value.
 _ASSERTED = (
     ("activation_scheme", "dynamic", None, "give a checkpoint whose activations are scaled as they come"),
-    ("fmt", "e4m3", "e4m3", "give a checkpoint in block FP8 of e4m3"),
+    ("fmt", "e4m3", "e4m3", 'give a checkpoint in block FP8 of e4m3; for float8_e4m3fn, its other name, write "e4m3"'),
 )
-# Another name of e4m3, under which MiniMax released its models.
-_SAME_FORMAT = ("float8_e4m3fn", 'write "fmt": "e4m3" into its quantization_config: the same format by another name')
 _SGLANG_OPTION = "--sglang-quantization"
 # What verl sends in FP8 where it is told so, and in BF16 otherwise.
 _VERL_OPTION = "actor_rollout_ref.rollout.quantization"
@@ -164,7 +162,6 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.compared()
         if (found := content.get(key, default)) != wanted:
             actual = "not set" if found is None else shortened(found)
-            hint = _SAME_FORMAT[1] if found == _SAME_FORMAT[0] else hint
             yield Issue(f"{key} = {wanted}, which slime and miles assert", actual, hint, file=where)
 
 

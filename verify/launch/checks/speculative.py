@@ -20,14 +20,13 @@ from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.options.speculative import Speculation
 from verify.launch.words import UnresolvedWord
+from verify.quirks import quirks
 from verify.skip import CannotCheck, NotApplicable
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
 _NAMES = re.compile(r"(?:.*\.)?mtp(?:_layers|_block)?\.")
 _LAYER = re.compile(r".*?layers\.(\d+)\.")
-# Families whose config.json never speaks of the layers that they have.
-_UNSTATED = frozenset({"qwen3_next", "exaone_moe", "nemotron_h", "nemotron_h_puzzle", "hy_v3", "longcat_flash"})
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -86,7 +85,7 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     if root is None or not config:
         raise CannotCheck("there is no config.json of the engine's model that can be read", "CK714", "CK101")
     stored = _stored(subject, root, config)
-    if stored is None and config.get("model_type") in _UNSTATED:
+    if stored is None and any(known.is_about("", config) for known in quirks("transformers", "unstated")):
         raise CannotCheck(
             "only the names of the weights tell whether this model has such layers, and there are none", "CK104"
         )

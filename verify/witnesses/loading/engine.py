@@ -6,12 +6,12 @@ process alone.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verify.quirks import installed, quirks
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 
@@ -43,22 +43,16 @@ class EngineFacts:
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
     live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.LiveAdapter`)
-    # Parameters that it makes with a value that stands unless a checkpoint gives another: a regular expression.
-    defaults: str = r"(?!)"
     # Of the names of a checkpoint's tensors those that a running engine cannot load a second time.
     not_reloadable: Callable[[Iterable[str]], list[str]] = lambda names: []
     cpu_package: str | None = None  # the distribution that serves without a GPU
     updates_draft: bool = False  # the witness updates a running engine's draft model too
-    # Endings of parameters that its own steps after loading are known to put in a wrong order, and what to do then.
-    misorders: tuple[tuple[str, str], ...] = ()
-    # Distributions that are not to be in its environment, and what becomes of it.
-    clashes: tuple[tuple[str, str], ...] = ()
     # Environment variables and values for another try without a GPU, where it builds nothing at the first.
     without_gpu: tuple[tuple[str, str], ...] = ()
 
     def has_default(self, param: str) -> bool:
-        """Whether a parameter is one of `defaults`."""
-        return re.fullmatch(self.defaults, param) is not None
+        """Whether the engine gives a parameter a value that stands unless a checkpoint gives another."""
+        return any(one.is_about(param, {}) for one in quirks(self.name, "default_ok", installed(self.name)))
 
 
 @dataclass(frozen=True)

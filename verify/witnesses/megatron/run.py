@@ -25,6 +25,7 @@ from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp
 from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
 from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
+from verify.quirks import quirks
 from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.process.codec import load_record, save
@@ -41,9 +42,6 @@ if TYPE_CHECKING:
 _TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
 _START_SECONDS = 600  # imports, process groups, building the model
-_INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
-# The megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`).
-_QUERY_NORM_SINCE = (0, 19)
 _TOGETHER = 8  # ranks up to which a real process group is started
 _PROCESS = 700 << 20  # bytes that a rank has of its own beside weights: torch, Megatron and their buffers
 _COPIES = 2  # of a rank's weights, while Megatron puts gate and up together again
@@ -248,16 +246,10 @@ def _check_release(subject: Subject) -> None:
             raise CannotCheck(
                 f"the HybridModel of megatron-core {found} has no {what}: install {since[0]}.{since[1]} or later"
             )
-    if dims.indexer and release < _INDEXER_SINCE:
-        raise CannotCheck(
-            f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
-            "for; install 0.19"
-        )
-    if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
-        raise CannotCheck(
-            f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; "
-            "install one before 0.19"
-        )
+    is_about = {"indexer-rows": dims.indexer, "query-norm": dims.mla and dims.mla.q_rank is None}
+    for known in quirks("megatron", "refuses", found):
+        if is_about[known.id]:
+            raise CannotCheck(known.message.format(release=found))
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from quant.formats.modelopt import flattened
 from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
+from verify.quirks import installed, quirks
 from verify.witnesses.loading.engine import Loading, ModelBuild, Step, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from verify.witnesses.loading.layouts.layout import Layout, unknown_layout
@@ -55,10 +56,6 @@ REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHI
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
 _ONE_EACH = "Step3p5MTP"  # takes the number of its layer, which SGLang's workers for several draft models give
 _INDEXER = re.compile(r"model\.layers\.(\d+)\.self_attn\.indexer\..+")
-# Scales of experts in NVFP4 as kernels read them: computed from others after loading.
-_SWIZZLED = re.compile(r".+\.experts\.w(?:13|2)_blockscale_swizzled")
-# Of MiniMax-M3's vision tower, which has none: allocated, and used nowhere.
-_UNUSED_NORM = re.compile(r"vision_tower\.vision_model\.post_layernorm\.(?:weight|bias)")
 _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes whose kernel is Marlin
 
 
@@ -131,9 +128,8 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
         # Kernels of experts that SGLang chooses on Blackwell quantize inputs in any case (0.5.16, but for Marlin).
         is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
         return not (is_blackwell and param.rpartition(".")[2].startswith("w"))
-    if _SWIZZLED.fullmatch(param) or (_UNUSED_NORM.fullmatch(param) and config.get("model_type") == "minimax_m3_vl"):
-        return True
-    if without_order(param, config):
+    allocated = quirks("sglang", "unwritten_ok", installed("sglang"))
+    if without_order(param, config) or any(one.is_about(param, config) for one in allocated):
         return True
     if (indexer := _INDEXER.fullmatch(param)) is None:
         return False

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 
 from quant.formats.part_names import PACKED
+from verify.quirks import releases_of
 from verify.witnesses.loading.engine import EngineFacts
 
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
@@ -34,7 +35,7 @@ SGLANG = EngineFacts(
     name="sglang",
     label="SGLang",
     codes="CK50",
-    tested=("0.5.15.post1", "0.5.16", "0.5.23"),  # lab/sglang-versions.md
+    tested=releases_of("sglang"),
     install="pip install sglang",
     adapter="verify.witnesses.sglang.adapter",
     sizes="--ep divides --tp, there is no --pp",
@@ -43,9 +44,6 @@ SGLANG = EngineFacts(
     attention_whole=True,
     hidden=("SGLANG_USE_CPU_ENGINE",),
     live="verify.witnesses.sglang.live.server",
-    # Scales of a key-value cache in FP8, which only few checkpoints have, and a number of Gemma 4's vision tower, which
-    # no release has and SGLang makes 1.
-    defaults=r".+\.[kv]_scale|vision_tower\.encoder\.layers\.\d+\.layer_scalar",
     not_reloadable=not_reloadable,
     updates_draft=True,
 )

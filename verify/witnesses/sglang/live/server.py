@@ -17,6 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
+from verify.quirks import quirk
 from verify.witnesses.live.job import DRAFT, EngineJob
 from verify.witnesses.live.server import NotTried, RefusedByEngine, buckets
 from verify.witnesses.loading.names import draft_names
@@ -122,11 +123,8 @@ class SglangServer:
 
     def update_from_disk(self) -> None:
         """The directory again. Raises Refused, for repacked layers before they are touched: that ends an engine."""
-        if self.packed and not _has_sessions(self._engine):
-            raise NotTried(
-                "not tried, since SGLang 0.5.16 loads tensors from disk into repacked INT4 layers and ends with an "
-                "error of shapes"
-            )
+        if self.packed and not _has_sessions(self._engine) and (known := quirk("sglang", "reload-of-int4")):
+            raise NotTried(f"not tried, since {known.message}")
         _granted(self._engine.update_weights_from_disk(self._job.checkpoint))
 
     def release_and_resume(self) -> None:
