@@ -28,6 +28,8 @@ from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
 from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
 from verify.witnesses.process.codec import decoded
+from verify.witnesses.process.exit_report import exit_report_of
+from verify.witnesses.runner import read_answer
 from verify.witnesses.sglang.facts import SGLANG
 
 if TYPE_CHECKING:
@@ -226,8 +228,7 @@ def run_cases(
             engine.adapter,
             str(case.checkpoint),
             source=str(case.source) if case.source else None,
-            scratch=str(scratch),
-            report=str(root / f"{number}"),
+            report=str(scratch / "report"),
             sizes=sizes,
         )
         orders[name] = {"job": asdict(job), "alter": case.alter}
@@ -243,10 +244,12 @@ def run_cases(
             ]
         ended = all(one.result() for one in started)
         for name, order in left.items():
-            reports = [Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.ranks)]
-            failed = {rank: "it stopped" for rank, report in enumerate(reports) if not report.exists()}
-            runs[name] = outcome(failed, reports, logs)
-            if failed and not ended:
+            reports = {rank: Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.ranks)}
+            missing = [rank for rank, report in reports.items() if not report.exists()]
+            raised = [rank for rank, report in reports.items() if exit_report_of(report).message]
+            failed = dict.fromkeys(missing or raised, "it stopped")
+            runs[name] = outcome(read_answer(LoadReport, reports, dict(enumerate(logs)), failed), sizes.ranks)
+            if missing and not ended:
                 break
     return runs
 

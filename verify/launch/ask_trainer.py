@@ -17,7 +17,7 @@ from verify.launch.options.argv import options_of
 from verify.launch.settings.overrides import is_override
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.run import ask
+from verify.witnesses.runner import ask
 from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 _LIMIT_S = 600.0
@@ -59,9 +59,9 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     trainers = [package] if package else [MEGATRON] if _is_megatron(job) else ["slime", "miles"]
     request = TrainerJob(trainers, [text.program, *words], _folders(text, text.directory), str(text.directory))
     interpreter = replace(interpreter, variables=_variables(job))
-    answer, failed = ask(request, "verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
-    if answer is None:
-        raise CkptkitError("the trainer gave no answer", failed or "it ended by itself")
+    asked = ask(request, "verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
+    if (answer := asked.report) is None:
+        raise CkptkitError("the trainer gave no answer", str(asked.failure))
     gpu = f"told of a GPU of compute capability {'.'.join(map(str, GPU_CAPABILITY))}"
     more = f", with stand-ins for {', '.join(answer.stand_ins)}" if answer.stand_ins else ""
     note = f"--ask-trainer executed the code of {answer.trainer} in {answer.home}, {gpu}{more}"

@@ -23,9 +23,10 @@ from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
+from verify.witnesses import runner
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.process.run import failure_messages
+from verify.witnesses.runner import failure_messages
 
 needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")
@@ -143,11 +144,11 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
 
 @needs_megatron
 def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "START_S", 0.5)
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
         with pytest.raises(
-            Unable, match=r"rank 0 failed while .*, which says nothing about the checkpoint: it did not end within 1 s"
+            Unable, match=r"rank 0 failed, which says nothing about the checkpoint: while .*: it did not end within 1 s"
         ):
             list(strict_load(subject, Tally()))
         with pytest.raises(Unable, match="it did not end within 1 s"):
@@ -173,7 +174,7 @@ def test_a_witness_that_breaks_is_inconclusive(
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
-    said = f"CK401, CK402, CK403, CK404: rank 0 failed while {phase}, which says nothing about the checkpoint: "
+    said = f"CK401, CK402, CK403, CK404: rank 0 failed, which says nothing about the checkpoint: while {phase}: "
     assert reason.startswith(said)
     assert error in reason
 

@@ -227,7 +227,7 @@ def test_which_part_a_rank_holds(
 def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
     """The numbers of the elements that a rank holds."""
     if name in report.partial:
-        parts = [numbers.as_strided(tuple(sizes), tuple(steps), at) for at, sizes, steps in report.partial[name].parts]
+        parts = [region.of(numbers) for region in report.partial[name][1]]
         return torch.cat([part.flatten() for part in parts])
     return numbers[:0].flatten() if any(one.tensor == name for one in report.dropped) else numbers.flatten()
 

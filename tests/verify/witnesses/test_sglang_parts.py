@@ -21,13 +21,13 @@ from verify.checks.witnesses.loading import none_dropped
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.skip import OfNoFamily
-from verify.witnesses.loading import run as sglang_run
+from verify.witnesses import runner
 from verify.witnesses.loading.bits import difference, poison, poisoned
-from verify.witnesses.loading.compare import DROPPED, Loaded
-from verify.witnesses.loading.job import LoadReport, Observation
+from verify.witnesses.loading.compare import Loaded
+from verify.witnesses.loading.job import DROPPED, LoadReport, Observation
 from verify.witnesses.loading.run import LoadedBy, LoadRun
 from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.process.run import last_words
+from verify.witnesses.runner import last_words
 from verify.witnesses.sglang.adapter import left_empty
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.vllm.adapter import left_empty as vllm_left_empty
@@ -157,7 +157,7 @@ def test_config_that_names_another_class_never_reaches_sglang(
     )
     (release / "evil.py").write_text("raise SystemExit('run')\n")
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
-    monkeypatch.setattr(sglang_run, "run_ranks", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(runner, "run_ranks", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(
         (Unable, OfNoFamily, CkptkitError),
         match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model|is none of ckptkit)",
@@ -172,11 +172,11 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
     convert(release, megatron)
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
 
-    def run_ranks(root: Path, *_: object) -> dict[int, str]:
+    def run_ranks(root: Path, *_: object, **__: object) -> dict[int, str]:
         (root / "log-0").touch()
         return {0: "it was started"}
 
-    monkeypatch.setattr(sglang_run, "run_ranks", run_ranks)
+    monkeypatch.setattr(runner, "run_ranks", run_ranks)
     against = frozenset({"sglang"})
     assert "it was started" in str(LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against))).unable)
     shutil.rmtree(megatron / "carried")

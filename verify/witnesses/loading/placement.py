@@ -13,7 +13,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from verify.witnesses.loading.trace import Block, Region, Source, Trace, Write, span
+from verify.witnesses.loading.job import Region
+from verify.witnesses.loading.trace import Block, Source, Trace, Write, span
 
 _NUMBER = re.compile(r"\d+")
 

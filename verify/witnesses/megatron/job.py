@@ -31,7 +31,6 @@ class RankJob:
     sizes: ParallelSizes
     dtype: str  # of the parameters
     rank: int = 0
-    store: str = ""  # the file through which ranks meet
     report: str = ""
     gpu: bool = False  # it has one
     transformer_engine: bool = False

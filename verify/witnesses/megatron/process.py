@@ -155,7 +155,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     if job.at_once:
         connect_alone(job.sizes, job.rank)
     else:
-        connect(job.sizes, job.rank, job.store)
+        connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
     enter(BUILD)
     chunks = build_chunks(dims, MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
     for chunk in chunks:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -27,20 +26,17 @@ from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
 from verify.skip import Unable
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.memory import free_memory
-from verify.witnesses.process.run import Failure, failures_of, time_limit
-from verify.witnesses.process.run import run_ranks as run_witness
 from verify.witnesses.reference.job import Ids, Judged, Reference
 from verify.witnesses.reference.run import check_reference, judged_by_transformers
+from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
 
 _TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
-_START_SECONDS = 600  # imports, process groups, building the model
 _INDEXER_SINCE = (0, 19)  # the megatron-core whose indexer turns the dimensions that the releases mean
 # The megatron-core whose latent attention normalizes queries that are not compressed (`mla_qk_norm_config.py`).
 _QUERY_NORM_SINCE = (0, 19)
@@ -164,13 +160,12 @@ def run_megatron(subject: Subject) -> MegatronRun:
     if trainer:
         job = replace(job, trainer=str(Path(job.checkpoint).parent))
     turns = math.ceil(len(ranks) / at_once) if at_once else 1
-    reports, failures = run_megatron_ranks(
-        subject, job, ranks, turns * time_limit(_START_SECONDS, subject.checkpoint.specs)
-    )
+    answer = _ask_megatron(subject, job, ranks, turns * time_limit(subject.checkpoint.specs))
+    reports = [] if answer.failures else list(answer.reports.values())
     if (at_once or trainer) and len(ranks) == sizes.world:
         reports = _with_missing(reports, subject)
-    verdicts = {rank: failure.message for rank, failure in failures.items() if failure.ending.verdict}
-    unable = _unable(failures) if failures and not verdicts else None
+    verdicts = {rank: failure.message for rank, failure in answer.failures.items() if failure.verdict}
+    unable = str(_unable(answer)) if answer.failures and not verdicts else None
     return MegatronRun(sizes, _device(job, gpu), reports, verdicts, unable)
 
 
@@ -315,16 +310,15 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     job = _job(subject, sizes, gpu)
     engine = job.transformer_engine and dtype != "float32"
     job = replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
-    limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
-    reports, failures = run_megatron_ranks(subject, job, range(sizes.world), limit_s)
-    if failures:
-        raise Unable(_unable(failures))
-    answers = {report.rank: report.judged for report in reports if report.judged}
+    answer = _ask_megatron(subject, job, range(sizes.world), time_limit(subject.checkpoint.specs, passes=4))
+    if answer.failures:
+        raise _unable(answer)
+    answers = {rank: report.judged for rank, report in answer.reports.items() if report.judged}
     reference = None
     if not any(not_finite_logprobs(judged)[0] for judged in answers.values()):
         top_ids = [answer.top_ids for answer in min(answers.items())[1]]
         reference = judged_by_transformers(subject, prompts, top_ids)
-    return Computed(reports[0].version, sizes, _device(job, gpu), dtype, answers, reference)
+    return Computed(answer.reports[0].version, sizes, _device(job, gpu), dtype, answers, reference)
 
 
 def _on_gpus(sizes: ParallelSizes) -> bool:
@@ -341,9 +335,9 @@ def _device(job: RankJob, gpu: bool) -> str:
     return f"{'NCCL on GPUs' if gpu else alone if job.at_once else 'gloo on the CPU'}, {spec}"
 
 
-def _unable(failures: Mapping[int, Failure]) -> str:
-    rank, failure = min(failures.items())
-    return f"rank {rank} failed {failure}"
+def _unable(answer: Answer[RankReport]) -> Unable:
+    rank, failure = min(answer.failures.items())
+    return inconclusive(f"rank {rank} failed", failure)
 
 
 def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
@@ -360,21 +354,12 @@ def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
     )
 
 
-def run_megatron_ranks(
-    subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float
-) -> tuple[list[RankReport], dict[int, Failure]]:
-    """Runs these ranks to the end: their reports or, where some failed, why those did that failed first.
+def _ask_megatron(subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float) -> Answer[RankReport]:
+    """What these ranks report.
 
     On the CPU they are forked from one process that has imported Megatron, which takes longer than to load a small
     model. CUDA bears no fork.
     """
-    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
-        root = Path(scratch)
-        reports = {rank: root / f"report-{rank}.json" for rank in ranks}
-        for rank, report in reports.items():
-            own = replace(job, rank=rank, store=str(root / "store"), report=str(report))
-            save(own, root / f"job-{rank}.json")
-        how = run_witness(root, ranks, _WITNESS, limit_s, megatron_interpreter(subject), together=not job.gpu)
-        if how:
-            return [], failures_of(how, reports, {rank: root / f"log-{rank}" for rank in ranks})
-        return [load_record(RankReport, report) for report in reports.values()], {}
+    jobs = {rank: replace(job, rank=rank) for rank in ranks}
+    interpreter = megatron_interpreter(subject)
+    return ask_ranks(jobs, _WITNESS, RankReport, limit_s, interpreter, together=not job.gpu)

@@ -17,12 +17,11 @@ from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.process.memory import free_memory, memory_limit
-from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of, tokenizer_of
+from verify.witnesses.runner import ask, time_limit
 
 _WITNESS = "verify.witnesses.reference.process"
-_START_S = 1200  # importing transformers, and computing in its slowest dtype
 _PASSES = 8  # over the weights, at most
 _OPERATIONS_A_SECOND = 2e10  # slower than any processor worth waiting for
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
@@ -34,11 +33,8 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
     """What transformers makes of a job. Raises Unable where it cannot say."""
     specs = subject.checkpoint.specs
     operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
-    limit_s = time_limit(_START_S, specs, _PASSES) + operations / _OPERATIONS_A_SECOND
-    found, failed = ask(job, _WITNESS, Reference, limit_s)
-    if failed or found is None:
-        raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
-    return found
+    limit_s = time_limit(specs, _PASSES) + operations / _OPERATIONS_A_SECOND
+    return ask(job, _WITNESS, Reference, limit_s).require("transformers gave no reference")
 
 
 def run_prediction(subject: Subject) -> Reference:
