@@ -147,7 +147,7 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: P
 
 
 def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Reference:
-    job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids, **asked)
+    job = ReferenceJob(path, str(root / "reference.json"), prompts, ids, **asked)
     with PhaseLog(root / "reference.json") as phases:
         return run_reference(job, phases)
 

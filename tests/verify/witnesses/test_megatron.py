@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,10 @@ from verify.run import verify
 from verify.witnesses import runner
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
+from verify.witnesses.process import interpreter
 from verify.witnesses.runner import failure_messages
 
-needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")
 
 
@@ -190,7 +192,7 @@ def test_a_witness_that_breaks_is_inconclusive(
 def test_sizes_that_do_not_divide_start_no_process(
     converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], message: str
 ) -> None:
-    monkeypatch.setattr(megatron_run, "run_megatron_ranks", None)
+    monkeypatch.setattr(megatron_run, "ask_ranks", None)
     with pytest.raises(CkptkitError, match=message):
         list(
             strict_load(
@@ -229,7 +231,7 @@ def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
 ) -> None:
     with pytest.raises(Unable, match="ckptkit convert"):
         list(strict_load(Subject(releases("qwen2-tied")), Tally()))
-    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None)
+    monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
     with pytest.raises(Unable, match="megatron-core is not installed: pip install megatron-core$"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
 

@@ -247,7 +247,7 @@ def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1})
-    monkeypatch.setattr("verify.checks.witnesses.loading.LoadedBy.__call__", lambda loaded_by, subject: LoadRun(loaded))
+    monkeypatch.setattr("verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: LoadRun(loaded))
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"

@@ -72,7 +72,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     again = subject.once(no_second_load) is None
     prompts = [] if draft else prompts_of(config, logits)
     job = EngineJob(
-        str(subject.path.absolute()),
+        str(subject.path),
         prompts,
         sizes=sizes,
         update=again and "update" in subject.against,
@@ -106,7 +106,7 @@ def run_engine_reference(subject: Subject) -> Reference:
     check_reference(subject, run.prompts)
     tokenizer = tokenizer_of(subject.path)
     job = ReferenceJob(
-        str(subject.path.absolute()),
+        subject.path,
         prompts=run.prompts,
         top_ids=[answer.top_ids for answer in report.passes[FIRST]],
         texts=texts_of(tokenizer, config_of(subject)) if tokenizer else None,

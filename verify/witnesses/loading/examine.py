@@ -55,7 +55,7 @@ class Examination:
         logger.addHandler(warnings)
         self.phases.enter(self.engine.LOAD)
         with Trace(before.values()) as trace:
-            self.engine.load(model, trace.feed(self._with_steps(self.alter(weights))))
+            model.load_weights(trace.feed(self._with_steps(self.alter(weights))))  # type: ignore[operator]
         logger.removeHandler(warnings)
         if self.target is not None:
             self.engine.share(self.target.model, model)

@@ -45,9 +45,9 @@ class LoadJob:
     """One rank's task: load a checkpoint into an engine, and compare."""
 
     adapter: str  # the module that is its `Engine`
-    checkpoint: str
-    hf: str | None = None  # gives the config of a Megatron checkpoint that carries none
-    source: str | None = None  # an unquantized HF directory: what a Megatron checkpoint's values are compared with
+    checkpoint: Path
+    hf: Path | None = None  # gives the config of a Megatron checkpoint that carries none
+    source: Path | None = None  # an unquantized HF directory: what a Megatron checkpoint's values are compared with
     report: str = ""
     sizes: EngineSizes = ONE_RANK
     rank: int = 0

@@ -58,7 +58,7 @@ def material_of(job: LoadJob, engine: Engine) -> Material:
     """The checkpoint of a job. A Megatron one gets a directory for its config in the job's scratch directory."""
     location = locate(job.checkpoint)
     if location.is_hf:
-        fused = engine.fuses_shared(HfCheckpoint(location.path).specs)
+        fused = engine.FACTS.fuses_shared(HfCheckpoint(location.path).specs)
         config = read_json(location.path / "config.json")
         return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))
     checkpoint = open_megatron(location, job.hf)
@@ -66,7 +66,7 @@ def material_of(job: LoadJob, engine: Engine) -> Material:
     path = job.scratch / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
-    source = source_of(Path(job.source)) if job.source else view
+    source = source_of(job.source) if job.source else view
     return Material(path, checkpoint.config, False, partial(stream, view), partial(stream, source))
 
 

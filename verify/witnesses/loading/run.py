@@ -38,47 +38,36 @@ class LoadRun:
         return self.report.draft_model if self.report else None
 
 
-@dataclass(frozen=True)
-class LoadedBy:
-    """Loads a subject into a real engine: `subject.once(LoadedBy(engine))`."""
+def run_engine_load(subject: Subject, engine: EngineFacts) -> LoadRun:
+    """Loads a subject into a real engine, on GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
 
-    engine: EngineFacts
-
-    def __call__(self, subject: Subject) -> LoadRun:
-        """On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
-
-        Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
-        lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
-        """
-        release = require(self.engine, subject)
-        config = config_of(subject)
-        check_class(self.engine, config)
-        check_passthrough(self.engine, subject, config)
-        run = _load(self.engine, subject)
-        if run.report is None and self.engine.without_gpu and not _gpus():
-            again = _load(self.engine, subject, dict(self.engine.without_gpu))
-            run = again if again.report is not None else run
-        refusal = run.crash or run.draft_crash
-        if refusal is None or release in self.engine.tested or _gpus():
-            return run
-        # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
-        tested = ", ".join(self.engine.tested)
-        why = f"{self.engine.label} {release} was not tested without a GPU ({tested} were), and fails: {refusal}"
-        return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
+    Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
+    lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
+    """
+    release = require(engine, subject)
+    config = config_of(subject)
+    check_class(engine, config)
+    check_passthrough(engine, subject, config)
+    run = _load(engine, subject)
+    if run.report is None and engine.without_gpu and not _gpus():
+        again = _load(engine, subject, dict(engine.without_gpu))
+        run = again if again.report is not None else run
+    refusal = run.crash or run.draft_crash
+    if refusal is None or release in engine.tested or _gpus():
+        return run
+    # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
+    tested = ", ".join(engine.tested)
+    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {refusal}"
+    return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
     """One load, with these variables in the environment of its processes."""
-    source = None  # the unquantized HF directory that a Megatron checkpoint's values are compared with
-    if subject.is_megatron and subject.source_path and subject.source_is_hf:
-        source = None if is_quantized(read_config(subject.source_path)) else str(subject.source_path.absolute())
-    job = LoadJob(
-        engine.adapter,
-        str(subject.path.absolute()),
-        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
-        source=source,
-        sizes=engine_sizes(engine, subject) or ONE_RANK,
-    )
+    source = subject.source_path if subject.is_megatron and subject.source_is_hf else None
+    if source is not None and is_quantized(read_config(source)):
+        source = None
+    sizes = engine_sizes(engine, subject) or ONE_RANK
+    job = LoadJob(engine.adapter, subject.path, hf=subject.hf_path, source=source, sizes=sizes)
     jobs = {rank: replace(job, rank=rank) for rank in range(job.sizes.ranks)}
     interpreter = replace(interpreter_of(engine, subject), variables=variables or {})
     answer = ask_ranks(jobs, _WITNESS, LoadReport, time_limit(subject.checkpoint.specs), interpreter)

@@ -6,8 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -71,7 +69,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
     """
     if subject.is_hf:
         raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
-    if not _has(subject, "megatron") or not _has(subject, "megatron.core"):
+    megatron = megatron_interpreter(subject)
+    if not megatron.has("megatron") or not megatron.has("megatron.core"):
         raise Unable("megatron-core is not installed: pip install megatron-core")
     if (message := unwitnessed(config_of(subject))) is not None:
         raise Unable(message)
@@ -131,11 +130,6 @@ def megatron_interpreter(subject: Subject) -> Interpreter:
     return Interpreter(python_of("megatron", subject.options.pythons))
 
 
-def _has(subject: Subject, module: str) -> bool:
-    there = megatron_interpreter(subject)
-    return there.has(module) if there.elsewhere else find_spec(module) is not None
-
-
 def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, a process for each rank of its parallel sizes.
 
@@ -154,11 +148,11 @@ def run_megatron(subject: Subject) -> MegatronRun:
     at_once = 0 if gpu else _at_once(subject, sizes)
     if trainer:
         _check_trainer(subject, sizes, at_once)
-        if reason := tracker_fault(subject.location.path.absolute()):
+        if reason := tracker_fault(subject.location.path):
             return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
     job = replace(_job(subject, sizes, gpu), at_once=at_once)
     if trainer:
-        job = replace(job, trainer=str(Path(job.checkpoint).parent))
+        job = replace(job, trainer=job.checkpoint.parent)
     turns = math.ceil(len(ranks) / at_once) if at_once else 1
     answer = _ask_megatron(subject, job, ranks, turns * time_limit(subject.checkpoint.specs))
     reports = [] if answer.failures else list(answer.reports.values())
@@ -171,7 +165,7 @@ def run_megatron(subject: Subject) -> MegatronRun:
 
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
     """Raises Unable where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
-    if not _has(subject, "megatron.training"):
+    if not megatron_interpreter(subject).has("megatron.training"):
         raise Unable(
             f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
             "without --trainer-loader megatron-core itself loads"
@@ -343,12 +337,12 @@ def _unable(answer: Answer[RankReport]) -> Unable:
 def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
     """What all ranks are asked."""
     return RankJob(
-        checkpoint=str(subject.location.path.absolute()),
-        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
-        source=str(subject.source_path.absolute()) if subject.source_path else None,
+        checkpoint=subject.location.path,
+        hf=subject.hf_path,
+        source=subject.source_path,
         sizes=sizes,
         dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
-        transformer_engine=gpu and _has(subject, "transformer_engine"),
+        transformer_engine=gpu and megatron_interpreter(subject).has("transformer_engine"),
         hybrid=subject.megatron_files.hybrid,
         gpu=gpu,
     )

@@ -57,8 +57,7 @@ def run_prediction(subject: Subject) -> Reference:
             f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are "
             "free: run it on a larger machine, or an engine on GPUs (--engine --logits)"
         )
-    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
-    return run_reference(subject, ReferenceJob(str(subject.path.absolute()), texts=texts, hf=hf, dtype=fitting[0]))
+    return run_reference(subject, ReferenceJob(subject.path, texts=texts, hf=subject.hf_path, dtype=fitting[0]))
 
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
@@ -75,8 +74,7 @@ def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids
     Raises Unable.
     """
     path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
-    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
-    return run_reference(subject, ReferenceJob(str(path.absolute()), prompts=prompts, top_ids=top_ids, hf=hf))
+    return run_reference(subject, ReferenceJob(path, prompts=prompts, top_ids=top_ids, hf=subject.hf_path))
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:

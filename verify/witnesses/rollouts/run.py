@@ -25,7 +25,7 @@ Recomputed: TypeAlias = tuple[RecordedSample, Sequence[float], Sequence[float]]
 class RolloutJob:
     """Samples whose prompts the tokenizer of an HF directory is to render."""
 
-    home: str
+    home: Path
     samples: Sequence[RecordedSample]
     report: str = ""
 
@@ -102,10 +102,10 @@ def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
     """The dtype of an engine, and the parts with their log-probabilities. Raises Unable as `run_reference`."""
     parts = subject.once(parts_of)
     job = ReferenceJob(
-        str(subject.path.absolute()),
+        subject.path,
         prompts=[part.tokens for part in parts],
         top_ids=[[[token] for token in part.tokens[1:]] for part in parts],
-        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
+        hf=subject.hf_path,
         temperatures=[part.temperature or 1.0 for part in parts],
     )
     found = run_reference(subject, job)
@@ -124,6 +124,6 @@ def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises Unable where it gives none."""
-    job = RolloutJob(str(tokenizer_directory(subject).absolute()), subject.once(recorded_prompts))
+    job = RolloutJob(tokenizer_directory(subject).absolute(), subject.once(recorded_prompts))
     answer = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, START_S)
     return answer.require("prompts could not be rendered").renderings

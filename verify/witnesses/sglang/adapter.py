@@ -32,7 +32,6 @@ from verify.witnesses.loading.layouts.values import fp8_blocks
 from verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.sglang.facts import fuses_shared as fuses_shared
 
 FACTS = SGLANG
 # Where SGLang reads what was set up before.
@@ -90,11 +89,6 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     phases.enter(BUILD)
     model: nn.Module = loader.load_model(model_config=model_config, device_config=device)
     return model
-
-
-def load(model: nn.Module, weights: Weights) -> None:
-    """Loads weights by the model's own `load_weights`."""
-    model.load_weights(weights)  # type: ignore[operator]
 
 
 def steps_after_loading(model: nn.Module) -> Iterator[Step]:

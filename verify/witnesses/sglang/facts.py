@@ -46,6 +46,7 @@ SGLANG = EngineFacts(
     # Scales of a key-value cache in FP8, which only few checkpoints have, and a number of Gemma 4's vision tower, which
     # no release has and SGLang makes 1.
     defaults=r".+\.[kv]_scale|vision_tower\.encoder\.layers\.\d+\.layer_scalar",
+    fuses_shared=fuses_shared,
     not_reloadable=not_reloadable,
     updates_draft=True,
 )

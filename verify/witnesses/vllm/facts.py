@@ -5,6 +5,12 @@ from __future__ import annotations
 from quant.formats.part_names import WEIGHT_SCALE
 from verify.witnesses.loading.engine import EngineFacts
 
+# Variables of each process that imports it.
+QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers
+}
 _DEFAULTS = "|".join(
     (
         # Scales of attention in FP8, their ranges and zero points. Few checkpoints have them; else what vLLM makes them
