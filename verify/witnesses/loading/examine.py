@@ -17,9 +17,9 @@ from ckptkit.core.printable import one_line
 from verify.witnesses.loading.bits import difference, poison
 from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.draft import DraftLoaded, without_shared
-from verify.witnesses.loading.engine import Engine, Step, Weights
+from verify.witnesses.loading.engine import Engine, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome, ParamDifference
+from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.placement import Placement
 from verify.witnesses.loading.trace import Trace
@@ -67,7 +67,7 @@ class Examination:
         )
         self._compare()
         if device.type == "cuda":
-            Repacking(self.loaded, self.report).repack(model, self._tensors, self.reference, self.phases)
+            self._repack()
 
     def _with_steps(self, weights: Weights) -> Weights:
         for name, tensor in weights:
@@ -118,64 +118,44 @@ class Examination:
         report.routers = tuple(loaded.dead_routers())
         report.draft = tuple(draft_names(self.config, loaded.sizes))
 
-
-@dataclass
-class Repacking:
-    """What is seen while a model's layers are repacked, one after the other."""
-
-    loaded: Loaded
-    report: LoadReport  # gets what was seen
-    repacked: set[str] = field(default_factory=set)  # parameters that must be in their kernel's layout
-    unchanged: set[str] = field(default_factory=set)  # parameters that must be as loaded
-    touched: set[str] = field(default_factory=set)  # those of them that changed
-    free: set[str] = field(default_factory=set)  # parameters that may change in ways not predicted here
-
-    def repack(
-        self, model: nn.Module, tensors: Callable[[], Mapping[str, Tensor]], reference: Reference, phases: PhaseLog
-    ) -> None:
-        """Repacks a model step by step, as its engine's loader does. All that no layout covers must stay as it was.
-
-        `tensors` gives what the model holds afterwards.
-        """
-        held = [*self.loaded.tensors.items()]
+    def _repack(self) -> None:
+        """Repacks the model step by step, as its engine does. All that no layout covers must stay as it was."""
+        loaded, report = self.loaded, self.report
+        held = [*loaded.tensors.items()]
         names = {tensor.data_ptr(): name for name, tensor in reversed(held) if tensor.numel()}
-        dead = list(self.loaded.dead_routers())
-        steps = [*self.loaded.engine.steps_after_loading(model)]  # a layout may ask what another step will change
-        found = [(f"{step.name}.{one.param}", one) for step in steps for one in self._run(step, names, phases)]
-        places = [(place if one.expert is None else f"{place}[{one.expert}]", one.what) for place, one in found]
-        wrong = [Observation(place, place, what) for place, what in places]
-        after = replace(self.loaded, tensors=tensors())
-        again = replace(self.report, equal={}, differing=())
-        if self.touched:
-            after.compare(again, reference(), self.touched.__contains__)
-        wrong += [one for one in again.differing if one.tensor in self.report.equal and one.param not in self.free]
+        dead = list(loaded.dead_routers())
+        wrong = list[Observation]()
+        compared, touched, free = set[str](), set[str](), set[str]()  # parameters; `free`: may change in unknown ways
+        for step in [*self.engine.steps_after_loading(self.model)]:  # a layout may ask what another step will change
+            name, module = step.name, step.module
+            expected = step.layout(module) if step.layout else LayerExpected(frozenset(), LayerOutcome)
+            others = {  # the other parameters and buffers: by its name for each, the model's, and a copy
+                parameter: (names[tensor.data_ptr()], tensor.detach().clone())
+                for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+                if tensor.data_ptr() in names and parameter not in expected.params
+            }
+            own = {known for known, _ in others.values()}
+            self.phases.enter(self.engine.REPACK)
+            step.run()
+            self.phases.enter(COMPARE)
+            changed = {known for parameter, (known, copy) in others.items() if _has_changed(module, parameter, copy)}
+            outcome = expected.compare()
+            for one in outcome.differences:
+                place = f"{name}.{one.param}" if one.expert is None else f"{name}.{one.param}[{one.expert}]"
+                wrong.append(Observation(place, place, one.what))
+            compared |= own | {f"{name}.{parameter}" for parameter in expected.params}
+            touched |= changed
+            free |= own if expected.free else set()
+            if outcome.unknown and (changed or not expected.free):
+                report.unchecked += (f"{name}: {outcome.unknown}",)
+            report.requantized |= {f"{name}.{parameter}": part for parameter, part in outcome.requantized.items()}
+        after = replace(loaded, tensors=self._tensors())
+        again = replace(report, equal={}, differing=())
+        if touched:
+            after.compare(again, self.reference(), touched.__contains__)
+        wrong += [one for one in again.differing if one.tensor in report.equal and one.param not in free]
         wrong += [one for one in after.dead_routers() if one not in dead]
-        self.report.repacked, self.report.repacked_seen = tuple(wrong), len(self.repacked | self.unchanged)
-
-    def _run(self, step: Step, names: Mapping[int, str], phases: PhaseLog) -> list[ParamDifference]:
-        """Runs the step of a module, and compares what it made. `names`: of parameters, by address."""
-        name, module = step.name, step.module
-        expected = step.layout(module) if step.layout else LayerExpected(frozenset(), LayerOutcome)
-        others = {  # the other parameters and buffers: by its name for each, the model's, and a copy
-            parameter: (names[tensor.data_ptr()], tensor.detach().clone())
-            for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            if tensor.data_ptr() in names and parameter not in expected.params
-        }
-        own = {known for known, _ in others.values()}
-        self.repacked |= {f"{name}.{parameter}" for parameter in expected.params}
-        self.unchanged |= own
-        phases.enter(self.loaded.engine.REPACK)
-        step.run()
-        phases.enter(COMPARE)
-        changed = {known for parameter, (known, copy) in others.items() if _has_changed(module, parameter, copy)}
-        self.touched |= changed
-        outcome = expected.compare()
-        if expected.free:
-            self.free |= own
-        if outcome.unknown and (changed or not expected.free):
-            self.report.unchecked += (f"{name}: {outcome.unknown}",)
-        self.report.requantized |= {f"{name}.{parameter}": change for parameter, change in outcome.requantized.items()}
-        return outcome.differences
+        report.repacked, report.repacked_seen = tuple(wrong), len(compared)
 
 
 def _has_changed(module: nn.Module, parameter: str, copy: Tensor) -> bool:

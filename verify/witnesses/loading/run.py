@@ -16,6 +16,7 @@ from verify.evidence.subject import Subject
 from verify.skip import Unable
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
+from verify.witnesses.process.exit_report import ExitReport
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
 
@@ -26,11 +27,32 @@ _WITNESS = "verify.witnesses.loading.process"  # the module that ranks run
 class LoadRun:
     """What became of a load, and of that of the draft model where there are multi-token prediction layers."""
 
-    report: LoadReport | None
-    crash: str | None = None  # the engine's refusal
-    unable: str | None = None  # why the engine could not be asked
-    draft_crash: str | None = None  # its refusal to load the draft model
-    draft_error: str | None = None  # why it could not be asked about that
+    report: LoadReport | None  # None: the model was not loaded
+    failure: ExitReport | None = None  # why there is no report, or no draft model in it
+
+    @property
+    def crash(self) -> str | None:
+        """The engine's refusal to load the model."""
+        return self.failure.message if self.failure and self.failure.verdict and not self.report else None
+
+    @property
+    def unable(self) -> str | None:
+        """Why the engine could not be asked."""
+        if self.report or not self.failure or self.failure.verdict:
+            return None
+        return str(inconclusive("the witness failed", self.failure))
+
+    @property
+    def draft_crash(self) -> str | None:
+        """The engine's refusal to load the draft model."""
+        return str(self.failure) if self.failure and self.failure.verdict and self.report else None
+
+    @property
+    def draft_error(self) -> str | None:
+        """Why the engine could not be asked about the draft model."""
+        if not self.report or not self.failure or self.failure.verdict:
+            return None
+        return f"the draft model was not looked at: {self.failure}"
 
     @property
     def draft(self) -> LoadReport | None:
@@ -52,13 +74,12 @@ def run_engine_load(subject: Subject, engine: EngineFacts) -> LoadRun:
     if run.report is None and engine.without_gpu and not _gpus():
         again = _load(engine, subject, dict(engine.without_gpu))
         run = again if again.report is not None else run
-    refusal = run.crash or run.draft_crash
-    if refusal is None or release in engine.tested or _gpus():
+    if run.failure is None or not run.failure.verdict or release in engine.tested or _gpus():
         return run
     # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
     tested = ", ".join(engine.tested)
-    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {refusal}"
-    return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
+    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {run.failure.message}"
+    return replace(run, failure=replace(run.failure, verdict=False, message=why))
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
@@ -110,16 +131,8 @@ def outcome(answer: Answer[LoadReport], ranks: int) -> LoadRun:
     if report is not None and (report.draft_model is not None or not report.draft):
         return LoadRun(report)
     rank = answer.to_blame
-    cause = answer.failures[rank]
-    message = cause.message if ranks == 1 else f"rank {rank}: {cause.message}"
-    if report is None and cause.verdict:
-        return LoadRun(None, crash=message)
-    why = replace(cause, message=message)
-    if report is None:
-        return LoadRun(None, unable=str(inconclusive("the witness failed", why)))
-    if cause.verdict:
-        return LoadRun(report, draft_crash=str(why))
-    return LoadRun(report, draft_error=f"the draft model was not looked at: {why}")
+    failure = answer.failures[rank]
+    return LoadRun(report, failure if ranks == 1 else replace(failure, message=f"rank {rank}: {failure.message}"))
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
