@@ -222,7 +222,7 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
         "moe_intermediate_size that divides by etp = 2"
     ]
     monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
-    with pytest.raises(Unable, match="while building the model, .*95 is not divisible by 2"):
+    with pytest.raises(Unable, match="while building the model: .*95 is not divisible by 2"):
         list(strict_load(cut, Tally()))
 
 
