@@ -218,7 +218,7 @@ def test_which_part_a_rank_holds(
     number = list(runs[sizes]).index("qwen3_moe")
     tensors = models.tensors(root / "qwen3_moe")
     for rank in range(2):
-        report = load_record(LoadReport, folders[sizes] / f"{number}-{rank}.json")
+        report = load_record(LoadReport, folders[sizes] / f"scratch-{number}" / f"report-{rank}.json")
         for name, part in HELD[sizes].items():
             numbers = torch.arange(tensors[name].numel()).view(tensors[name].shape)
             assert torch.equal(seen(report, name, numbers), part(numbers, rank).flatten()), (rank, name)
