@@ -12,8 +12,9 @@ from torch import Tensor
 
 from verify.witnesses.loading.bits import difference, poison
 from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.job import LoadReport, Region
-from verify.witnesses.loading.placement import Placement, covered
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.loading.placement import Placement
+from verify.witnesses.loading.region import Region, covered
 from verify.witnesses.loading.trace import Trace
 from verify.witnesses.sglang import adapter
 

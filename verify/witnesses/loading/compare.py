@@ -20,9 +20,10 @@ from converters.stored import unused_names
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.engine import Engine
-from verify.witnesses.loading.job import DROPPED, NO_ROUTER, LoadReport, Observation, Region
+from verify.witnesses.loading.job import DROPPED, NO_ROUTER, LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, padded_names, promised_names, routers
-from verify.witnesses.loading.placement import Piece, Placement, covered, flat_elements, whole
+from verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
+from verify.witnesses.loading.region import Region, covered
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
 _MATRICES = ("w13_", "w2_")  # of experts

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from verify.witnesses.loading.region import Region, covered
 
 NO_ROUTER = "has no such parameter"
 DROPPED = "it was given to load_weights and written nowhere"
@@ -56,29 +53,6 @@ class LoadJob:
     def scratch(self) -> Path:
         """The folder that all ranks share, empty but for their jobs and reports."""
         return Path(self.report).parent
-
-
-@dataclass(frozen=True)
-class Region:
-    """Elements of a block of memory: `offset` and `strides` are counted in elements."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def of(self, flat: Tensor) -> Tensor:
-        """This part of a block whose elements are given in the order of their addresses, wherever they lie."""
-        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return math.prod(self.sizes)
-
-    @property
-    def end(self) -> int:
-        """The offset behind its last element."""
-        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.strides, strict=True))
 
 
 @dataclass(frozen=True)
@@ -187,8 +161,6 @@ def _shared(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
 
 def _dropped(reports: Sequence[LoadReport]) -> Iterator[Observation]:
     """What is on no rank as a whole, and not on all of them together."""
-    from verify.witnesses.loading.placement import covered  # needs torch
-
     dropped = [{seen.tensor: seen for seen in report.dropped} for report in reports]
     for name in dropped[0]:
         if not all(name in others for others in dropped[1:]):
