@@ -312,7 +312,7 @@ FAKES = {
     "import a_package_that_nobody_has": "while setting SGLang up: ModuleNotFoundError: No module named 'a_package",
     "import os; os.kill(os.getpid(), 9)": "while setting SGLang up: killed by SIGKILL, as the kernel does when memory",
     "import time; time.sleep(600)": "it did not end within 5 s",
-    "raise SystemExit(0)": "no report",
+    "raise SystemExit(0)": "while setting SGLang up: SystemExit: 0",
 }
 
 
