@@ -212,7 +212,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
             else started("megatron", module, *words, **how)
         )
 
-    monkeypatch.setattr("verify.witnesses.process.run.start_confined", fork)
+    monkeypatch.setattr("verify.witnesses.runner.start_confined", fork)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.forking import started
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("verify.witnesses.process.run.start_confined", partial(started, "sglang"))
+    monkeypatch.setattr("verify.witnesses.runner.start_confined", partial(started, "sglang"))
 
 
 @pytest.fixture

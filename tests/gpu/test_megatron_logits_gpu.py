@@ -17,8 +17,8 @@ from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, run_megatron_logits
+from verify.witnesses.process import interpreter
 from verify.witnesses.reference.distance import distance
 from verify.witnesses.reference.run import prompts_of
 
@@ -60,7 +60,7 @@ def test_transformer_engine_computes_what_transformers_does(releases: PathOf, co
 def test_megatrons_own_layers_compute_what_transformers_does(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, dtype: str
 ) -> None:
-    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None if "engine" in name else find_spec(name))
+    monkeypatch.setattr(interpreter, "find_spec", lambda name: None if "engine" in name else find_spec(name))
     subject = Subject(converted(name), releases(name), options=VerifyOptions(against=ASKED))
     run = computed(subject, dtype)
     assert run.device == "NCCL on GPUs, local spec"

@@ -166,7 +166,7 @@ def _held(chunks: Sequence[Any], training: Training, iteration: int, strict: lis
     from converters.planner import dims_of
     from verify.witnesses.megatron.process import position, reference_tensors, seen
 
-    reference = reference_tensors(training.source, None)
+    reference = reference_tensors(Path(training.source), None)
     at = position(dims_of(training.config).experts, training.sizes.ep, True)
     found = list(seen(chunks, training.config, reference, at))
     verdicts = {verdict: sum(one.verdict == verdict for one in found) for verdict in {one.verdict for one in found}}

@@ -32,7 +32,7 @@ class Holding:
         self.engine = engine
 
     def __call__(self, model: nn.Module, weights: Weights, device: torch.device) -> None:
-        self.engine.load(model, weights)
+        model.load_weights(weights)
 
 
 def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:

@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from verify.witnesses.process.exit_report import PhaseLog
+from verify.witnesses.process.exit_report import ExitReport, PhaseLog
 from verify.witnesses.reference.adapter import run
 from verify.witnesses.reference.job import NamesJob, NamesReport
+from verify.witnesses.runner import Answer
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -46,15 +47,15 @@ KINDS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def answer_here(job: NamesJob, *_: object) -> Future[tuple[NamesReport | None, str]]:
+def answer_here(job: NamesJob, *_: object) -> Future[Answer[NamesReport]]:
     """As `ask_meanwhile`, in this process, which has imported PEFT already."""
-    answer = Future[tuple[NamesReport | None, str]]()
+    answer = Future[Answer[NamesReport]]()
     with TemporaryDirectory() as home:
         report = Path(home) / "report.json"
         try:
-            answer.set_result((run(replace(job, report=str(report)), PhaseLog(report)), ""))
+            answer.set_result(Answer({0: run(replace(job, report=str(report)), PhaseLog(report))}, {}))
         except AttributeError as error:  # what a class of transformers misses in its config
-            answer.set_result((None, str(error)))
+            answer.set_result(Answer({}, {0: ExitReport("asking PEFT", str(error))}))
     return answer
 
 

@@ -9,22 +9,22 @@ import pytest
 
 from verify.evidence.side import processors, templates, texts
 from verify.witnesses.process.exit_report import PhaseLog, exit_report_of
+from verify.witnesses.runner import Answer
 
 
 def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[Any]:
     """Saves the seconds that a process takes to import transformers. Returns the jobs that are asked."""
     jobs: list[Any] = []
 
-    def ask(job: Any, module: str, *_: Any) -> tuple[Any, str]:
+    def ask(job: Any, module: str, *_: Any) -> Answer[Any]:
         jobs.append(job)
         report = scratch / "report.json"
         run: Any = {one.__name__: one for one in (texts, processors, templates)}[module].run
         try:
             with PhaseLog(report) as phases:
-                return run(job, phases), ""
-        except Exception as error:  # noqa: BLE001 - a process would end with it
-            ending = exit_report_of(report)
-            return None, f"while {ending.phase}: {ending.message or error}"
+                return Answer({0: run(job, phases)}, {})
+        except Exception:  # noqa: BLE001 - a process would end with it
+            return Answer({}, {0: exit_report_of(report)})
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for one in (texts, processors, templates):

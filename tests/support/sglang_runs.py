@@ -26,8 +26,10 @@ from support.forking import ran
 from support.processes import run_logged
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.loading.run import LoadedBy, LoadRun, outcome
+from verify.witnesses.loading.run import LoadRun, outcome, run_engine_load
 from verify.witnesses.process.codec import decoded
+from verify.witnesses.process.exit_report import exit_report_of
+from verify.witnesses.runner import read_answer
 from verify.witnesses.sglang.facts import SGLANG
 
 if TYPE_CHECKING:
@@ -224,16 +226,15 @@ def run_cases(
         (scratch := root / f"scratch-{number}").mkdir()
         job = LoadJob(
             engine.adapter,
-            str(case.checkpoint),
-            source=str(case.source) if case.source else None,
-            scratch=str(scratch),
-            report=str(root / f"{number}"),
+            case.checkpoint,
+            source=case.source,
+            report=str(scratch / "report"),
             sizes=sizes,
         )
         orders[name] = {"job": asdict(job), "alter": case.alter}
     runs: dict[str, LoadRun] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
-        (root / "cases.json").write_text(json.dumps(list(left.values())))
+        (root / "cases.json").write_text(json.dumps(list(left.values()), default=str))
         logs = [root / f"log-{rank}" for rank in range(sizes.ranks)]
         with ThreadPoolExecutor(sizes.ranks) as pool:
             run = start or (partial(run_logged, gpu=True) if gpu else partial(ran, "sglang"))
@@ -243,10 +244,12 @@ def run_cases(
             ]
         ended = all(one.result() for one in started)
         for name, order in left.items():
-            reports = [Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.ranks)]
-            failed = {rank: "it stopped" for rank, report in enumerate(reports) if not report.exists()}
-            runs[name] = outcome(failed, reports, logs)
-            if failed and not ended:
+            reports = {rank: Path(f"{order['job']['report']}-{rank}.json") for rank in range(sizes.ranks)}
+            missing = [rank for rank, report in reports.items() if not report.exists()]
+            raised = [rank for rank, report in reports.items() if exit_report_of(report).message]
+            failed = dict.fromkeys(missing or raised, "it stopped")
+            runs[name] = outcome(read_answer(LoadReport, reports, dict(enumerate(logs)), failed), sizes.ranks)
+            if missing and not ended:
                 break
     return runs
 
@@ -279,7 +282,7 @@ def checked(
     from verify.options import VerifyOptions
 
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({engine.name})))
-    subject._results[LoadedBy(engine)] = run
+    subject._results[run_engine_load, engine] = run
     outcome = run_checks(subject, [one for one in all_checks() if one.stage == engine.name])
     results, findings, facts = outcome.checks, outcome.findings, outcome.facts
     return {result.code: result for result in results}, findings, facts

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from verify.launch.words import Word
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _DEFAULT = VerifyOptions()
 
 
@@ -55,7 +56,7 @@ class Subject(OfKind):
     sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)
     updated: bool | None = False
     loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
-    _results: dict[Callable[[Subject], Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""
@@ -83,11 +84,12 @@ class Subject(OfKind):
         """The readers that count for an INT4 checkpoint; None: those of RL stacks."""
         return self.options.readers
 
-    def once(self, find: Callable[[Subject], T]) -> T:
-        """What `find` returns for this subject, computed at the first call only. An exception is not kept."""
-        if find not in self._results:
-            self._results[find] = find(self)
-        return self._results[find]  # type: ignore[no-any-return]
+    def once(self, find: Callable[[Subject, *Ts], T], *given: *Ts) -> T:
+        """What `find` returns for this subject (and `given`), computed at the first call. An exception is not kept."""
+        key = (find, *given) if given else find
+        if key not in self._results:
+            self._results[key] = find(self, *given)
+        return self._results[key]  # type: ignore[no-any-return]
 
     def found(self, find: Callable[[Subject], T]) -> T | None:
         """What `once` has computed with `find`; None where it has not."""

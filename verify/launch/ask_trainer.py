@@ -16,9 +16,10 @@ from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.settings.overrides import is_override
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
+from verify.witnesses.process.h100 import CAPABILITY
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.run import ask
-from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
+from verify.witnesses.runner import ask
+from verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 _LIMIT_S = 600.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -59,10 +60,10 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     trainers = [package] if package else [MEGATRON] if _is_megatron(job) else ["slime", "miles"]
     request = TrainerJob(trainers, [text.program, *words], _folders(text, text.directory), str(text.directory))
     interpreter = replace(interpreter, variables=_variables(job))
-    answer, failed = ask(request, "verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
-    if answer is None:
-        raise CkptkitError("the trainer gave no answer", failed or "it ended by itself")
-    gpu = f"told of a GPU of compute capability {'.'.join(map(str, GPU_CAPABILITY))}"
+    asked = ask(request, "verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
+    if (answer := asked.report) is None:
+        raise CkptkitError("the trainer gave no answer", str(asked.failure))
+    gpu = f"told of a GPU of compute capability {'.'.join(map(str, CAPABILITY))}"
     more = f", with stand-ins for {', '.join(answer.stand_ins)}" if answer.stand_ins else ""
     note = f"--ask-trainer executed the code of {answer.trainer} in {answer.home}, {gpu}{more}"
     issues = (*(job.combinations or ()), *_refusals(answer, job, bool(package)), *_untaken(answer, job))
@@ -109,7 +110,7 @@ def _variables(job: Job) -> Mapping[str, str]:
     public = {key: text for key, text in known.items() if not (is_withheld(key, text) or _OWN.fullmatch(key))}
     rank = {"WORLD_SIZE": world, "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
     # Megatron-LM tries to build a kernel as it is imported, for the GPUs that are there unless it is told.
-    return {**public, **rank, "CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ".".join(map(str, GPU_CAPABILITY))}
+    return {**public, **rank, "CUDA_VISIBLE_DEVICES": "", "TORCH_CUDA_ARCH_LIST": ".".join(map(str, CAPABILITY))}
 
 
 def _refusals(answer: TrainerAnswer, job: Job, has_settings: bool) -> Iterator[Issue]:

@@ -15,8 +15,8 @@ from support.rollout_files import Sample
 from support.sglang_runs import Case, checked, run_cases
 
 from ckptkit.core.errors import CkptkitError
+from verify.witnesses import runner
 from verify.witnesses.loading.run import LoadRun
-from verify.witnesses.process import run as process_run
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs what would be processes of their own in this one; a test of the command line starts them."""
 
-    def run_ranks(root: Path, ranks: int, module: str, *_: object) -> dict[int, str]:
+    def run_ranks(root: Path, ranks: list[int], module: str, *_: object, **__: object) -> dict[int, str]:
         monkeypatch.setattr(sys, "argv", [module, str(root / "job-0.json")])
         monkeypatch.delitem(sys.modules, module, raising=False)  # else runpy warns that another test imported it
         try:
@@ -57,7 +57,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             return {0: "exit code 1"}
         return {}
 
-    monkeypatch.setattr(process_run, "run_ranks", run_ranks)
+    monkeypatch.setattr(runner, "run_ranks", run_ranks)
 
 
 @pytest.fixture(scope="module")

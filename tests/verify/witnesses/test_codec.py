@@ -36,13 +36,17 @@ class Outer:
     places: Mapping[str, tuple[Place, ...]]
     mixed: Sequence[tuple[int, Sequence[int]]]
     free: str | Sequence[Mapping[str, Any]]
+    path: Path
+    other: Path | None
     ids: Sequence[Sequence[int]] = ()
 
 
 def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     inner = Inner("a", (1.0, 2.5))
     places = {"p": (Place((1, 2), True), Place((), False))}
-    value = Outer(inner, None, (inner,), {"n": [inner]}, places, [(1, [2, 3])], [{"role": "user"}], [[4]])
+    value = Outer(
+        inner, None, (inner,), {"n": [inner]}, places, [(1, [2, 3])], [{"role": "user"}], Path("/a"), None, [[4]]
+    )
     save(value, tmp_path / "file")
     assert load_record(Outer, tmp_path / "file") == value
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -15,11 +15,12 @@ import pytest
 from hostile.planted import plant, ran
 from support.processes import environment as of_tests
 
+from verify.witnesses import runner
+from verify.witnesses.loading.job import LoadReport
 from verify.witnesses.loading.run import outcome
-from verify.witnesses.process import run as process_run
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.run import run_ranks
 from verify.witnesses.process.sandbox import environment
+from verify.witnesses.runner import read_answer, run_ranks
 
 WITNESS = "support.confined_witness"
 
@@ -33,7 +34,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, do: str, limit_s: float = 100, count: int = 1) -> dict[int, str]:
     for rank in range(count):
         (folder / f"job-{rank}.json").write_text(json.dumps({"do": do, "rank": rank}))
-    return run_ranks(folder, count, WITNESS, limit_s)
+    return run_ranks(folder, range(count), WITNESS, limit_s)
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -52,7 +53,8 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_inconclusive(failed: dict[int, str], folder: Path, *words: str) -> None:
-    said = outcome(failed, [folder / "report-0.json"], [folder / "log-0"])
+    answer = read_answer(LoadReport, {0: folder / "report-0.json"}, {0: folder / "log-0"}, failed)
+    said = outcome(answer, 1)
     assert (said.report, said.crash) == (None, None)
     assert said.unable is not None
     for word in ("which says nothing about the checkpoint", *words):
@@ -69,7 +71,7 @@ def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path: Path) ->
 
 
 def test_a_witness_that_takes_all_memory_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_run, "free_memory", lambda: 200 << 20)
+    monkeypatch.setattr(runner, "free_memory", lambda: 200 << 20)
     failed = run(tmp_path, "eat")
     assert_inconclusive(failed, tmp_path, "it took nearly all memory that was free when it began")
 

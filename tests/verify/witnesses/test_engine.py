@@ -25,18 +25,18 @@ from verify.checks.witnesses import engine as engine_checks
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
+from verify.witnesses import runner
 from verify.witnesses.live import process
 from verify.witnesses.live import run as engine_run
 from verify.witnesses.live.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Reload
 from verify.witnesses.live.run import EngineRun
 from verify.witnesses.loading.job import ONE_RANK
-from verify.witnesses.process import run as process_run
 from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.process.run import last_error
 from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 from verify.witnesses.reference.job import Judged, Reference, ReferenceJob
 from verify.witnesses.reference.process import run as run_reference
 from verify.witnesses.reference.run import prompts_of
+from verify.witnesses.runner import last_words
 from verify.witnesses.sglang.live import readback
 
 ASKED = frozenset({"engine", "update", "release-resume", "logits"})
@@ -147,7 +147,7 @@ def test_reference_of_an_int4_checkpoint_uses_its_dequantized_weights(release: P
 
 
 def reference(path: Path, root: Path, prompts: Any, ids: Any, **asked: Any) -> Reference:
-    job = ReferenceJob(str(path), str(root / "reference.json"), prompts, ids, **asked)
+    job = ReferenceJob(path, str(root / "reference.json"), prompts, ids, **asked)
     with PhaseLog(root / "reference.json") as phases:
         return run_reference(job, phases)
 
@@ -240,7 +240,7 @@ def test_the_last_error_of_an_engine_is_quoted_without_what_follows(tmp_path: Pa
         "RuntimeError: the sizes do not match\n\n[12:00:01] SIGQUIT received.\nLoading 2/22\n"
     )
     expected = 'RuntimeError: the sizes do not match | at File "/site/layer.py", line 613, in _load_w2'
-    assert last_error(tmp_path / "log") == expected
+    assert last_words(tmp_path / "log") == expected
 
 
 def sound() -> EngineReport:
@@ -437,7 +437,7 @@ class Ended:
         self._log = log
         self.job: dict[str, Any] = {}
 
-    def __call__(self, root: Path, *_: object) -> dict[int, str]:
+    def __call__(self, root: Path, *_: object, **__: object) -> dict[int, str]:
         self.job = json.loads((root / "job-0.json").read_text())
         (root / "log-0").write_text(self._log)
         return {0: "exit code 1"}
@@ -461,7 +461,7 @@ def served(monkeypatch: pytest.MonkeyPatch, path: Path, log: str, *asked: str) -
     """CK511 to CK513 where an engine ends with this log."""
     ended = Ended(log)
     monkeypatch.setattr(engine_run, "_sizes", lambda engine, subject: ONE_RANK)
-    monkeypatch.setattr(process_run, "run_ranks", ended)
+    monkeypatch.setattr(runner, "run_ranks", ended)
     checks = [one for one in all_checks() if one.code in ("CK511", "CK512", "CK513") and set(one.needs) <= {*asked}]
     return run_checks(Subject(path, options=VerifyOptions(against=frozenset(asked))), checks), ended
 

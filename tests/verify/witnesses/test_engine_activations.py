@@ -41,9 +41,7 @@ def test_inputs_are_rounded_as_compressed_tensors_rounds_them(group: int) -> Non
 
 def reference(path: Path, activations: int | None, tmp_path: Path) -> Reference:
     ids = [[[0]] * (len(PROMPT) - 1)]
-    return run(
-        ReferenceJob(str(path), prompts=[PROMPT], top_ids=ids, activations=activations), PhaseLog(tmp_path / "p")
-    )
+    return run(ReferenceJob(path, prompts=[PROMPT], top_ids=ids, activations=activations), PhaseLog(tmp_path / "p"))
 
 
 def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(tmp_path: Path) -> None:

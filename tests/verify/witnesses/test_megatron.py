@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -24,11 +25,13 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.skip import CannotCheck
+from verify.witnesses import runner
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.process.run import failure_messages
+from verify.witnesses.process import interpreter
+from verify.witnesses.runner import failure_messages
 
-needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")
 
 
@@ -144,12 +147,12 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
 
 @needs_megatron
 def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
+    monkeypatch.setattr(runner, "START_S", 0.5)
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
         with pytest.raises(
             CannotCheck,
-            match=r"rank 0 failed while .*, which says nothing about the checkpoint: it did not end within 1 s",
+            match=r"rank 0 failed, which says nothing about the checkpoint: while .*: it did not end within 1 s",
         ):
             list(strict_load(subject, Tally()))
         with pytest.raises(CannotCheck, match="it did not end within 1 s"):
@@ -175,7 +178,7 @@ def test_a_witness_that_breaks_is_inconclusive(
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
-    said = f"CK401, CK402, CK403, CK404: rank 0 failed while {phase}, which says nothing about the checkpoint: "
+    said = f"CK401, CK402, CK403, CK404: rank 0 failed, which says nothing about the checkpoint: while {phase}: "
     assert reason.startswith(said)
     assert error in reason
 
@@ -191,7 +194,7 @@ def test_a_witness_that_breaks_is_inconclusive(
 def test_sizes_that_do_not_divide_start_no_process(
     converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], message: str
 ) -> None:
-    monkeypatch.setattr(megatron_run, "run_megatron_ranks", None)
+    monkeypatch.setattr(megatron_run, "ask_ranks", None)
     with pytest.raises(CkptkitError, match=message):
         list(
             strict_load(
@@ -221,7 +224,7 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
         "moe_intermediate_size that divides by etp = 2"
     ]
     monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
-    with pytest.raises(CannotCheck, match="while building the model, .*95 is not divisible by 2"):
+    with pytest.raises(CannotCheck, match="while building the model: .*95 is not divisible by 2"):
         list(strict_load(cut, Tally()))
 
 
@@ -230,7 +233,7 @@ def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
 ) -> None:
     with pytest.raises(CannotCheck, match="ckptkit convert"):
         list(strict_load(Subject(releases("qwen2-tied")), Tally()))
-    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None)
+    monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
     with pytest.raises(CannotCheck, match="megatron-core is not installed: pip install megatron-core$"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
 

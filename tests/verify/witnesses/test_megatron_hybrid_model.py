@@ -101,7 +101,6 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
 # Prints for each kind of layer whether its norm is a module of its own.
 OWN_SPEC = """
 from verify.witnesses.megatron.imports import importing_megatron
-from verify.skip import CannotCheck
 with importing_megatron():
     from verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK
     from megatron.core.transformer.identity_op import IdentityOp

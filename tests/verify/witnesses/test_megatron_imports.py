@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.processes import environment
 
 from verify.witnesses.megatron.imports import importing_megatron
-from verify.witnesses.megatron.run import find_spec
 
 NO_DRIVER = "raise OSError('libcuda.so.1: cannot open shared object file')\n"
 # Packages that megatron-core imports where they are installed, with what each says without a GPU or its libraries.

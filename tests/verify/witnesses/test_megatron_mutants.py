@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from verify.checks.witnesses.megatron import all_layers, right_slices, strict_lo
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import Finding
-from verify.witnesses.megatron.run import find_spec
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 

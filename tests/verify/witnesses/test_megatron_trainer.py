@@ -21,8 +21,8 @@ from verify.evidence.subject import Subject
 from verify.options import MegatronOptions, VerifyOptions
 from verify.report import Finding
 from verify.skip import CannotCheck
-from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
+from verify.witnesses.process import interpreter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 needs_loader = pytest.mark.skipif(
@@ -110,7 +110,7 @@ def test_tracker_that_does_not_name_the_checkpoint_is_a_finding(root: Path, said
 
 def test_without_the_training_package_nothing_is_said(model: tuple[Path, Path], monkeypatch: Any) -> None:
     missing = "megatron.training"
-    monkeypatch.setattr(megatron_run, "find_spec", lambda name: None if name == missing else find_spec("json"))
+    monkeypatch.setattr(interpreter, "find_spec", lambda name: None if name == missing else find_spec("json"))
     with pytest.raises(CannotCheck, match=re.escape("megatron.training comes with megatron-core since 0.19")):
         run_megatron(subject_of(model[0]))
 

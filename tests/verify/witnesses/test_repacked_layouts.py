@@ -25,7 +25,6 @@ from verify.witnesses.loading.layouts.layout import (
 )
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
 from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
-from verify.witnesses.loading.merge import merged_reports
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.sglang import adapter
 
@@ -303,7 +302,7 @@ def test_the_largest_change_of_all_ranks_is_told() -> None:
         LoadReport("0", "m", "cuda", "bfloat16", repacked=(), requantized={"a": change, f"{rank}": 0.01})
         for rank, change in enumerate((0.02, 0.03))
     ]
-    assert merged_reports(reports).requantized == {"a": 0.03, "0": 0.01, "1": 0.01}
+    assert LoadReport.merged(reports).requantized == {"a": 0.03, "0": 0.01, "1": 0.01}
 
 
 # What the witness says of layers that their quantization methods change after loading.
@@ -346,7 +345,7 @@ def examined(
         config = models.configs()["qwen2-tied"].to_dict()
         examination = Examination(adapter, config, tensors.items, lambda weights: weights, phases)
         examination(Model(process, of_head), iter(tensors.items()), torch.device("cuda"))
-    assert list(examination.seen.equal) == list(tensors)
+    assert list(examination.report.equal) == list(tensors)
     return examination
 
 
@@ -374,7 +373,7 @@ def deleted(layer: nn.Module) -> None:
 @pytest.mark.parametrize("process", [nothing, the_same])
 def test_what_keeps_its_bits_is_fine(tmp_path: Path, process: Callable[[nn.Module], None]) -> None:
     examination = examined(tmp_path, process)
-    assert (examination.seen.repacked, examination.seen.repacked_seen) == ((), 2)
+    assert (examination.report.repacked, examination.report.repacked_seen) == ((), 2)
 
 
 @pytest.mark.parametrize(
@@ -387,12 +386,12 @@ def test_what_keeps_its_bits_is_fine(tmp_path: Path, process: Callable[[nn.Modul
     ],
 )
 def test_what_changed_is_named(tmp_path: Path, process: Callable[[nn.Module], None], what: str) -> None:
-    (found,) = examined(tmp_path, process).seen.repacked or ()
+    (found,) = examined(tmp_path, process).report.repacked or ()
     assert isinstance(found, Observation)
     assert (found.tensor, found.param) == ("two.weight", "two.weight")
     assert what in found.what
 
 
 def test_a_weight_that_two_layers_share_is_named_once(tmp_path: Path) -> None:
-    (found,) = examined(tmp_path, nothing, of_head=in_place).seen.repacked or ()
+    (found,) = examined(tmp_path, nothing, of_head=in_place).report.repacked or ()
     assert found.tensor == "one.weight"

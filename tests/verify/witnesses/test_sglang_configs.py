@@ -153,6 +153,6 @@ def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Runs) -
 
 
 def test_the_hint_for_a_key_that_no_table_has() -> None:
-    said = "exit code 1; AttributeError: 'NewConfig' object has no attribute 'new_key'"
+    said = "AttributeError: 'NewConfig' object has no attribute 'new_key'"
     assert why_refused(SGLANG, said, {}).startswith("SGLang reads new_key of config.json, which does not have it")
     assert why_refused(SGLANG, "KeyError: 'x'", {"new_key": 1}).startswith("compare config.json with the release")

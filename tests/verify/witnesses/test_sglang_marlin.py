@@ -19,7 +19,7 @@ from verify.evidence.subject import Subject
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
-from verify.witnesses.loading.run import LoadedBy, LoadRun
+from verify.witnesses.loading.run import LoadRun, run_engine_load
 from verify.witnesses.sglang.adapter import layout
 from verify.witnesses.sglang.facts import SGLANG
 
@@ -128,7 +128,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     ]
     report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
     subject = Subject(Path("checkpoint"))
-    subject._results[LoadedBy(SGLANG)] = LoadRun(report)
+    subject._results[run_engine_load, SGLANG] = LoadRun(report)
     assert next(repacked["sglang"](subject, Tally())).code == "CK506"
 
 

@@ -218,7 +218,7 @@ def test_which_part_a_rank_holds(
     number = list(runs[sizes]).index("qwen3_moe")
     tensors = models.tensors(root / "qwen3_moe")
     for rank in range(2):
-        report = load_record(LoadReport, folders[sizes] / f"{number}-{rank}.json")
+        report = load_record(LoadReport, folders[sizes] / f"scratch-{number}" / f"report-{rank}.json")
         for name, part in HELD[sizes].items():
             numbers = torch.arange(tensors[name].numel()).view(tensors[name].shape)
             assert torch.equal(seen(report, name, numbers), part(numbers, rank).flatten()), (rank, name)
@@ -227,7 +227,7 @@ def test_which_part_a_rank_holds(
 def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
     """The numbers of the elements that a rank holds."""
     if name in report.partial:
-        parts = [numbers.as_strided(tuple(sizes), tuple(steps), at) for at, sizes, steps in report.partial[name].parts]
+        parts = [region.of(numbers) for region in report.partial[name][1]]
         return torch.cat([part.flatten() for part in parts])
     return numbers[:0].flatten() if any(one.tensor == name for one in report.dropped) else numbers.flatten()
 
@@ -247,7 +247,7 @@ def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1})
-    monkeypatch.setattr("verify.checks.witnesses.loading.LoadedBy.__call__", lambda loaded_by, subject: LoadRun(loaded))
+    monkeypatch.setattr("verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: LoadRun(loaded))
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"

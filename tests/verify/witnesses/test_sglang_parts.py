@@ -21,13 +21,13 @@ from verify.checks.witnesses.loading import none_dropped
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.skip import CannotCheck, NotApplicable
-from verify.witnesses.loading import run as sglang_run
+from verify.witnesses import runner
 from verify.witnesses.loading.bits import difference, poison, poisoned
-from verify.witnesses.loading.compare import DROPPED, Loaded
-from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.run import LoadedBy, LoadRun
+from verify.witnesses.loading.compare import Loaded
+from verify.witnesses.loading.job import DROPPED, LoadReport, Observation
+from verify.witnesses.loading.run import LoadRun, run_engine_load
 from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.process.run import last_words
+from verify.witnesses.runner import last_words
 from verify.witnesses.sglang.adapter import left_empty
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.vllm.adapter import left_empty as vllm_left_empty
@@ -130,7 +130,7 @@ def test_without_sglang_the_report_is_inconclusive(tmp_path: Path, monkeypatch: 
 def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(GLM | {"model_type": "llama"}))
     with pytest.raises(CkptkitError, match="llama"):
-        LoadedBy(SGLANG)(Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))))
+        run_engine_load(Subject(tmp_path, options=VerifyOptions(against=frozenset({"sglang"}))), SGLANG)
 
 
 @pytest.mark.parametrize(
@@ -157,12 +157,12 @@ def test_config_that_names_another_class_never_reaches_sglang(
     )
     (release / "evil.py").write_text("raise SystemExit('run')\n")
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
-    monkeypatch.setattr(sglang_run, "run_ranks", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(runner, "run_ranks", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(
         (CannotCheck, NotApplicable, CkptkitError),
         match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model|is none of ckptkit)",
     ):
-        LoadedBy(SGLANG)(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))))
+        run_engine_load(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))), SGLANG)
 
 
 def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,19 +172,21 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
     convert(release, megatron)
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
 
-    def run_ranks(root: Path, *_: object) -> dict[int, str]:
+    def run_ranks(root: Path, *_: object, **__: object) -> dict[int, str]:
         (root / "log-0").touch()
         return {0: "it was started"}
 
-    monkeypatch.setattr(sglang_run, "run_ranks", run_ranks)
+    monkeypatch.setattr(runner, "run_ranks", run_ranks)
     against = frozenset({"sglang"})
-    assert "it was started" in str(LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against))).unable)
+    assert "it was started" in str(
+        run_engine_load(Subject(megatron, options=VerifyOptions(against=against)), SGLANG).unable
+    )
     shutil.rmtree(megatron / "carried")
     with pytest.raises(
         CannotCheck, match=r"Megatron holds no visual\.\*, and .*: give --hf the release with its weights"
     ):
-        LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against)))
-    run = LoadedBy(SGLANG)(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)))
+        run_engine_load(Subject(megatron, options=VerifyOptions(against=against)), SGLANG)
+    run = run_engine_load(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)), SGLANG)
     assert "it was started" in str(run.unable)
 
 
@@ -208,7 +210,7 @@ def test_a_dense_layer_that_sglangs_class_does_not_build_is_its_limit(packed: bo
     by_list, by_step, sparse, attention = (
         f"model.layers.{name}.weight" for name in ("2.mlp.up_proj", "3.mlp.gate_proj", "5.mlp.x", "5.self_attn.q_proj")
     )
-    subject._results[LoadedBy(SGLANG)] = dropped(by_list, by_step, sparse, attention)
+    subject._results[run_engine_load, SGLANG] = dropped(by_list, by_step, sparse, attention)
     hints = {finding.tensor: finding.hint for finding in none_dropped["sglang"](subject, Tally())}
     assert hints[by_list].endswith(
         "it does not read mlp_only_layers of config.json and builds experts in layer 2, so it cannot serve this model"

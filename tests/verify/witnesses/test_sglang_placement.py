@@ -12,8 +12,10 @@ from torch import Tensor
 
 from verify.witnesses.loading.bits import difference, poison
 from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.placement import Placement, covered
-from verify.witnesses.loading.trace import Region, Trace
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.loading.placement import Placement
+from verify.witnesses.loading.region import Region, covered
+from verify.witnesses.loading.trace import Trace
 from verify.witnesses.sglang import adapter
 
 Weights = Iterator[tuple[str, Tensor]]
@@ -206,7 +208,9 @@ def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) 
     placement = placed(parameters, {name: tensor}, lambda held, weights: held[name].copy_(next(weights)[1][:96]))
     loaded = Loaded(adapter, config, parameters, placement, {name: 128})
     assert loaded.in_part == {}
-    assert [one.what for one in loaded.compare([(name, tensor)]).differing] == wrong
+    report = LoadReport("0", "m", "cpu", "float32")
+    loaded.compare(report, [(name, tensor)])
+    assert [one.what for one in report.differing] == wrong
 
 
 def test_memory_that_is_used_again_is_not_taken_for_what_lay_there() -> None:

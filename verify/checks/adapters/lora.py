@@ -26,14 +26,13 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.quirks import Quirk, quirk
 from verify.skip import CannotCheck, NotApplicable
-from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
+from verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
 _AGAIN = "export the adapter again from the run"
 _AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
 _MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
 _WITNESS = "verify.witnesses.reference.adapter"
-_LIMIT_S = 900  # importing PEFT on a busy machine, and building a large class
 _ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT is asked about, and that `--merge` does not apply
 
 
@@ -53,7 +52,7 @@ def over_base(subject: Subject) -> Adapter:
     return Adapter(subject.once(adapter_files), base, str(subject.path), _ONLY_LOADED)
 
 
-def ask_peft(subject: Subject) -> Future[tuple[NamesReport | None, str]] | str:
+def ask_peft(subject: Subject) -> Future[Answer[NamesReport]] | str:
     """PEFT's answer about the adapter, which a process of its own gives meanwhile; or why it is not asked.
 
     The base is --source, or a directory that base_model_name_or_path names. Raises CkptkitError as `settings_of`.
@@ -67,7 +66,7 @@ def ask_peft(subject: Subject) -> Future[tuple[NamesReport | None, str]] | str:
         return "its base is not known: give it as --source"
     config = without_quantization(read_config(Path(base)))
     job = NamesJob(config, list(files.specs.values()), adapter=files.config)
-    return ask_meanwhile(job, _WITNESS, NamesReport, _LIMIT_S)
+    return ask_meanwhile(job, _WITNESS, NamesReport, START_S)
 
 
 def _given_adapter(subject: Subject) -> bool:
@@ -127,7 +126,8 @@ def _dropped(subject: Subject) -> Iterator[Issue]:
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What PEFT itself loads, misses and drops; where it cannot be asked, what ckptkit's rules of PEFT find."""
     files, asked = subject.once(adapter_files), subject.once(ask_peft)
-    report, why = (None, asked) if isinstance(asked, str) else asked.result()
+    answer = None if isinstance(asked, str) else asked.result()
+    report, why = (None, asked) if answer is None else (answer.report, answer.failure)
     if report is not None and not (report.model_class or report.refused):
         report, why = None, "transformers has no class for the base without code of its own"
     if report is None and "transformers" in subject.against:

@@ -19,6 +19,7 @@ from verify.witnesses.live.run import (
     run_engine_reference,
     running_engine,
 )
+from verify.witnesses.runner import inconclusive
 
 DECODING = "with speculative decoding"
 _OF_THE_CACHE = (
@@ -95,7 +96,7 @@ def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
         return f"{decoding}: {run.failed or 'the engine gave no report'}"
     of = f"{decoding}: " if decoding else ""
     if not run.report.complete:
-        return f"{of}the engine ended, which says nothing about the checkpoint: {run.failed}"
+        return str(inconclusive(f"{of}the engine ended", run.failed))
     if not any(step.name.startswith(kind) for step in run.report.reloads):
         return f"{of}not run, since {label} refused an update before it (CK512, CK513)"
     return None

@@ -36,7 +36,7 @@ from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, routers
-from verify.witnesses.loading.run import LoadedBy, engine_sizes, interpreter_of
+from verify.witnesses.loading.run import engine_sizes, interpreter_of, run_engine_load
 from verify.witnesses.registry import ENGINES
 
 if TYPE_CHECKING:  # each adapter is held to the protocol
@@ -82,7 +82,7 @@ def each_engine(
 
 
 def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
-    run = subject.once(LoadedBy(engine))
+    run = subject.once(run_engine_load, engine)
     if run.unable:
         raise CannotCheck(run.unable)
     if run.report is None:
@@ -93,7 +93,7 @@ def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
 def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport, str | None]]:
     """What was seen of the model and of its draft model, where there is one, with the name of the latter."""
     yield _report(engine, subject), None
-    if (draft := subject.once(LoadedBy(engine)).draft) is not None:
+    if (draft := subject.once(run_engine_load, engine).draft) is not None:
         yield draft, f"{engine.label}'s draft model"
 
 
@@ -138,7 +138,7 @@ def _findings(
 @each_engine(1)
 def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's own model class is built from the config and loaded by its own `load_weights`."""
-    run = subject.once(LoadedBy(engine))
+    run = subject.once(run_engine_load, engine)
     if run.unable:
         raise CannotCheck(run.unable)
     if run.report is None:
@@ -275,7 +275,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 )
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""
-    report, run = _report(engine, subject), subject.once(LoadedBy(engine))
+    report, run = _report(engine, subject), subject.once(run_engine_load, engine)
     if run.draft_crash is not None:
         hint = "serve without speculative decoding, which leaves these layers out"
         if weights_of(config_of(subject)):

@@ -21,12 +21,10 @@ from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.skip import CannotCheck, NotApplicable
-from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
+from verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
 _WITNESS = "verify.witnesses.reference.names"
-_Answer = tuple[NamesReport | None, str]
-_LIMIT_S = 900  # importing transformers on a busy machine, and building a large class
 
 
 def _is_asked(subject: Subject) -> None:
@@ -46,9 +44,7 @@ def _is_asked(subject: Subject) -> None:
 def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes, loaded by transformers into its class on the meta device; no value is read, no code run."""
     specs, asked = subject.once(_asked)
-    report, failed = asked.result()
-    if report is None:
-        raise CannotCheck(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
+    report = asked.result().require("transformers could not be asked")
     if not report.model_class and not report.refused:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
         raise CannotCheck(
@@ -125,7 +121,7 @@ def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
     return list(specs.values())
 
 
-def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
+def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesReport]]]:
     """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
 
     Raises CannotCheck where transformers is not installed.
@@ -135,4 +131,4 @@ def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
             raise CannotCheck(f"{module} is not installed, so transformers' class was not asked for names and shapes")
     specs = _plain_specs(subject)
     job = NamesJob(without_quantization(subject.hf_files.config), specs)
-    return specs, ask_meanwhile(job, _WITNESS, NamesReport, _LIMIT_S)
+    return specs, ask_meanwhile(job, _WITNESS, NamesReport, START_S)

@@ -18,7 +18,7 @@ from typing import Any
 
 from verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, of_keys
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.process.run import ask
+from verify.witnesses.runner import ask
 
 PREPROCESSOR, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 VIDEO_PART = "video_processor"
@@ -140,10 +140,10 @@ def _build(here: SideFiles, there: SideFiles, part: str, one: _Settings, other: 
     models = [str(side.config.get("model_type", "")) for side in (here, there)]
     if find_spec("transformers") is None:
         return None
-    answer, failed = ask(SettingsJob(part, sides[0], sides[1], models), __name__, Built, _LIMIT_S)
-    if failed.startswith(f"while {_BUILDING_HERE}: ") and "install" not in failed:
-        return Built(refused=_SCRATCH.sub("this directory", failed.partition(": ")[2].partition(" (at ")[0]))
-    return answer
+    answer = ask(SettingsJob(part, sides[0], sides[1], models), __name__, Built, _LIMIT_S)
+    if (why := answer.failure) and why.phase == _BUILDING_HERE and "install" not in why.message:
+        return Built(refused=_SCRATCH.sub("this directory", why.message.partition(" (at ")[0]))
+    return answer.report
 
 
 def _describe(

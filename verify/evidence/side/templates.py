@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.errors import words_of
-from verify.skip import CannotCheck
 from verify.witnesses.process.exit_report import PhaseLog, run_job
-from verify.witnesses.process.run import ask
+from verify.witnesses.runner import ask
 
 _LIMIT_S = 60
 _REFUSED = "refused by"
@@ -81,10 +80,8 @@ def render_templates(templates: Sequence[str], tokens: Mapping[str, str]) -> Ren
     """What transformers renders, or None where it is not installed. Raises CannotCheck where it gives no answer."""
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return None
-    answer, failed = ask(TemplateJob(templates, tokens), __name__, RenderedTemplates, _LIMIT_S)
-    if answer is None:
-        raise CannotCheck(f"transformers did not render the chat templates, which are stored in two texts: {failed}")
-    return answer
+    answer = ask(TemplateJob(templates, tokens), __name__, RenderedTemplates, _LIMIT_S)
+    return answer.require("transformers did not render the chat templates, which are stored in two texts")
 
 
 def run(job: TemplateJob, phases: PhaseLog) -> RenderedTemplates:

@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.core.printable import shortened
 from verify.evidence.side_files import TOKENIZER
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.process.run import ask
+from verify.witnesses.runner import ask
 
 LIBRARIES = ("tokenizers", "transformers")
 _LOADING_HERE = "loading the tokenizer"
@@ -103,10 +103,10 @@ def ask_library(job: TextJob) -> tuple[TextAnswer | None, str]:
     """The answer of one library, or why there is none. A tokenizer that it refuses is an answer."""
     if missing := [one for one in {LIBRARIES[0], job.library} if find_spec(one) is None]:
         return None, f"the library {missing[0]} is not installed"
-    answer, failed = ask(job, __name__, TextAnswer, _LIMIT_S)
-    if failed.startswith(f"while {_LOADING_HERE}: ") and "install" not in failed:
-        answer = TextAnswer(job.library, refused=failed.partition(": ")[2].partition(" (at ")[0])
-    return answer, "" if answer else f"{job.library} did not answer {failed}"
+    answer = ask(job, __name__, TextAnswer, _LIMIT_S)
+    if (why := answer.failure) and why.phase == _LOADING_HERE and "install" not in why.message:
+        return TextAnswer(job.library, refused=why.message.partition(" (at ")[0]), ""
+    return answer.report, "" if answer.report else f"{job.library} did not answer {why}"
 
 
 class _Loaded:

@@ -15,15 +15,15 @@ from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import EngineSizes
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
-from verify.witnesses.process.run import ask, time_limit
+from verify.witnesses.process.exit_report import ExitReport
 from verify.witnesses.reference.activations import group_of
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of, tokenizer_of
 from verify.witnesses.reference.run import check_reference, prompts_of, run_reference
 from verify.witnesses.registry import live_engine
+from verify.witnesses.runner import ask, inconclusive, time_limit
 
 _WITNESS = "verify.witnesses.live.process"
-_START_S = 1200  # importing an engine and compiling its kernels on a cold machine
 _PASSES = 8  # over the weights, at most
 
 
@@ -33,12 +33,12 @@ class EngineRun:
 
     report: EngineReport | None  # as far as it came
     prompts: Ids = ()
-    failed: str | None = None  # why the report is missing or not complete
+    failed: ExitReport | str | None = None  # why the report is missing or not complete
 
     def require_report(self) -> EngineReport:
         """The report. Raises CannotCheck where there is none."""
         if self.report is None:
-            raise CannotCheck(self.failed or "the engine gave no report")
+            raise CannotCheck(str(self.failed or "the engine gave no report"))
         return self.report
 
 
@@ -75,7 +75,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     again = subject.once(no_second_load) is None
     prompts = [] if draft else prompts_of(config, logits)
     job = EngineJob(
-        str(subject.path.absolute()),
+        str(subject.path),
         prompts,
         sizes=sizes,
         update=again and "update" in subject.against,
@@ -83,14 +83,12 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
         draft=draft,
         adapter=engine.live,
     )
-    limit_s = time_limit(_START_S, subject.checkpoint.specs, _PASSES)
-    report, failed = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(engine, subject))
-    if report is not None:
-        return EngineRun(report, prompts, failed)
+    limit_s = time_limit(subject.checkpoint.specs, _PASSES)
+    answer = ask(job, _WITNESS, EngineReport, limit_s, interpreter_of(engine, subject))
+    if answer.report is not None:
+        return EngineRun(answer.report, prompts, answer.failure)
     check = f"`ckptkit verify` --against-{engine.name} loads the weights without serving them"
-    return EngineRun(
-        None, failed=f"the engine ended without an answer, for a reason that is not judged: {failed}; {check}"
-    )
+    return EngineRun(None, failed=f"{inconclusive('the engine gave no answer', answer.failure)}; {check}")
 
 
 def no_second_load(subject: Subject) -> str | None:
@@ -111,7 +109,7 @@ def run_engine_reference(subject: Subject) -> Reference:
     check_reference(subject, run.prompts)
     tokenizer = tokenizer_of(subject.path)
     job = ReferenceJob(
-        str(subject.path.absolute()),
+        subject.path,
         prompts=run.prompts,
         top_ids=[answer.top_ids for answer in report.passes[FIRST]],
         texts=texts_of(tokenizer, config_of(subject)) if tokenizer else None,

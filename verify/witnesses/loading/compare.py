@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,30 +20,14 @@ from converters.stored import unused_names
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.engine import Engine
-from verify.witnesses.loading.job import Observation
+from verify.witnesses.loading.job import DROPPED, NO_ROUTER, LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, padded_names, promised_names, routers
-from verify.witnesses.loading.placement import Piece, Placement, covered, flat_elements, whole
-from verify.witnesses.loading.trace import Region
+from verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
+from verify.witnesses.loading.region import Region, covered
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
 _MATRICES = ("w13_", "w2_")  # of experts
 _WEIGHTS = ("weight", WEIGHT_PACKED)
-NO_ROUTER = "has no such parameter"
-DROPPED = "it was given to load_weights and written nowhere"
-
-
-@dataclass
-class Comparison:
-    """What one pass over the reference found.
-
-    `equal`: tensors whose bits are where they should be, and their bytes; `computed`: parameters that hold what the
-    engine should have computed of a tensor.
-    """
-
-    equal: dict[str, int] = field(default_factory=dict)
-    differing: list[Observation] = field(default_factory=list)
-    rounded: list[Observation] = field(default_factory=list)
-    computed: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -58,14 +42,17 @@ class Loaded:
     ranks: int = 1  # of how many this is one
 
     def compare(
-        self, reference: Iterable[tuple[str, Tensor]], wanted: Callable[[str], bool] = lambda param: True
-    ) -> Comparison:
+        self,
+        report: LoadReport,
+        reference: Iterable[tuple[str, Tensor]],
+        wanted: Callable[[str], bool] = lambda param: True,
+    ) -> None:
         """Compares each tensor of the reference with every place it went to in `wanted` parameters, bit for bit.
 
-        Not `weight_shape`: engines never use it, keep only the last of a fused layer's shards, and round those of
-        experts to the model's dtype.
+        The report gets `equal`, `differing`, `rounded` and `computed`. Not compared is `weight_shape`: engines never
+        use it, keep only the last of a fused layer's shards, and round those of experts to the model's dtype.
         """
-        result = Comparison()
+        differing, rounded, known = list[Observation](), list[Observation](), set[str]()
         for name, tensor in reference:
             if name.endswith(f".{WEIGHT_SHAPE}"):
                 continue
@@ -75,16 +62,17 @@ class Loaded:
             found += [
                 Observation(name, param, "other values than it is computed to") for param in made if not made[param]
             ]
-            result.computed |= {param for param, right in made.items() if right}
+            known |= {param for param, right in made.items() if right}
             if name in self.in_padding and not self.padded[name].is_padded(tensor):
                 lost = f"the values behind the first {self.padded[name].size} are not 0, and are nowhere"
                 found.append(Observation(name, self.placement.pieces[name][0].param, lost))
             if found:
-                result.differing.append(found[0])
+                differing.append(found[0])
             elif pieces or made or (wanted(name) and (self.is_shared(name, tensor) or self.is_repeated(name, tensor))):
-                result.equal[name] = tensor.nbytes
-                result.rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
-        return result
+                report.equal[name] = tensor.nbytes
+                rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
+        report.differing, report.rounded = tuple(differing), tuple(rounded)
+        report.computed = tuple(one for one in self.placement.computed if one not in known)
 
     def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
         """Whole parameters that were computed of this tensor alone by a known formula, and whether they are right.

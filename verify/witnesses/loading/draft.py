@@ -16,7 +16,7 @@ from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.job import Observation
 from verify.witnesses.loading.names import draft_names, of_draft, promised_names, routers
 from verify.witnesses.loading.placement import whole
-from verify.witnesses.loading.trace import Region
+from verify.witnesses.loading.region import Region
 
 _TAIL = 2  # components of a name that engines leave as they are: module and leaf
 

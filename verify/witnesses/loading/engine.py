@@ -43,6 +43,8 @@ class EngineFacts:
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
     live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.LiveAdapter`)
+    # Whether a checkpoint with these names needs the shared expert as one more routed expert.
+    fuses_shared: Callable[[Iterable[str]], bool] = lambda names: False
     # Of the names of a checkpoint's tensors those that a running engine cannot load a second time.
     not_reloadable: Callable[[Iterable[str]], list[str]] = lambda names: []
     cpu_package: str | None = None  # the distribution that serves without a GPU
@@ -91,17 +93,11 @@ class Engine(Protocol):
         `loading` gets the model, the weights and the device. Raises CkptkitError where there is no draft model.
         """
 
-    def load(self, model: nn.Module, weights: Weights) -> None:
-        """Loads weights by the model's own method."""
-
     def steps_after_loading(self, model: nn.Module) -> Iterable[Step]:
         """What the engine runs after all weights are loaded, in its order."""
 
     def share(self, target: Any, draft: Any) -> None:
         """Gives a loaded draft model the embeddings and the output layer of its target, as when serving."""
-
-    def fuses_shared(self, names: Iterable[str]) -> bool:
-        """Whether a checkpoint with these names needs the shared expert as one more routed expert."""
 
     def chosen_for(self) -> str | None:
         """The device whose layouts and kernels are chosen while tensors are on the CPU; None: the one they are on."""

@@ -1,10 +1,18 @@
-"""What an engine is asked to load, and what was seen of it."""
+"""What an engine is asked to load, and what was seen of it. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from verify.witnesses.loading.region import Region, covered
+
+NO_ROUTER = "has no such parameter"
+DROPPED = "it was given to load_weights and written nowhere"
+_NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
 @dataclass(frozen=True)
@@ -34,13 +42,17 @@ class LoadJob:
     """One rank's task: load a checkpoint into an engine, and compare."""
 
     adapter: str  # the module that is its `Engine`
-    checkpoint: str
-    hf: str | None = None  # gives the config of a Megatron checkpoint that carries none
-    source: str | None = None  # an unquantized HF directory: what a Megatron checkpoint's values are compared with
-    scratch: str = ""  # shared by all ranks, empty at first
+    checkpoint: Path
+    hf: Path | None = None  # gives the config of a Megatron checkpoint that carries none
+    source: Path | None = None  # an unquantized HF directory: what a Megatron checkpoint's values are compared with
     report: str = ""
     sizes: EngineSizes = ONE_RANK
     rank: int = 0
+
+    @property
+    def scratch(self) -> Path:
+        """The folder that all ranks share, empty but for their jobs and reports."""
+        return Path(self.report).parent
 
 
 @dataclass(frozen=True)
@@ -54,17 +66,9 @@ class Observation:
     original: str | None = None  # the tensor that a draft model takes from its target instead of this copy
 
 
-@dataclass(frozen=True)
-class PartialTensor:
-    """A tensor of which only some parts stand in parameters of a rank."""
-
-    elements: int  # of the whole
-    parts: Sequence[tuple[int, Sequence[int], Sequence[int]]]  # offset, sizes and strides, in elements
-
-
-@dataclass(frozen=True)
+@dataclass
 class LoadReport:
-    """What was seen on one rank or, after `merge.merged_reports`, on all of them."""
+    """What was seen on one rank or, after `merged`, on all of them. A witness fills it in while it looks."""
 
     version: str
     model: str  # the engine's class
@@ -73,8 +77,9 @@ class LoadReport:
     sizes: EngineSizes = ONE_RANK
     parameters: int = 0  # of the first rank
     loaded_names: int = 0  # how many names `load_weights` was given
-    equal: Mapping[str, int] = field(default_factory=dict)  # tensors whose bits are where they should be, their bytes
-    partial: Mapping[str, PartialTensor] = field(default_factory=dict)  # tensors that are not here as a whole
+    equal: dict[str, int] = field(default_factory=dict)  # tensors whose bits are where they should be, their bytes
+    # Tensors that are not here as a whole: how many elements they have, and which of them are here.
+    partial: Mapping[str, tuple[int, Sequence[Region]]] = field(default_factory=dict)
     routers_seen: int = 0
     unwritten: tuple[Observation, ...] = ()  # what still holds the poison
     dropped: tuple[Observation, ...] = ()  # names that were given and written nowhere, or in part
@@ -82,13 +87,14 @@ class LoadReport:
     rounded: tuple[Observation, ...] = ()  # places of a smaller dtype, which lost bits
     computed: tuple[str, ...] = ()  # parameters that were computed instead of copied, and so not compared
     routers: tuple[Observation, ...] = ()  # dead ones
-    draft: tuple[str, ...] = ()  # names of multi-token prediction layers; the draft model has a report of its own
+    draft: tuple[str, ...] = ()  # names of multi-token prediction layers
+    draft_model: LoadReport | None = None  # what was seen of the draft model, which these layers are loaded into
     log: tuple[str, ...] = ()  # what the engine said of unknown names
     repacked: tuple[Observation, ...] | None = None  # wrong after the quantization methods; None: they did not run
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()  # what they turned into a layout that is not known here
     # Parameters that they rounded to other scales, and their largest change, as a part of a block's largest value.
-    requantized: Mapping[str, float] = field(default_factory=dict)
+    requantized: dict[str, float] = field(default_factory=dict)
 
     @property
     def tensors(self) -> int:
@@ -101,6 +107,69 @@ class LoadReport:
         return sum(self.equal.values())
 
     @staticmethod
-    def draft_path(report: Path) -> Path:
-        """Where a witness writes its report on the draft model, beside that on the model itself."""
-        return report.with_name(f"{report.name}.draft")
+    def merged(reports: Sequence[LoadReport]) -> LoadReport:
+        """One report of all ranks, in the order of their numbers; that of a single rank as it is.
+
+        A tensor is whole where all of it is on some of the ranks.
+        """
+        first = reports[0]
+        if len(reports) == 1:
+            return first
+        differing = _shared([report.differing for report in reports])
+        wrong = {seen.tensor for seen in differing}
+        routers = _shared([report.routers for report in reports])  # a rank lacks those of layers that others have
+        repacked = [report.repacked for report in reports if report.repacked is not None]
+        drafts = [report.draft_model for report in reports if report.draft_model is not None]
+        requantized: dict[str, float] = {}
+        for name, change in (item for report in reports for item in report.requantized.items()):
+            requantized[name] = max(change, requantized.get(name, 0.0))
+        return replace(
+            first,
+            equal={name: size for report in reports for name, size in report.equal.items() if name not in wrong},
+            partial={},
+            unwritten=_shared([report.unwritten for report in reports]),
+            dropped=tuple(_dropped(reports)),
+            differing=differing,
+            rounded=_shared([report.rounded for report in reports]),
+            computed=_once(report.computed for report in reports),
+            routers=tuple(one for one in routers if one.rank is None or not one.what.endswith(NO_ROUTER)),
+            log=_once(report.log for report in reports),
+            repacked=_shared(repacked) if len(repacked) == len(reports) else None,
+            repacked_seen=sum(report.repacked_seen for report in reports),
+            unchecked=_once(report.unchecked for report in reports),
+            requantized=requantized,
+            draft_model=LoadReport.merged(drafts) if len(drafts) == len(reports) else None,
+        )
+
+
+def _once(several: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """Each of these texts once."""
+    return tuple(dict.fromkeys(one for texts in several for one in texts))
+
+
+def _shared(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
+    """Observations that ranks share but for numbers, once: with the first one's numbers, and its ranks unless all."""
+    by_words: dict[tuple[str, str, str], dict[int, Observation]] = defaultdict(dict)
+    for rank, several in enumerate(seen):
+        for one in several:
+            by_words[one.tensor, one.param, _NUMBER.sub("#", one.what)][rank] = one
+    return tuple(
+        replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(seen) else ", ".join(map(str, by_rank)))
+        for by_rank in by_words.values()
+    )
+
+
+def _dropped(reports: Sequence[LoadReport]) -> Iterator[Observation]:
+    """What is on no rank as a whole, and not on all of them together."""
+    dropped = [{seen.tensor: seen for seen in report.dropped} for report in reports]
+    for name in dropped[0]:
+        if not all(name in others for others in dropped[1:]):
+            continue
+        seen = [others[name] for others in dropped]
+        held = [report.partial[name] for report in reports if name in report.partial]
+        if not held:
+            yield next((one for one in seen if one.what != DROPPED), seen[0])
+            continue
+        elements = held[0][0]
+        if (count := covered(elements, [region for _, regions in held for region in regions])) < elements:
+            yield replace(seen[0], what=f"only {count} of its {elements} elements were written")

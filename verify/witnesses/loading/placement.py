@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, dropwhile
-from math import gcd
 
 import torch
 from torch import Tensor
 
-from verify.witnesses.loading.trace import Block, Region, Source, Trace, Write, span
+from verify.witnesses.loading.region import Region
+from verify.witnesses.loading.trace import Block, Source, Trace, Write, span
 
 _NUMBER = re.compile(r"\d+")
 
@@ -180,24 +180,6 @@ def _numbers(name: str) -> list[int]:
 
 def _agreeing(one: Sequence[int], other: Sequence[int]) -> int:
     return sum(left == right for left, right in zip(one, other, strict=True))
-
-
-def covered(count: int, regions: Iterable[Region]) -> int:
-    """How many of `count` elements are in some of the regions."""
-    # What all offsets and lengths are multiples of is looked at as one.
-    runs = [_in_runs(region) for region in regions]
-    step = gcd(count, *(number for offset, length, steps in runs for number in (offset, length, *steps)))
-    seen = torch.zeros(count // max(step, 1), dtype=torch.bool)
-    for offset, length, steps in runs:
-        strides = tuple(one // step for one in steps)
-        Region(offset // step, (*steps.values(), length // step), (*strides, 1)).of(seen).fill_(True)
-    return int(seen.sum()) * step
-
-
-def _in_runs(region: Region) -> tuple[int, int, dict[int, int]]:
-    """A region's offset, the length of its runs of neighbours, and how many of them by the step between them."""
-    steps = {step: size for size, step in zip(region.sizes, region.strides, strict=True) if size != 1 and step}
-    return region.offset, steps.pop(1, 1), steps
 
 
 def _computed(write: Write) -> frozenset[str]:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from torch import nn
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import View
@@ -33,11 +32,10 @@ from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from converters.experts import is_fused, only_fused, unfuse
 from converters.open import open_megatron
 from verify.evidence.plain import as_release
-from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.draft import beyond_layers
 from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from verify.witnesses.loading.examine import Examination
-from verify.witnesses.loading.job import LoadJob, LoadReport
+from verify.witnesses.loading.job import LoadJob
 from verify.witnesses.loading.names import of_draft
 from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import PhaseLog
@@ -60,15 +58,15 @@ def material_of(job: LoadJob, engine: Engine) -> Material:
     """The checkpoint of a job. A Megatron one gets a directory for its config in the job's scratch directory."""
     location = locate(job.checkpoint)
     if location.is_hf:
-        fused = engine.fuses_shared(HfCheckpoint(location.path).specs)
+        fused = engine.FACTS.fuses_shared(HfCheckpoint(location.path).specs)
         config = read_json(location.path / "config.json")
         return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))
     checkpoint = open_megatron(location, job.hf)
     view = as_release(checkpoint, location.root)
-    path = Path(job.scratch) / f"model-{job.rank}"
+    path = job.scratch / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
-    source = source_of(Path(job.source)) if job.source else view
+    source = source_of(job.source) if job.source else view
     return Material(path, checkpoint.config, False, partial(stream, view), partial(stream, source))
 
 
@@ -99,19 +97,18 @@ def run(job: LoadJob, alter: Callable[[Weights], Weights] = lambda weights: weig
     """Loads the checkpoint and writes a report, or an `ExitReport`. `alter` changes the weights for the engine.
 
     Where there are multi-token prediction layers, they are loaded next, as the draft model that an engine has beside
-    the model. That has a report of its own, so an `ExitReport` beside a first report is about the draft model.
+    the model, and the report is written again with what was seen of that. So an `ExitReport` beside a report is about
+    the draft model.
     """
     report = Path(job.report)
     with PhaseLog(report) as phases:
-        adapter: Any = import_module(job.adapter)
-        material = material_of(job, adapter)
-        examined = partial(examine, adapter, material, job, alter, phases)
-        model, examination = examined()
-        seen = examination.report(model)
-        save(seen, report)
-        if seen.draft:
-            model, examination = examined((model, examination.loaded))
-            save(examination.report(model), LoadReport.draft_path(report))
+        engine: Any = import_module(job.adapter)
+        material = material_of(job, engine)
+        target = examine(engine, material, job, alter, phases)
+        save(target.report, report)
+        if target.report.draft:
+            draft = examine(engine, material, job, alter, phases, target)
+            save(replace(target.report, draft_model=draft.report), report)
 
 
 def examine(
@@ -120,8 +117,8 @@ def examine(
     job: LoadJob,
     alter: Callable[[Weights], Weights],
     phases: PhaseLog,
-    target: tuple[nn.Module, Loaded] | None = None,
-) -> tuple[nn.Module, Examination]:
+    target: Examination | None = None,
+) -> Examination:
     """Loads a checkpoint into an engine, into the draft model of a `target` where there is one.
 
     Raises whatever the engine raises.
@@ -131,8 +128,9 @@ def examine(
     reference = partial(material.reference, lambda name: name.startswith(prefixes))
     feed = material.feed(beyond_layers(config) if draft else lambda name: True)
     examination = Examination(engine, config, reference, alter, phases, job.sizes, target)
-    wanted = ModelBuild(material.path, Path(job.scratch), feed, material.fused, job.sizes, job.rank, draft)
-    return engine.build(wanted, examination, phases), examination
+    wanted = ModelBuild(material.path, job.scratch, feed, material.fused, job.sizes, job.rank, draft)
+    engine.build(wanted, examination, phases)
+    return examination
 
 
 def main() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from ckptkit.formats.hf.reader import read_config
@@ -18,66 +16,83 @@ from verify.evidence.subject import Subject
 from verify.skip import CannotCheck
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.process.codec import load_record, save
+from verify.witnesses.process.exit_report import ExitReport
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.run import failures_of, run_ranks, time_limit
+from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
 
 _WITNESS = "verify.witnesses.loading.process"  # the module that ranks run
-_START_S = 900  # importing an engine and building its kernels on a cold machine
 
 
 @dataclass(frozen=True)
 class LoadRun:
     """What became of a load, and of that of the draft model where there are multi-token prediction layers."""
 
-    report: LoadReport | None
-    crash: str | None = None  # the engine's refusal
-    unable: str | None = None  # why the engine could not be asked
-    draft: LoadReport | None = None
-    draft_crash: str | None = None  # its refusal to load the draft model
-    draft_error: str | None = None  # why it could not be asked about that
+    report: LoadReport | None  # None: the model was not loaded
+    failure: ExitReport | None = None  # why there is no report, or no draft model in it
+
+    @property
+    def crash(self) -> str | None:
+        """The engine's refusal to load the model."""
+        return self.failure.message if self.failure and self.failure.verdict and not self.report else None
+
+    @property
+    def unable(self) -> str | None:
+        """Why the engine could not be asked."""
+        if self.report or not self.failure or self.failure.verdict:
+            return None
+        return str(inconclusive("the witness failed", self.failure))
+
+    @property
+    def draft_crash(self) -> str | None:
+        """The engine's refusal to load the draft model."""
+        return str(self.failure) if self.failure and self.failure.verdict and self.report else None
+
+    @property
+    def draft_error(self) -> str | None:
+        """Why the engine could not be asked about the draft model."""
+        if not self.report or not self.failure or self.failure.verdict:
+            return None
+        return f"the draft model was not looked at: {self.failure}"
+
+    @property
+    def draft(self) -> LoadReport | None:
+        """What was seen of the draft model."""
+        return self.report.draft_model if self.report else None
 
 
-@dataclass(frozen=True)
-class LoadedBy:
-    """Loads a subject into a real engine: `subject.once(LoadedBy(engine))`."""
+def run_engine_load(subject: Subject, engine: EngineFacts) -> LoadRun:
+    """Loads a subject into a real engine, on GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
 
-    engine: EngineFacts
-
-    def __call__(self, subject: Subject) -> LoadRun:
-        """On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
-
-        Raises CannotCheck where the engine is missing, would take a class or a layout that ckptkit does not know, or
-        would lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
-        """
-        release = require(self.engine, subject)
-        config = config_of(subject)
-        check_class(self.engine, config)
-        check_passthrough(self.engine, subject, config)
-        run = _load(self.engine, subject)
-        if run.report is None and self.engine.without_gpu and not _gpus():
-            again = _load(self.engine, subject, dict(self.engine.without_gpu))
-            run = again if again.report is not None else run
-        refusal = run.crash or run.draft_crash
-        if refusal is None or release in self.engine.tested or _gpus():
-            return run
-        # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
-        tested = ", ".join(self.engine.tested)
-        why = f"{self.engine.label} {release} was not tested without a GPU ({tested} were), and fails: {refusal}"
-        return LoadRun(None, unable=why) if run.crash else LoadRun(run.report, draft_error=why)
+    Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
+    lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
+    """
+    release = require(engine, subject)
+    config = config_of(subject)
+    check_class(engine, config)
+    check_passthrough(engine, subject, config)
+    run = _load(engine, subject)
+    if run.report is None and engine.without_gpu and not _gpus():
+        again = _load(engine, subject, dict(engine.without_gpu))
+        run = again if again.report is not None else run
+    if run.failure is None or not run.failure.verdict or release in engine.tested or _gpus():
+        return run
+    # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
+    tested = ", ".join(engine.tested)
+    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {run.failure.message}"
+    return replace(run, failure=replace(run.failure, verdict=False, message=why))
 
 
 def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
     """One load, with these variables in the environment of its processes."""
+    source = subject.source_path if subject.is_megatron and subject.source_is_hf else None
+    if source is not None and is_quantized(read_config(source)):
+        source = None
+    sizes = engine_sizes(engine, subject) or ONE_RANK
+    job = LoadJob(engine.adapter, subject.path, hf=subject.hf_path, source=source, sizes=sizes)
+    jobs = {rank: replace(job, rank=rank) for rank in range(job.sizes.ranks)}
     interpreter = replace(interpreter_of(engine, subject), variables=variables or {})
-    with TemporaryDirectory(prefix=f"ckptkit-{engine.name}-") as scratch:
-        jobs = _jobs(engine, subject, Path(scratch))
-        for job in jobs:
-            save(job, Path(scratch, f"job-{job.rank}.json"))
-        limit_s = time_limit(_START_S, subject.checkpoint.specs)
-        failed = run_ranks(Path(scratch), len(jobs), _WITNESS, limit_s, interpreter)
-        logs = [Path(scratch, f"log-{job.rank}") for job in jobs]
-        return outcome(failed, [Path(job.report) for job in jobs], logs)
+    answer = ask_ranks(jobs, _WITNESS, LoadReport, time_limit(subject.checkpoint.specs), interpreter)
+    return outcome(answer, len(jobs))
 
 
 def interpreter_of(engine: EngineFacts, subject: Subject) -> Interpreter:
@@ -103,22 +118,6 @@ def _gpus() -> bool:
     return torch.cuda.is_available()
 
 
-def _jobs(engine: EngineFacts, subject: Subject, root: Path) -> list[LoadJob]:
-    (root / "scratch").mkdir()
-    source = None  # the unquantized HF directory that a Megatron checkpoint's values are compared with
-    if subject.is_megatron and subject.source_path and subject.source_is_hf:
-        source = None if is_quantized(read_config(subject.source_path)) else str(subject.source_path.absolute())
-    first = LoadJob(
-        engine.adapter,
-        str(subject.path.absolute()),
-        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
-        source=source,
-        scratch=str(root / "scratch"),
-        sizes=engine_sizes(engine, subject) or ONE_RANK,
-    )
-    return [replace(first, rank=rank, report=str(root / f"report-{rank}.json")) for rank in range(first.sizes.ranks)]
-
-
 def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
     """The sizes asked for, as an engine has them; None where it has no such sizes."""
     tp, ep, pp = subject.tp, subject.ep, subject.options.pp
@@ -129,34 +128,14 @@ def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
     return EngineSizes(tp, ep, engine.attention_whole and subject.options.dp_attention and tp > 1, pp)
 
 
-def outcome(failed: Mapping[int, str], reports: Sequence[Path], logs: Sequence[Path]) -> LoadRun:
-    """What became of a witness whose ranks were to write `reports`; `failed`: how those ended that did not."""
-    report = _merged(reports) if all(report.exists() for report in reports) else None
-    if report is not None and not report.draft:
+def outcome(answer: Answer[LoadReport], ranks: int) -> LoadRun:
+    """What became of a load on so many ranks."""
+    report = LoadReport.merged([*answer.reports.values()]) if len(answer.reports) == ranks else None
+    if report is not None and (report.draft_model is not None or not report.draft):
         return LoadRun(report)
-    drafts = [LoadReport.draft_path(report) for report in reports]
-    if report is not None and all(draft.exists() for draft in drafts):
-        return LoadRun(report, draft=_merged(drafts))
-    failures = failures_of(failed, dict(enumerate(reports)), dict(enumerate(logs)))
-    # The one to blame is the first whose words are a verdict, or the first.
-    rank = min(failures, key=lambda one: (not failures[one].ending.verdict, one))
-    cause = failures[rank]
-    if len(reports) > 1:
-        cause = replace(cause, message=f"rank {rank}: {cause.message}")
-    if report is None:
-        if cause.ending.verdict:
-            return LoadRun(None, crash=cause.message)
-        return LoadRun(None, unable=f"the witness failed {cause}")
-    why = f"while {cause.ending.phase}, {cause.message}"
-    if cause.ending.verdict:
-        return LoadRun(report, draft_crash=why)
-    return LoadRun(report, draft_error=f"the draft model was not looked at: {why}")
-
-
-def _merged(reports: Sequence[Path]) -> LoadReport:
-    from verify.witnesses.loading.merge import merged_reports  # needs torch, which header verbs do not import
-
-    return merged_reports([load_record(LoadReport, report) for report in reports])
+    rank = answer.to_blame
+    failure = answer.failures[rank]
+    return LoadRun(report, failure if ranks == 1 else replace(failure, message=f"rank {rank}: {failure.message}"))
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from verify.witnesses.loading.region import Region
+
 # Operations that only move elements: run on the numbers of elements, they tell where each went.
 _MOVES = frozenset(
     {"cat", "clone", "constant_pad_nd", "flip", "gather", "index", "index_select", "repeat", "roll", "select_scatter"}
@@ -30,29 +32,6 @@ _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_em
 _MAKES_NOTHING = frozenset({"full", "full_like", "ones", "ones_like", "zeros", "zeros_like"}) | _EMPTY
 # Arguments that say which elements move, and hold none that do.
 _CHOOSERS = frozenset({"condition", "index", "indices", "mask"})
-
-
-@dataclass(frozen=True)
-class Region:
-    """Elements of a block: `offset` and `strides` are counted in elements."""
-
-    offset: int
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def of(self, flat: Tensor) -> Tensor:
-        """This part of a block whose elements are given in the order of their addresses, wherever they lie."""
-        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
-
-    @property
-    def count(self) -> int:
-        """How many elements it has."""
-        return torch.Size(self.sizes).numel()
-
-    @property
-    def end(self) -> int:
-        """The offset behind its last element."""
-        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.strides, strict=True))
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 from converters.megatron.parallel import ParallelSizes
@@ -25,20 +26,19 @@ class Box(NamedTuple):
 class RankJob:
     """One rank's task."""
 
-    checkpoint: str
-    hf: str | None  # gives the config of a checkpoint that carries none
-    source: str | None  # what parameters are compared with; None: the checkpoint's own bytes, read without Megatron
+    checkpoint: Path
+    hf: Path | None  # gives the config of a checkpoint that carries none
+    source: Path | None  # what parameters are compared with; None: the checkpoint's own bytes, read without Megatron
     sizes: ParallelSizes
     dtype: str  # of the parameters
     rank: int = 0
-    store: str = ""  # the file through which ranks meet
     report: str = ""
     gpu: bool = False  # it has one
     transformer_engine: bool = False
     hybrid: bool = False  # the checkpoint holds a HybridModel, not a GPTModel
     prompts: Sequence[Sequence[int]] = ()  # token ids; with them nothing is compared
     at_once: int = 0  # how many run at a time, each without a process group; 0: all, in one group
-    trainer: str | None = None  # the root from which Megatron-LM's own `load_checkpoint` is to load
+    trainer: Path | None = None  # the root from which Megatron-LM's own `load_checkpoint` is to load
 
 
 @dataclass(frozen=True)

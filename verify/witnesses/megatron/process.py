@@ -48,15 +48,15 @@ with importing_megatron():
     from verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
 
 
-def reference_tensors(source: str, hf: str | None, dialect: str = MCORE) -> Checkpoint:
+def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
     """The global Megatron tensors to compare with, named as in `dialect`, of an HF directory or a Megatron one."""
     location = locate(source)
     if location.is_hf:
-        return to_megatron(plain(location.path), source, dialect=dialect)
+        return to_megatron(plain(location.path), str(source), dialect=dialect)
     opened = open_megatron(location, hf)
     if dialect_of(opened.config, opened.specs) == dialect:
         return opened
-    return to_megatron(to_hf(opened, source), source, dialect=dialect)
+    return to_megatron(to_hf(opened, str(source)), str(source), dialect=dialect)
 
 
 def held_by(chunk: Chunk) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     if job.at_once:
         connect_alone(job.sizes, job.rank)
     else:
-        connect(job.sizes, job.rank, job.store)
+        connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
     enter(BUILD)
     chunks = build_chunks(dims, MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
     for chunk in chunks:
@@ -164,7 +164,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     if job.trainer:
         requested, missing, unexpected, refused = _load_as_trainer(chunks, dims, job, enter, reader)
     else:
-        requested, missing, unexpected, refused = load_chunks(chunks, job.checkpoint, enter, reader)
+        requested, missing, unexpected, refused = load_chunks(chunks, str(job.checkpoint), enter, reader)
     enter(COMPARE)
     rules = {rule.megatron: rule for rule in rules_of(config, dialect)}
     at = position(dims.experts, job.sizes.ep, not job.transformer_engine)

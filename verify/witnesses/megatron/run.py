@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -28,20 +25,17 @@ from verify.evidence.expected import config_of
 from verify.quirks import quirks
 from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.memory import free_memory
-from verify.witnesses.process.run import Failure, failures_of, time_limit
-from verify.witnesses.process.run import run_ranks as run_witness
 from verify.witnesses.reference.job import Ids, Judged, Reference
 from verify.witnesses.reference.run import check_reference, judged_by_transformers
+from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
 
 if TYPE_CHECKING:
     from verify.evidence.subject import Subject
 
 _TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
-_START_SECONDS = 600  # imports, process groups, building the model
 _TOGETHER = 8  # ranks up to which a real process group is started
 _PROCESS = 700 << 20  # bytes that a rank has of its own beside weights: torch, Megatron and their buffers
 _COPIES = 2  # of a rank's weights, while Megatron puts gate and up together again
@@ -75,7 +69,8 @@ def sizes_of(subject: Subject) -> ParallelSizes:
         raise CannotCheck(
             "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"
         )
-    if not _has(subject, "megatron") or not _has(subject, "megatron.core"):
+    megatron = megatron_interpreter(subject)
+    if not megatron.has("megatron") or not megatron.has("megatron.core"):
         raise CannotCheck("megatron-core is not installed: pip install megatron-core")
     if (message := unwitnessed(config_of(subject))) is not None:
         raise CannotCheck(message)
@@ -135,11 +130,6 @@ def megatron_interpreter(subject: Subject) -> Interpreter:
     return Interpreter(python_of("megatron", subject.options.pythons))
 
 
-def _has(subject: Subject, module: str) -> bool:
-    there = megatron_interpreter(subject)
-    return there.has(module) if there.elsewhere else find_spec(module) is not None
-
-
 def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, a process for each rank of its parallel sizes.
 
@@ -158,25 +148,24 @@ def run_megatron(subject: Subject) -> MegatronRun:
     at_once = 0 if gpu else _at_once(subject, sizes)
     if trainer:
         _check_trainer(subject, sizes, at_once)
-        if reason := tracker_fault(subject.location.path.absolute()):
+        if reason := tracker_fault(subject.location.path):
             return MegatronRun(sizes, _TRAINER, [], {}, not_found=reason)
     job = replace(_job(subject, sizes, gpu), at_once=at_once)
     if trainer:
-        job = replace(job, trainer=str(Path(job.checkpoint).parent))
+        job = replace(job, trainer=job.checkpoint.parent)
     turns = math.ceil(len(ranks) / at_once) if at_once else 1
-    reports, failures = run_megatron_ranks(
-        subject, job, ranks, turns * time_limit(_START_SECONDS, subject.checkpoint.specs)
-    )
+    answer = _ask_megatron(subject, job, ranks, turns * time_limit(subject.checkpoint.specs))
+    reports = [] if answer.failures else list(answer.reports.values())
     if (at_once or trainer) and len(ranks) == sizes.world:
         reports = _with_missing(reports, subject)
-    verdicts = {rank: failure.message for rank, failure in failures.items() if failure.ending.verdict}
-    unable = _unable(failures) if failures and not verdicts else None
+    verdicts = {rank: failure.message for rank, failure in answer.failures.items() if failure.verdict}
+    unable = str(_unable(answer)) if answer.failures and not verdicts else None
     return MegatronRun(sizes, _device(job, gpu), reports, verdicts, unable)
 
 
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
     """Raises CannotCheck where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
-    if not _has(subject, "megatron.training"):
+    if not megatron_interpreter(subject).has("megatron.training"):
         raise CannotCheck(
             f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
             "without --trainer-loader megatron-core itself loads"
@@ -309,16 +298,15 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     job = _job(subject, sizes, gpu)
     engine = job.transformer_engine and dtype != "float32"
     job = replace(job, dtype=dtype, prompts=prompts, transformer_engine=engine)
-    limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
-    reports, failures = run_megatron_ranks(subject, job, range(sizes.world), limit_s)
-    if failures:
-        raise CannotCheck(_unable(failures))
-    answers = {report.rank: report.judged for report in reports if report.judged}
+    answer = _ask_megatron(subject, job, range(sizes.world), time_limit(subject.checkpoint.specs, passes=4))
+    if answer.failures:
+        raise _unable(answer)
+    answers = {rank: report.judged for rank, report in answer.reports.items() if report.judged}
     reference = None
     if not any(not_finite_logprobs(judged)[0] for judged in answers.values()):
         top_ids = [answer.top_ids for answer in min(answers.items())[1]]
         reference = judged_by_transformers(subject, prompts, top_ids)
-    return Computed(reports[0].version, sizes, _device(job, gpu), dtype, answers, reference)
+    return Computed(answer.reports[0].version, sizes, _device(job, gpu), dtype, answers, reference)
 
 
 def _on_gpus(sizes: ParallelSizes) -> bool:
@@ -335,40 +323,31 @@ def _device(job: RankJob, gpu: bool) -> str:
     return f"{'NCCL on GPUs' if gpu else alone if job.at_once else 'gloo on the CPU'}, {spec}"
 
 
-def _unable(failures: Mapping[int, Failure]) -> str:
-    rank, failure = min(failures.items())
-    return f"rank {rank} failed {failure}"
+def _unable(answer: Answer[RankReport]) -> CannotCheck:
+    rank, failure = min(answer.failures.items())
+    return inconclusive(f"rank {rank} failed", failure)
 
 
 def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
     """What all ranks are asked."""
     return RankJob(
-        checkpoint=str(subject.location.path.absolute()),
-        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
-        source=str(subject.source_path.absolute()) if subject.source_path else None,
+        checkpoint=subject.location.path,
+        hf=subject.hf_path,
+        source=subject.source_path,
         sizes=sizes,
         dtype=main_dtype(subject.checkpoint.specs) or "bfloat16",
-        transformer_engine=gpu and _has(subject, "transformer_engine"),
+        transformer_engine=gpu and megatron_interpreter(subject).has("transformer_engine"),
         hybrid=subject.megatron_files.hybrid,
         gpu=gpu,
     )
 
 
-def run_megatron_ranks(
-    subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float
-) -> tuple[list[RankReport], dict[int, Failure]]:
-    """Runs these ranks to the end: their reports or, where some failed, why those did that failed first.
+def _ask_megatron(subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float) -> Answer[RankReport]:
+    """What these ranks report.
 
     On the CPU they are forked from one process that has imported Megatron, which takes longer than to load a small
     model. CUDA bears no fork.
     """
-    with tempfile.TemporaryDirectory(prefix="ckptkit-megatron-") as scratch:
-        root = Path(scratch)
-        reports = {rank: root / f"report-{rank}.json" for rank in ranks}
-        for rank, report in reports.items():
-            own = replace(job, rank=rank, store=str(root / "store"), report=str(report))
-            save(own, root / f"job-{rank}.json")
-        how = run_witness(root, ranks, _WITNESS, limit_s, megatron_interpreter(subject), together=not job.gpu)
-        if how:
-            return [], failures_of(how, reports, {rank: root / f"log-{rank}" for rank in ranks})
-        return [load_record(RankReport, report) for report in reports.values()], {}
+    jobs = {rank: replace(job, rank=rank) for rank in ranks}
+    interpreter = megatron_interpreter(subject)
+    return ask_ranks(jobs, _WITNESS, RankReport, limit_s, interpreter, together=not job.gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import cache
@@ -15,9 +16,9 @@ _PLAIN = (bool, int, float, str, Any)
 
 
 def save(value: Any, path: Path) -> None:
-    """Writes a dataclass as JSON, whole or not at all."""
+    """Writes a dataclass as JSON, whole or not at all. A path is written as its text."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(asdict(value)))
+    part.write_text(json.dumps(asdict(value), default=os.fspath))
     part.rename(path)
 
 
@@ -28,7 +29,7 @@ def load_record(kind: type[T], path: Path) -> T:
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """The value of type `kind` for its JSON: dataclasses, named tuples, tuples, sequences and mappings, nested.
+    """The value of type `kind` for its JSON: dataclasses, paths, named tuples, tuples, sequences and mappings, nested.
 
     `X | None` is None or an X; of another union nothing is decoded.
     """
@@ -37,6 +38,8 @@ def decoded(kind: Any, value: Any) -> Any:
         kind = kinds[0] if len(kinds) == 1 else Any
     if value is None or kind in _PLAIN:
         return value
+    if kind is Path:
+        return Path(value)
     if is_dataclass(kind):
         hints: Mapping[str, Any] = _hints(kind)  # type: ignore[arg-type]
         return kind(**{name: decoded(hints[name], one) for name, one in value.items()})  # type: ignore[operator]

@@ -65,6 +65,9 @@ class ExitReport:
     message: str = ""
     verdict: bool = False
 
+    def __str__(self) -> str:
+        return f"while {self.phase}: {self.message}"
+
 
 def exit_report_path(report: Path) -> Path:
     """The file beside `report` in which its witness notes how it ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.specs import TensorSpec
@@ -45,11 +46,11 @@ def judged_logits(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = N
 class ReferenceJob:
     """What transformers is asked to compute with a checkpoint."""
 
-    checkpoint: str
+    checkpoint: Path
     report: str = ""
     prompts: Ids = ()
     top_ids: Sequence[Ids] = ()  # for each prompt and position but the first: tokens whose log-probability is wanted
-    hf: str | None = None  # gives the config of a Megatron checkpoint that carries none
+    hf: Path | None = None  # gives the config of a Megatron checkpoint that carries none
     dtype: str | None = None  # of the rounded pass; None: the one in which an engine computes
     texts: Ids | None = None  # to be predicted
     activations: int | None = None  # `activations.group_of` what the engine rounds; None: nothing

@@ -37,7 +37,7 @@ _ROOM_BYTES = 8 << 30  # attention and logits of the longest prompt
 
 def run(job: ReferenceJob, phases: PhaseLog) -> Reference:
     """Computes the answers. Raises CkptkitError where transformers would not hold the whole checkpoint."""
-    checkpoint, home = as_hf(Path(job.checkpoint), Path(job.hf) if job.hf else None)
+    checkpoint, home = as_hf(job.checkpoint, job.hf)
     stored = checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype")
     # Without a dtype that in which an engine computes.
     dtype = getattr(torch, job.dtype or ("float16" if stored == "float16" else "bfloat16"))

@@ -17,12 +17,11 @@ from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
 from verify.skip import CannotCheck
 from verify.witnesses.process.memory import free_memory, memory_limit
-from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of, tokenizer_of
+from verify.witnesses.runner import ask, time_limit
 
 _WITNESS = "verify.witnesses.reference.process"
-_START_S = 1200  # importing transformers, and computing in its slowest dtype
 _PASSES = 8  # over the weights, at most
 _OPERATIONS_A_SECOND = 2e10  # slower than any processor worth waiting for
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
@@ -34,11 +33,8 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
     """What transformers makes of a job. Raises CannotCheck where it cannot say."""
     specs = subject.checkpoint.specs
     operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
-    limit_s = time_limit(_START_S, specs, _PASSES) + operations / _OPERATIONS_A_SECOND
-    found, failed = ask(job, _WITNESS, Reference, limit_s)
-    if failed or found is None:
-        raise CannotCheck(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
-    return found
+    limit_s = time_limit(specs, _PASSES) + operations / _OPERATIONS_A_SECOND
+    return ask(job, _WITNESS, Reference, limit_s).require("transformers gave no reference")
 
 
 def run_prediction(subject: Subject) -> Reference:
@@ -61,8 +57,7 @@ def run_prediction(subject: Subject) -> Reference:
             f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are "
             "free: run it on a larger machine, or an engine on GPUs (--engine --logits)"
         )
-    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
-    return run_reference(subject, ReferenceJob(str(subject.path.absolute()), texts=texts, hf=hf, dtype=fitting[0]))
+    return run_reference(subject, ReferenceJob(subject.path, texts=texts, hf=subject.hf_path, dtype=fitting[0]))
 
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
@@ -79,8 +74,7 @@ def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids
     Raises CannotCheck.
     """
     path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
-    hf = str(subject.hf_path.absolute()) if subject.hf_path else None
-    return run_reference(subject, ReferenceJob(str(path.absolute()), prompts=prompts, top_ids=top_ids, hf=hf))
+    return run_reference(subject, ReferenceJob(path, prompts=prompts, top_ids=top_ids, hf=subject.hf_path))
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:

@@ -11,13 +11,12 @@ from converters.config.values import language_part
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
 from verify.skip import CannotCheck, NotApplicable
-from verify.witnesses.process.run import ask
 from verify.witnesses.reference.job import ReferenceJob
 from verify.witnesses.reference.run import run_reference
 from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
+from verify.witnesses.runner import START_S, ask
 
 _SAMPLES, _TOKENS, _MAX_TOKENS, _PROMPTS = 16, 16384, 4096, 64  # at most; _MAX_TOKENS are those of one sample
-_START_S = 1200  # importing transformers, and rendering
 # A part, and the log-probabilities of its response in transformers: in float32, and in the dtype of an engine.
 Recomputed: TypeAlias = tuple[RecordedSample, Sequence[float], Sequence[float]]
 
@@ -26,7 +25,7 @@ Recomputed: TypeAlias = tuple[RecordedSample, Sequence[float], Sequence[float]]
 class RolloutJob:
     """Samples whose prompts the tokenizer of an HF directory is to render."""
 
-    home: str
+    home: Path
     samples: Sequence[RecordedSample]
     report: str = ""
 
@@ -106,10 +105,10 @@ def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
     """The dtype of an engine, and the parts with their log-probabilities. Raises CannotCheck as `run_reference`."""
     parts = subject.once(parts_of)
     job = ReferenceJob(
-        str(subject.path.absolute()),
+        subject.path,
         prompts=[part.tokens for part in parts],
         top_ids=[[[token] for token in part.tokens[1:]] for part in parts],
-        hf=str(subject.hf_path.absolute()) if subject.hf_path else None,
+        hf=subject.hf_path,
         temperatures=[part.temperature or 1.0 for part in parts],
     )
     found = run_reference(subject, job)
@@ -128,8 +127,6 @@ def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck where it gives none."""
-    job = RolloutJob(str(tokenizer_directory(subject).absolute()), subject.once(recorded_prompts))
-    found, failed = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, _START_S)
-    if failed or found is None:
-        raise CannotCheck(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
-    return found.renderings
+    job = RolloutJob(tokenizer_directory(subject).absolute(), subject.once(recorded_prompts))
+    answer = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, START_S)
+    return answer.require("prompts could not be rendered").renderings

@@ -32,8 +32,8 @@ from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
 from verify.witnesses.loading.layouts.values import fp8_blocks
 from verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
+from verify.witnesses.process.h100 import CAPABILITY
 from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.sglang.facts import fuses_shared as fuses_shared
 
 FACTS = SGLANG
 # Where SGLang reads what was set up before.
@@ -87,11 +87,6 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     phases.enter(BUILD)
     model: nn.Module = loader.load_model(model_config=model_config, device_config=device)
     return model
-
-
-def load(model: nn.Module, weights: Weights) -> None:
-    """Loads weights by the model's own `load_weights`."""
-    model.load_weights(weights)  # type: ignore[operator]
 
 
 def steps_after_loading(model: nn.Module) -> Iterator[Step]:
@@ -166,7 +161,7 @@ def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK,
 
     config, cuda = read_json(model_path / "config.json"), torch.cuda.is_available()
     if not cuda:  # an H100's, by which SGLang chooses kernels for sparse attention
-        torch.cuda.get_device_capability = lambda *_: (9, 0)
+        torch.cuda.get_device_capability = lambda *_: CAPABILITY
     args = server_args.ServerArgs(
         model_path=str(model_path),
         device="cuda" if cuda else "cpu",

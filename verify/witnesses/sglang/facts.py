@@ -44,6 +44,7 @@ SGLANG = EngineFacts(
     attention_whole=True,
     hidden=("SGLANG_USE_CPU_ENGINE",),
     live="verify.witnesses.sglang.live.server",
+    fuses_shared=fuses_shared,
     not_reloadable=not_reloadable,
     updates_draft=True,
 )

@@ -13,7 +13,6 @@ PROGRAMS = {
     "nemo_rl": re.compile(r"(?:.*/)?run_\w+\.py"),
     "roll": re.compile(r"(?:.*/)?start_\w+_pipeline\.py"),
 }
-GPU_CAPABILITY = (9, 0)  # of the GPU that a trainer is told of
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from unittest.mock import MagicMock, patch
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.trainer.job import GPU_CAPABILITY, MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
+from verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
+from verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 # What trainers import for other things than parsing; sglang_router has options of its own.
 _NOT_NEEDED = (
@@ -43,17 +44,6 @@ _BEGINS = {
     "nemo_rl": ("nemo_rl.utils.logger", "get_next_experiment_dir"),
     "roll": ("roll.distributed.scheduler.initialize", "init"),
 }
-# What Megatron-LM, and kernels that SGLang imports, ask of a GPU; the sizes are those of an H100 SXM.
-_GPU = types.SimpleNamespace(
-    name="NVIDIA H100 80GB HBM3",
-    major=GPU_CAPABILITY[0],
-    minor=GPU_CAPABILITY[1],
-    multi_processor_count=132,
-    total_memory=80 << 30,
-    warp_size=32,
-    max_threads_per_multi_processor=2048,
-    shared_memory_per_block_optin=227 << 10,
-)
 # What a refusal says that may be due to this machine.
 _OF_THE_MACHINE = re.compile(
     r"(?<![-\w])versions?\b|is_\w+_version|\binstall|not available|\bcapability\b|CUDA (?!graph)|Environment variable"
@@ -118,8 +108,8 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
     trainer, home = _find_trainer(job.trainers)
     module = importlib.import_module(_module_of(trainer))
     if (cuda := getattr(sys.modules.get("torch"), "cuda", None)) is not None:
-        cuda.get_device_capability = lambda *_: GPU_CAPABILITY
-        cuda.get_device_properties = lambda *_: _GPU
+        cuda.get_device_capability = lambda *_: CAPABILITY
+        cuda.get_device_properties = lambda *_: PROPERTIES
     program, refusal, at = "", "", ""
     if trainer in PROGRAMS:
         program = _program_file(job.words[0])

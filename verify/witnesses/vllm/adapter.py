@@ -7,7 +7,7 @@ weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from ckptkit.formats.hf.reader import read_json
-from verify.witnesses.loading.engine import Loading, ModelBuild, Step, Weights
+from verify.witnesses.loading.engine import Loading, ModelBuild, Step
 from verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.vllm import platform
-from verify.witnesses.vllm.facts import VLLM
+from verify.witnesses.vllm.facts import QUIET, VLLM
 from verify.witnesses.vllm.layouts import layout, of_attention
 from verify.witnesses.vllm.platform import chosen_for as chosen_for
 
@@ -46,17 +46,12 @@ BUILD = Phase("building the model", ("vllm.model_executor", "vllm.models"), _DEC
 BUILD_WITHOUT_GPU = Phase("building the model without a GPU", deciders=_DECIDERS)
 LOAD = Phase("loading the weights", ("vllm",), machinery=_MACHINERY)
 REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), machinery=_MACHINERY)
-_QUIET = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers
-}
 
 
 def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     """Builds the model that vLLM chooses with its default loader, which calls `loading` where it would load."""
     phases.enter(SET_UP)
-    os.environ.update(_QUIET)
+    os.environ.update(QUIET)
     platform.choose_platform(wanted.scratch)
     from vllm.config import set_current_vllm_config
     from vllm.config.load import LoadConfig
@@ -79,11 +74,6 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
         loader = Loader(LoadConfig(load_format="auto", use_tqdm_on_load=False))
         model: nn.Module = loader.load_model(vllm_config=config, model_config=model_config)
     return model
-
-
-def load(model: nn.Module, weights: Weights) -> None:
-    """Loads weights by the model's own `load_weights`."""
-    model.load_weights(weights)  # type: ignore[operator]
 
 
 def steps_after_loading(model: nn.Module) -> Iterator[Step]:
@@ -115,11 +105,6 @@ def share(target: Any, draft: Any) -> None:
     )
     SpecDecodeBaseProposer._maybe_share_embeddings(proposer, own)
     SpecDecodeBaseProposer._maybe_share_lm_head(proposer, own)
-
-
-def fuses_shared(names: Iterable[str]) -> bool:
-    """Never: vLLM keeps a shared expert of its own."""
-    return False
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:

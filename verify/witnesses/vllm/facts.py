@@ -5,6 +5,12 @@ from __future__ import annotations
 from verify.quirks import releases_of
 from verify.witnesses.loading.engine import EngineFacts
 
+# Variables of each process that imports it.
+QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers
+}
 VLLM = EngineFacts(
     name="vllm",
     label="vLLM",

@@ -22,20 +22,7 @@ from typing import Any
 
 import torch
 
-_CAPABILITY = (9, 0)
-_NAME = "NVIDIA H100 80GB HBM3"
-_MEMORY = 80 << 30
-_MULTIPROCESSORS = 132
-_PROPERTIES = SimpleNamespace(
-    major=_CAPABILITY[0],
-    minor=_CAPABILITY[1],
-    name=_NAME,
-    total_memory=_MEMORY,
-    multi_processor_count=_MULTIPROCESSORS,
-    shared_memory_per_block_optin=227 << 10,
-    warp_size=32,
-    L2_cache_size=50 << 20,
-)
+from verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 
 _DRIVER = "libcuda.so.1"
 _FUNCTIONS = ("cuDriverGetVersion", "cuGetProcAddress_v2", "cuInit", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
@@ -84,9 +71,9 @@ class _Idle:
 def _answer_as_h100() -> None:
     """What vLLM's layers ask torch itself, past its platform."""
     answers = {
-        "get_device_capability": lambda *_: _CAPABILITY,
-        "get_device_name": lambda *_: _NAME,
-        "get_device_properties": lambda *_: _PROPERTIES,
+        "get_device_capability": lambda *_: CAPABILITY,
+        "get_device_name": lambda *_: PROPERTIES.name,
+        "get_device_properties": lambda *_: PROPERTIES,
         "current_device": lambda: 0,
         "device_count": lambda: 1,
         "Stream": _Idle,  # a shared expert gets one of its own
@@ -98,7 +85,7 @@ def _answer_as_h100() -> None:
     from triton.runtime import driver as triton
 
     # Kernels of linear attention ask it while they are imported.
-    target = GPUTarget("cuda", 10 * _CAPABILITY[0] + _CAPABILITY[1], _PROPERTIES.warp_size)
+    target = GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], PROPERTIES.warp_size)
     triton.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
 
 
@@ -121,7 +108,7 @@ def _h100() -> Any:
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
-            return DeviceCapability(*_CAPABILITY)
+            return DeviceCapability(*CAPABILITY)
 
         @classmethod
         def set_device(cls, device: torch.device) -> None:
@@ -137,7 +124,7 @@ def _h100() -> Any:
 
         @classmethod
         def num_compute_units(cls, device_id: int = 0) -> int:
-            return _MULTIPROCESSORS
+            return int(PROPERTIES.multi_processor_count)
 
     return AbsentH100()
 

@@ -22,7 +22,6 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.loading.job import EngineSizes, LoadReport, Observation
-from verify.witnesses.loading.merge import merged_reports
 from verify.witnesses.loading.run import LoadRun, engine_sizes
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.sglang.facts import SGLANG
@@ -149,10 +148,10 @@ def report_of(*routers: Observation) -> LoadReport:
 
 def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> None:
     absent, dead = Observation("a", "a", "vLLM has no such parameter"), Observation("b", "b", "all zero")
-    assert merged_reports([report_of(absent, dead), report_of()]).routers == (
+    assert LoadReport.merged([report_of(absent, dead), report_of()]).routers == (
         Observation("b", "b", "all zero", rank="0"),
     )
-    assert merged_reports([report_of(absent), report_of(absent)]).routers == (absent,)
+    assert LoadReport.merged([report_of(absent), report_of(absent)]).routers == (absent,)
     results, _, _ = checked(Case(releases("qwen3_moe")), LoadRun(report_of(absent)), VLLM)
     assert results["CK525"].status == "failed"
 

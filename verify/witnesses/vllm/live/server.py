@@ -10,12 +10,11 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from verify.witnesses.live.job import EngineJob
 from verify.witnesses.live.server import NotTried
 from verify.witnesses.reference.job import TOP, Judged
+from verify.witnesses.vllm.facts import QUIET
 
 WORKER = "verify.witnesses.vllm.live.worker.LiveWorker"
 _SETTINGS = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "HUMMING_DISABLE_PARALLEL_BUILD": "1",  # else importing it starts two compilers
+    **QUIET,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less; workers of several ranks still have their own
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,4 +1,8 @@
-"""Runs witnesses as child processes, one or several ranks, waits for them, and says how those ended that failed."""
+"""Runs witnesses: writes their jobs, starts their processes, and reads what they report, or why they do not.
+
+A job is a dataclass with a field `report`, the path of the file that its process writes; the folder of that file is
+shared by all ranks and empty at first. The job, its report and why it ended travel as JSON (`process.codec`).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
+from verify.skip import CannotCheck
 from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
 from verify.witnesses.process.interpreter import Interpreter
@@ -23,6 +28,7 @@ from verify.witnesses.process.memory import free_memory, memory_limit, takes_mor
 from verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
 
 T = TypeVar("T")
+START_S = 1200  # seconds to import a library or an engine on a busy machine, and to compile its kernels
 _BYTES_A_SECOND = 20e6  # slower than any disk worth waiting for
 _LAST_LINES = 8
 _HERE = Interpreter()
@@ -36,31 +42,90 @@ _LOST = re.compile(
 _TRACEBACK = "Traceback (most recent call last)"
 
 
-def time_limit(start_s: float, specs: Mapping[str, TensorSpec], passes: int = 1) -> float:
-    """How many seconds a process may take that starts in `start_s` and reads these tensors `passes` times."""
-    return start_s + passes * sum(spec.nbytes for spec in specs.values()) / _BYTES_A_SECOND
+def time_limit(specs: Mapping[str, TensorSpec], passes: int = 1) -> float:
+    """How many seconds a process may take that reads these tensors `passes` times."""
+    return START_S + passes * sum(spec.nbytes for spec in specs.values()) / _BYTES_A_SECOND
 
 
-def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> tuple[T | None, str]:
-    """Runs `python -m MODULE` with a job, which has a `report`, in a process of its own.
+@dataclass(frozen=True)
+class Answer(Generic[T]):
+    """What the ranks of a witness reported, and why some did not. Of a witness of one process that is rank 0."""
 
-    Returns its report, None without one; and in which phase it ended and what it said, empty where it ended well.
-    """
+    reports: Mapping[int, T]  # by rank; one that failed may have reported before
+    failures: Mapping[int, ExitReport]  # by rank: those that failed by themselves; empty where all ended well
+
+    @property
+    def report(self) -> T | None:
+        """The report of the only rank; None without one."""
+        return self.reports.get(0)
+
+    @property
+    def to_blame(self) -> int:
+        """The first rank whose failure is a verdict, or the first that failed. Raises ValueError where none did."""
+        return min(self.failures, key=lambda rank: (not self.failures[rank].verdict, rank))
+
+    @property
+    def failure(self) -> ExitReport | None:
+        """Why the rank to blame failed; None where all ended well."""
+        return self.failures[self.to_blame] if self.failures else None
+
+    def require(self, otherwise: str) -> T:
+        """The report of the only rank. Raises CannotCheck without one, which says `otherwise` and why."""
+        if self.report is None:
+            raise inconclusive(otherwise, self.failure)
+        return self.report
+
+
+def inconclusive(what: str, why: object) -> CannotCheck:
+    """The exception for a witness that could not be asked: `what` did not happen, and `why`."""
+    return CannotCheck(f"{what}, which says nothing about the checkpoint: {why}")
+
+
+def ask(job: Any, module: str, kind: type[T], limit_s: float, interpreter: Interpreter = _HERE) -> Answer[T]:
+    """Runs `python -m MODULE` with a job in a process of its own, which reports a `kind`."""
+    return ask_ranks({0: job}, module, kind, limit_s, interpreter)
+
+
+def ask_ranks(
+    jobs: Mapping[int, Any],
+    module: str,
+    kind: type[T],
+    limit_s: float,
+    interpreter: Interpreter = _HERE,
+    *,
+    together: bool = False,
+) -> Answer[T]:
+    """Runs `python -m MODULE` with a job for each rank, which reports a `kind`; `together` as in `run_ranks`."""
     with TemporaryDirectory(prefix="ckptkit-witness-") as scratch:
         root = Path(scratch)
-        report = root / "report-0.json"
-        save(replace(job, report=str(report)), root / "job-0.json")
-        failed = run_ranks(root, 1, module, limit_s, interpreter)
-        message = ""
-        if failed:
-            ending = exit_report_of(report)
-            message = f"while {ending.phase}: {ending.message or last_error(root / 'log-0') or failed[0]}"
-        return load_record(kind, report) if report.exists() else None, message
+        reports = {rank: root / f"report-{rank}.json" for rank in jobs}
+        for rank, job in jobs.items():
+            save(replace(job, report=str(reports[rank])), root / f"job-{rank}.json")
+        failed = run_ranks(root, list(jobs), module, limit_s, interpreter, together=together)
+        return read_answer(kind, reports, {rank: root / f"log-{rank}" for rank in jobs}, failed)
 
 
-def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Future[tuple[T | None, str]]:
+def read_answer(
+    kind: type[T], reports: Mapping[int, Path], logs: Mapping[int, Path], failed: Mapping[int, str]
+) -> Answer[T]:
+    """The answer of ranks that have ended; `failed`: how those ended that are to blame, of several also the others."""
+    found = {rank: load_record(kind, path) for rank, path in reports.items() if path.exists()}
+    if not failed:
+        failed = {rank: "no report" for rank in reports if rank not in found}
+    failures = {rank: _failure(reports[rank], logs[rank], how) for rank, how in failed.items()}
+    own = failure_messages({rank: one.message for rank, one in failures.items()}) or failures
+    return Answer(found, {rank: failures[rank] for rank in own})
+
+
+def _failure(report: Path, log: Path, how: str) -> ExitReport:
+    """Why a rank failed: its own exception, or how it ended and what it printed last."""
+    ending = exit_report_of(report)
+    return ending if ending.message else replace(ending, message=f"{how}; {last_words(log)}")
+
+
+def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Future[Answer[T]]:
     """As `ask`, whose answer or exception `result` gives once it is there."""
-    answer = Future[tuple[T | None, str]]()
+    answer = Future[Answer[T]]()
 
     def wait_for() -> None:
         try:
@@ -73,42 +138,20 @@ def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Futur
     return answer
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank gave no report: in words, and how they are to be read."""
-
-    message: str
-    ending: ExitReport
-
-    def __str__(self) -> str:
-        return f"while {self.ending.phase}, which says nothing about the checkpoint: {self.message}"
-
-
-def failures_of(failed: Mapping[int, str], reports: Mapping[int, Path], logs: Mapping[int, Path]) -> dict[int, Failure]:
-    """Why ranks gave no report; `failed`: how those ended that are to blame. Else what all ranks say."""
-    found = {}
-    for rank in failed or reports:
-        ending = exit_report_of(reports[rank])
-        words = f"{failed.get(rank, 'no report')}; {ending.message or last_words(logs[rank])}"
-        found[rank] = Failure(words, ending)
-    return {rank: found[rank] for rank in failure_messages({rank: one.message for rank, one in found.items()})} or found
-
-
 def run_ranks(
     root: Path,
-    ranks: int | Sequence[int],
+    numbers: Sequence[int],
     module: str,
     limit_s: float,
     interpreter: Interpreter = _HERE,
     *,
     together: bool = False,
 ) -> dict[int, str]:
-    """Runs `module` with `root`/job-RANK.json, a process each, which print into log-RANK. `ranks`: so many, or these.
+    """Runs `module` with `root`/job-RANK.json for each number, a process each, which print into log-RANK.
 
     `together`: one process without a GPU is given all jobs, forks each rank and writes its exit code into exit-RANK.
     Returns how those ended that failed first.
     """
-    numbers = list(range(ranks)) if isinstance(ranks, int) else list(ranks)
     variables = interpreter.environment(root)
     if together or len(numbers) > 1:
         import torch
@@ -191,27 +234,16 @@ def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]
 
 
 def last_words(log: Path) -> str:
-    """The last exception in a log with the place it came from, or the last lines where there is none; on one line."""
+    """The last exception in a log with the place it came from, or the last lines where there is none; on one line.
+
+    An engine's own log, whose lines begin with `[`, may go on after the exception.
+    """
     text = log.read_text(errors="replace") if log.exists() else ""  # a rank that was not forked yet has none
     lines = [line for line in text.splitlines() if line.strip()]
-    starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
-    if not starts:
-        return f"it last printed: {one_line(' | '.join(lines[-_LAST_LINES:]))}" if lines else "it printed nothing"
-    return _exception(lines[starts[-1] :], _LAST_LINES)
-
-
-def last_error(log: Path) -> str | None:
-    """The last exception in an engine's log, which goes on after it, with the place that raised it."""
-    lines = log.read_text(errors="replace").splitlines()
     starts = [index for index, line in enumerate(lines) if _TRACEBACK in line]
     if not starts:
-        return None
-    after = takewhile(lambda line: not line.startswith("["), lines[starts[-1] + 1 :])
-    return _exception([lines[starts[-1]], *after], 2)
-
-
-def _exception(lines: list[str], limit: int) -> str:
-    """What a traceback says, in at most `limit` lines of its message, and the last place that it names."""
-    frames = [line.strip() for line in lines if line.startswith("  File ")]
-    message = [line for line in lines[1:] if line.strip() and not line.startswith(" ")]
-    return one_line(" | ".join([*message[:limit], *(f"at {frame}" for frame in frames[-1:])]))
+        return f"it last printed: {one_line(' | '.join(lines[-_LAST_LINES:]))}" if lines else "it printed nothing"
+    after = list(takewhile(lambda line: not line.startswith("["), lines[starts[-1] + 1 :]))
+    frames = [line.strip() for line in after if line.startswith("  File ")]
+    message = [line for line in after if not line.startswith(" ")]
+    return one_line(" | ".join([*message[:_LAST_LINES], *(f"at {frame}" for frame in frames[-1:])]))

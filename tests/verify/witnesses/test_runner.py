@@ -1,0 +1,73 @@
+"""What the ranks of a witness reported, and which of those that failed is to blame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from verify.skip import CannotCheck
+from verify.witnesses.process.codec import save
+from verify.witnesses.process.exit_report import ExitReport, exit_report_path
+from verify.witnesses.runner import Answer, read_answer
+
+
+@dataclass(frozen=True)
+class Found:
+    """A report."""
+
+    number: int
+
+
+def read(root: Path, failed: dict[int, str], ranks: int = 2) -> Answer[Found]:
+    reports = {rank: root / f"report-{rank}.json" for rank in range(ranks)}
+    return read_answer(Found, reports, {rank: root / f"log-{rank}" for rank in range(ranks)}, failed)
+
+
+def test_all_ranks_that_end_well_report(tmp_path: Path) -> None:
+    for rank in range(2):
+        save(Found(rank), tmp_path / f"report-{rank}.json")
+    answer = read(tmp_path, {})
+    assert answer == Answer({0: Found(0), 1: Found(1)}, {})
+    assert (answer.report, answer.failure, answer.require("nothing was done")) == (Found(0), None, Found(0))
+
+
+def test_a_rank_that_ends_well_without_a_report_has_failed(tmp_path: Path) -> None:
+    save(Found(0), tmp_path / "report-0.json")
+    answer = read(tmp_path, {})
+    assert [*answer.failures] == [1]
+    assert str(answer.failure) == "while importing what it needs: no report; it printed nothing"
+
+
+def test_an_exception_is_told_without_how_the_process_ended(tmp_path: Path) -> None:
+    save(ExitReport("loading", "ValueError: no", verdict=True), exit_report_path(tmp_path / "report-0.json"))
+    (tmp_path / "log-1").write_text("almost done\n")
+    answer = read(tmp_path, {0: "exit code 1", 1: "killed by SIGKILL"})
+    assert {rank: one.message for rank, one in answer.failures.items()} == {
+        0: "ValueError: no",
+        1: "killed by SIGKILL; it last printed: almost done",
+    }
+
+
+def test_a_rank_that_only_lost_another_is_left_out(tmp_path: Path) -> None:
+    for rank, message in enumerate(("RuntimeError: Connection closed by peer", "KeyError: 'key'")):
+        save(ExitReport("loading", message), exit_report_path(tmp_path / f"report-{rank}.json"))
+    assert [*read(tmp_path, {0: "exit code 1", 1: "exit code 1"}).failures] == [1]
+    assert [*read(tmp_path, {0: "exit code 1"}).failures] == [0]
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "to_blame"), [((False, False), 0), ((False, True), 1), ((True, True), 0), ((True, False), 0)]
+)
+def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts: tuple[bool, bool], to_blame: int) -> None:
+    failures = {rank: ExitReport("loading", str(rank), verdict) for rank, verdict in enumerate(verdicts)}
+    answer = Answer[Found]({}, failures)
+    assert (answer.to_blame, answer.failure) == (to_blame, failures[to_blame])
+
+
+def test_a_report_that_is_required_and_missing_is_inconclusive() -> None:
+    answer = Answer[Found]({}, {0: ExitReport("loading", "KeyError: 'key'")})
+    said = "^nothing was computed, which says nothing about the checkpoint: while loading: KeyError: 'key'$"
+    with pytest.raises(CannotCheck, match=said):
+        answer.require("nothing was computed")

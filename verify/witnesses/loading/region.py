@@ -1,0 +1,54 @@
+"""A part of a block of memory, in elements. It can be described, sent and read without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import gcd, prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements of a block of memory: `offset` and `strides` are counted in elements."""
+
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def of(self, flat: Tensor) -> Tensor:
+        """This part of a block whose elements are given in the order of their addresses, wherever they lie."""
+        return flat.as_strided(self.sizes, self.strides, flat.storage_offset() + self.offset)
+
+    @property
+    def count(self) -> int:
+        """How many elements it has."""
+        return prod(self.sizes)
+
+    @property
+    def end(self) -> int:
+        """The offset behind its last element."""
+        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.sizes, self.strides, strict=True))
+
+
+def covered(count: int, regions: Iterable[Region]) -> int:
+    """How many of `count` elements are in some of the regions."""
+    import torch
+
+    # What all offsets and lengths are multiples of is looked at as one.
+    runs = [_in_runs(region) for region in regions]
+    step = gcd(count, *(number for offset, length, steps in runs for number in (offset, length, *steps)))
+    seen = torch.zeros(count // max(step, 1), dtype=torch.bool)
+    for offset, length, steps in runs:
+        strides = tuple(one // step for one in steps)
+        Region(offset // step, (*steps.values(), length // step), (*strides, 1)).of(seen).fill_(True)
+    return int(seen.sum()) * step
+
+
+def _in_runs(region: Region) -> tuple[int, int, dict[int, int]]:
+    """A region's offset, the length of its runs of neighbours, and how many of them by the step between them."""
+    steps = {step: size for size, step in zip(region.sizes, region.strides, strict=True) if size != 1 and step}
+    return region.offset, steps.pop(1, 1), steps
