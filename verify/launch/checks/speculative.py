@@ -33,7 +33,7 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def _speculation(subject: Subject) -> Speculation:
     """What the launch says of drafting. Raises Skip for one that does not draft."""
     job = job_of(subject)
-    if job.arguments.get("debug_train_only", False):
+    if job.arguments.value("debug_train_only"):
         raise Skip("the launch starts no engine")
     if job.speculation is None:
         raise Skip("the launch asks for no speculative decoding")
@@ -77,7 +77,7 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     """A method without a draft model of its own."""
-    where, registry = f"{found.method}, at {found.place}", registries()[found.server]
+    where, registry = f"{found.method}, at {found.asked_by}", registries()[found.server]
     if found.method in registry.needs_model:
         option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
         hint = "give the draft model that was trained for it"
@@ -117,7 +117,7 @@ def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]
     named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method.upper(), 0)
     if named and own.version and fused and named != own.version:
         right = "EAGLE3" if own.version == 3 else "EAGLE"
-        expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.place}"
+        expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.asked_by}"
         yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
     else:
         layers = _stated(config) or bool(_stored(subject, draft, config))
@@ -186,7 +186,7 @@ def _tokens(found: Speculation, config: Mapping[str, Any] | None) -> Iterator[Is
     """No number of tokens for vLLM, which takes it from `n_predict` of a draft model alone."""
     if found.server != "vllm" or found.tokens or found.method == "suffix":
         return
-    expected, actual = "num_speculative_tokens", f"{found.method}, at {found.place}, without it"
+    expected, actual = "num_speculative_tokens", f"{found.method}, at {found.asked_by}, without it"
     hint = "stops: say how many tokens to draft"
     if found.draft is None:
         yield Issue(expected, actual, f"vLLM {hint}")

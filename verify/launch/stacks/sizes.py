@@ -10,8 +10,8 @@ from typing import Literal
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, Server
+from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, Side
-from verify.launch.stacks.settings import Settings
 from verify.launch.words import Word
 
 # The settings of Megatron's sizes, which all stacks call alike.
@@ -39,12 +39,12 @@ class Gpus:
     first: int = 0
 
     @staticmethod
-    def read(settings: Settings, nodes: str, each: str) -> Gpus:
+    def read(settings: Config, nodes: str, each: str) -> Gpus:
         """The nodes under one key times the GPUs of each under another, 8 where that is not given."""
         sizes = settings.size(nodes), settings.size(each, 8)
         if sizes[0] is None or sizes[1] is None:
             return Gpus()
-        source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
+        source = f"{settings.cite(nodes)} {sizes[0]} x {settings.cite(each)} {sizes[1]}"
         return Gpus(sizes[0] * sizes[1], source, sizes[1])
 
     def less(self, count: int, what: str) -> Gpus:
@@ -142,11 +142,11 @@ class Cut:
     file: Path | None = None
 
     @staticmethod
-    def ulysses(settings: Settings, role: str, *keys: str) -> Iterator[Cut]:
+    def ulysses(settings: Config, role: str, *keys: str) -> Iterator[Cut]:
         """The ranks that share a sequence by the first of these keys that has a value; nothing for a single one."""
         key = settings.first(*keys)
         if (ranks := settings.size(key)) and ranks > 1:
-            yield Cut(role, "ulysses", ranks, settings.place(key))
+            yield Cut(role, "ulysses", ranks, settings.cite(key))
 
     def group(self, gpus: Gpus, name: str) -> GpuGroup:
         """The GPUs that these ranks, which the stack calls so, must divide."""
@@ -181,12 +181,12 @@ class Sizes:
     file: Path | None = None
 
     @staticmethod
-    def read(settings: Settings, *prefixes: str) -> Sizes:
+    def read(settings: Config, *prefixes: str) -> Sizes:
         """Those that `settings` have under the first of these prefixes that has one."""
         keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in NAMES.items()}
         tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
-        if not settings.resolved(keys["etp"]):
+        if not settings.get(keys["etp"]).known:
             tp = None
         return Sizes(tp, pp, cp, ep, etp, vpp, places(settings, list(keys.values())))
 
@@ -201,7 +201,7 @@ class Sizes:
             products.append(("ep x etp x pp", (self.ep, etp, self.pp)))
         return GpuGroup(role, gpus, tuple(products), self.source, self.file)
 
-    def arguments(self, engine: LaunchArguments, settings: Settings, prefix: str) -> LaunchArguments:
+    def arguments(self, engine: LaunchArguments, settings: Config, prefix: str) -> LaunchArguments:
         """Those of a trainer beside this rollout engine, and how `settings` under this prefix cut its pipeline."""
         sizes = replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp or self.tp or 1, vpp=self.vpp)
         return replace(
@@ -242,6 +242,6 @@ def server_named(name: str | None) -> Server | None:
     return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
 
 
-def places(settings: Settings, keys: Sequence[str]) -> str:
+def places(settings: Config, keys: Sequence[str]) -> str:
     """Where these keys are written, those alone that are."""
-    return ", ".join(settings.place(key) for key in keys if settings.word(key) is not None)
+    return ", ".join(settings.cite(key) for key in keys if settings.has(key))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from verify.issue import Issue
 from verify.launch.arguments import server_of
-from verify.launch.options.given import GivenArguments
+from verify.launch.options.arguments import Arguments
 from verify.launch.sides import ENGINE
 from verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, Sizes
 from verify.launch.words import Word, at_places, first_file, places_of
@@ -38,18 +38,18 @@ _NUMBER = "give the number of GPUs of the engines, or --colocate: without a numb
 
 
 def placement_of(
-    given: GivenArguments, words: Sequence[Word], ranks: Word | None = None, is_miles: bool = False
+    given: Arguments, words: Sequence[Word], ranks: Word | None = None, is_miles: bool = False
 ) -> GpuPlacement | None:
     """The GPUs of trainer and engines against their sizes and nodes, or None if a launch counts none.
 
     `ranks`: the processes that torchrun or its like starts, where the launch counts no nodes itself.
     """
     names = {*_JOB, *_ENGINE, *(one for more in _ALSO.values() for one in more)}
-    ranks = ranks if set(_JOB).isdisjoint(given.places) else None
-    if names.isdisjoint(given.values) and ranks is None:
+    ranks = ranks if set(_JOB).isdisjoint(given.given) else None
+    if names.isdisjoint(given.known) and ranks is None:
         return None
     sizes = _Sizes(given, words, ranks, is_miles)
-    is_counted = ranks is not None or not set(_JOB).isdisjoint(given.values)
+    is_counted = ranks is not None or not set(_JOB).isdisjoint(given.known)
     groups = (*([sizes.trainer()] if is_counted else []), *sizes.engines())
     number = sizes.number() if is_counted else ()
     issues = (*sizes.vocabulary(), *number, *sizes.engine_sizes(), *sizes.shared_nodes())
@@ -57,16 +57,15 @@ def placement_of(
     return GpuPlacement(groups, issues, (cut,) if cut else ())
 
 
-def _spelled(given: GivenArguments, names: Sequence[str]) -> Mapping[str, Word]:
+def _spelled(given: Arguments, names: Sequence[str]) -> Mapping[str, Word]:
     """These arguments as the launch gives them, in any spelling."""
-    every = [one for name in names for one in (name, *_ALSO.get(name, ()))]
-    return {name: given.places[name] for name in every if name in given.places}
+    return given.words(one for name in names for one in (name, *_ALSO.get(name, ())))
 
 
 class _Sizes:
     """The sizes of a launch; None for one that is given and not known."""
 
-    def __init__(self, given: GivenArguments, words: Sequence[Word], ranks: Word | None, is_miles: bool) -> None:
+    def __init__(self, given: Arguments, words: Sequence[Word], ranks: Word | None, is_miles: bool) -> None:
         self.given, self.ranks, self.is_miles = given, ranks, is_miles
         of = self._size
         self.actor_nodes, self.each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
@@ -79,24 +78,24 @@ class _Sizes:
         self.engine_pp, self.engine_ep, self.engine_dp = (of(name, 1) for name in _ENGINE[1:])
         self.server = server_of(words)
         self.vllm_dp = of("vllm_data_parallel_size", 1)
-        self.dp_attention = bool(given.get("sglang_enable_dp_attention", False))
+        self.dp_attention = bool(given.value("sglang_enable_dp_attention"))
         # Every backend but none makes SGLang spread experts over all ranks of an engine.
-        if given.get("sglang_moe_a2a_backend", "none") != "none":
+        if given.has("sglang_moe_a2a_backend") and given.value("sglang_moe_a2a_backend") != "none":
             self.engine_ep = self.tp_of_engine
         moe_dp = ("sglang_moe_dp_size", "sglang_moe_data_parallel_size")
-        self.plain_experts = not any(given.get(name, 1) != 1 for name in moe_dp)
-        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.places else self.tp_of_engine
-        self.shares_nodes = bool(given.get("colocate", False))
+        self.plain_experts = not any(given.has(name) and given.value(name) != 1 for name in moe_dp)
+        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.given else self.tp_of_engine
+        self.shares_nodes = bool(given.value("colocate"))
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.where = words[0].file if words else None
         self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
 
     def _size(self, name: str, default: int | None) -> int | None:
-        names = (name, *_ALSO.get(name, ()))
-        if not self.given.unknown.isdisjoint(names) or self.given.anything:
-            known = [self.given.values[one] for one in names if one in self.given.values]
-            return int(known[-1]) if known and self.given.unknown.isdisjoint(names) else None
-        value = next((self.given.values[one] for one in names if one in self.given.values), default)
+        spelled = [self.given.get(one) for one in (name, *_ALSO.get(name, ()))]
+        values = [found.value for found in spelled if found.word]
+        if None in values or (self.given.anything and not values):
+            return None
+        value = values[-1 if self.given.anything else 0] if values else default
         return value if value is None or value > 0 else None
 
     def issue(self, expected: str, actual: str, hint: str, names: Sequence[str] = ()) -> Issue:
@@ -115,11 +114,13 @@ class _Sizes:
 
     def vocabulary(self) -> Iterator[Issue]:
         """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""
-        rows = self.given.get("padded_vocab_size", None)
+        rows = self.given.value("padded_vocab_size")
         if rows and self.tp and rows % self.tp:
             expected = f"padded_vocab_size that divides by TP = {self.tp}"
             hint = "leave --padded-vocab-size out, so that Megatron pads by --make-vocab-size-divisible-by x TP"
-            yield self.issue(expected, f"padded_vocab_size = {rows}, at {self.given.place('padded_vocab_size')}", hint)
+            yield self.issue(
+                expected, f"padded_vocab_size = {rows}, at {self.given.get('padded_vocab_size').where}", hint
+            )
 
     def number(self) -> Iterator[Issue]:
         """Engines with GPUs of their own whose number is missing: slime and miles add None to the trainer's GPUs.
@@ -127,7 +128,7 @@ class _Sizes:
         With 0 slime starts a router only, and miles waits for engines that it never starts.
         """
         name = "rollout_num_gpus"
-        is_missing = self.given.lacks(name) or (self.is_miles and self.given.known(name) == 0)
+        is_missing = self.given.lacks(name) or (self.is_miles and self.given.value(name) == 0)
         if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
             expected = f"--{name.replace('_', '-')} above 0 without --colocate"
             yield self.given.issue((name, *_JOB), expected, _NUMBER)
@@ -138,13 +139,13 @@ class _Sizes:
         vime takes the trainer's number instead where they share GPUs.
         """
         given, total, name = self.given, self._rollout(), _ENGINE[0]
-        first = 0 if self.shares_nodes or given.get("debug_rollout_only", False) else self.world
+        first = 0 if self.shares_nodes or given.value("debug_rollout_only") else self.world
         is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))
         words = _spelled(given, ("rollout_num_gpus", "num_gpus_per_node", *_JOB, *_ENGINE))
         gpus = Gpus(total, "those of the rollout", self.node, first or 0)
         group = GpuGroup(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
-        prefill = given.known("prefill_num_servers", 0)
-        is_known = total and self.engine and "vllm_config" not in given.places and "sglang_config" not in given.places
+        prefill = given.value("prefill_num_servers", 0)
+        is_known = total and self.engine and {"vllm_config", "sglang_config"}.isdisjoint(given.given)
         if is_known and self.engine and prefill is not None:
             left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
             yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
@@ -171,10 +172,10 @@ class _Sizes:
     def shared_nodes(self) -> Iterator[Issue]:
         """Engines on the trainer's nodes, whose size the launch gives twice."""
         names, node, each = ("num_gpus_per_node", "colocate", *_JOB), self.node, self.each
-        is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.places)
+        is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.given)
         shared = self.shares_nodes and self.server != "vllm" and self.engine and is_read
         if shared and (self.actor_nodes or 0) > 1 and node and each and node != each:
-            default = "" if "num_gpus_per_node" in self.given.places else ", by default"
+            default = "" if "num_gpus_per_node" in self.given.given else ", by default"
             expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
             hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
@@ -184,7 +185,7 @@ class _Sizes:
         elsewhere = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
         if not all(map(self.given.lacks, elsewhere)):
             return None
-        given = self.given.get("rollout_num_gpus", 0)
+        given = self.given.value("rollout_num_gpus", 0)
         if self.shares_nodes and (given == 0 or self.is_miles):
             return self.world
         return given or None

@@ -19,8 +19,8 @@ from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
 from verify.launch.checks.engine import engine_config
 from verify.launch.job import Job, Launch, Stack, TrainedAdapter
+from verify.launch.options.arguments import Arguments, parse_arguments
 from verify.launch.options.argv import options_of
-from verify.launch.options.given import GivenArguments, given_arguments
 from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
 from verify.launch.sides import Side, is_trained
@@ -45,9 +45,9 @@ def read(launch: Launch) -> Job:
     """The job of a launch by options. Raises CkptkitError where nothing is given, and for values that are not read."""
     text = launch.text
     files = role_files(text.words)
-    given = given_arguments(text.words, files.common)
-    mode = str(given.values["megatron_to_hf_mode"]) if "megatron_to_hf_mode" in given.values else None
-    paths = Paths.read(launch, files, mode, given.values.get("train_backend") == "fsdp")
+    given = parse_arguments(text.words, files.common)
+    mode = given.get("megatron_to_hf_mode").value
+    paths = Paths.read(launch, files, mode, given.get("train_backend").value == "fsdp")
     if not (paths.hf or paths.hub or paths.load or paths.ref_load or text.unresolved or text.issues):
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
@@ -61,7 +61,7 @@ def read(launch: Launch) -> Job:
         sides,
         paths.hf,
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
-        sizes_at={name: given.places[one] for name in _CUTS if (one := NAMES[name]) in given.places},
+        sizes_at={name: word for name in _CUTS if (word := given.get(NAMES[name]).word)},
         sharing=sharing_of(paths, sides),
         placement=placement_of(given, text.words, text.ranks, _is_miles(text)),
         speculation=of_options(given, text.words),
@@ -76,7 +76,7 @@ def read(launch: Launch) -> Job:
     )
 
 
-def _sizes(launch: Launch, given: GivenArguments, whole: bool) -> LaunchArguments:
+def _sizes(launch: Launch, given: Arguments, whole: bool) -> LaunchArguments:
     """The sizes of every role: preflight's own where the words give none.
 
     Megatron's default of etp is tp; where the launch was not read as a whole, nobody knows.
@@ -103,8 +103,8 @@ def _resumed(paths: Paths, sides: Sequence[Side]) -> int:
 
 def _combinations(text: LaunchText, paths: Paths, resumed: int) -> tuple[Issue, ...] | None:
     """Options that do not go together. slime judges the words before --custom-config-path sets anything."""
-    given = given_arguments(text.words)
-    if _TRAINERS.isdisjoint(given.places):
+    given = parse_arguments(text.words)
+    if _TRAINERS.isdisjoint(given.given):
         return None
     sequence = _sequence(given, paths.hf, _is_miles(text))
     raw = _raw(given, paths.hf) if _is_miles(text) else ()
@@ -144,22 +144,22 @@ _OTHER_ADVANTAGES = (
 )
 
 
-def _switches(given: GivenArguments, program: str) -> Iterator[Issue]:
+def _switches(given: Arguments, program: str) -> Iterator[Issue]:
     """Ways of training that do not go together. `program`: the file that starts the trainer, empty if not known."""
     if given.has("colocate") and program == "train_async.py":
         expected = "no --colocate with train_async.py, which generates and trains at once"
         yield given.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
-    mixture = given.known("num_experts") and given.known("train_backend", "megatron") == "megatron"
+    mixture = given.value("num_experts") and given.value("train_backend", "megatron") == "megatron"
     mixture = mixture and given.lacks("debug_rollout_only")
-    if mixture and given.known("moe_token_dispatcher_type") == "allgather":
+    if mixture and given.value("moe_token_dispatcher_type") == "allgather":
         hint = "slime only logs that it takes alltoall instead, for sequences of many lengths"
         expected = "--moe-token-dispatcher-type alltoall or flex"
         yield given.issue(("moe_token_dispatcher_type",), expected, hint, "warning")
 
 
-def _batches(given: GivenArguments) -> Iterator[Issue]:
-    prompts, samples = given.known("rollout_batch_size"), given.known("n_samples_per_prompt", 1)
-    steps, batch = given.known("num_steps_per_rollout"), given.known("global_batch_size")
+def _batches(given: Arguments) -> Iterator[Issue]:
+    prompts, samples = given.value("rollout_batch_size"), given.value("n_samples_per_prompt", 1)
+    steps, batch = given.value("num_steps_per_rollout"), given.value("global_batch_size")
     names = ("global_batch_size", "rollout_batch_size", "n_samples_per_prompt", "num_steps_per_rollout")
     rollout = prompts * samples if prompts and samples else None
     if rollout and steps and batch and batch != rollout // steps:
@@ -175,20 +175,20 @@ def _batches(given: GivenArguments) -> Iterator[Issue]:
             expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
             hint = f"the last {rollout % batch} samples of every rollout are not trained on"
             yield given.issue(names[:3], expected, hint, "warning")
-    over = given.known("over_sampling_batch_size")
+    over = given.value("over_sampling_batch_size")
     if over and prompts and over < prompts:
         expected = "over_sampling_batch_size of at least rollout_batch_size"
         pair = ("over_sampling_batch_size", "rollout_batch_size")
         yield given.issue(pair, expected, "the trainer stops: change one of them")
 
 
-def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
+def _micro_batches(given: Arguments) -> Iterator[Issue]:
     """Micro-batches of a fixed size over data parallel ranks."""
     if not all(map(given.lacks, ("use_dynamic_batch_size", *_OTHER_SAMPLES))):
         return
-    batch, micro = given.known("global_batch_size"), given.known("micro_batch_size", 1)
-    nodes, each = given.known("actor_num_nodes", 1), given.known("actor_num_gpus_per_node")
-    sizes = [given.known(f"{one}_parallel_size", 1) for one in ("tensor_model", "pipeline_model", "context")]
+    batch, micro = given.value("global_batch_size"), given.value("micro_batch_size", 1)
+    nodes, each = given.value("actor_num_nodes", 1), given.value("actor_num_gpus_per_node")
+    sizes = [given.value(f"{one}_parallel_size", 1) for one in ("tensor_model", "pipeline_model", "context")]
     if not (batch and micro and nodes and each and all(sizes)):
         return
     ranks, rest = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
@@ -199,76 +199,76 @@ def _micro_batches(given: GivenArguments) -> Iterator[Issue]:
         yield given.issue(("global_batch_size", "micro_batch_size"), expected, hint)
 
 
-def _advantages(given: GivenArguments) -> Iterator[Issue]:
-    estimator, clip = given.known("advantage_estimator", "grpo"), given.known("eps_clip", 0.2)
+def _advantages(given: Arguments) -> Iterator[Issue]:
+    estimator, clip = given.value("advantage_estimator", "grpo"), given.value("eps_clip", 0.2)
     if estimator == "cispo" and clip is not None and clip < 1:
         hint = "slime only warns: the lower bound stays active"
         expected = "--eps-clip 1.0 with cispo, which has no lower bound"
         yield given.issue(("advantage_estimator", "eps_clip"), expected, hint, "warning")
     is_grouped = estimator in ("grpo", "gspo", "cispo") and all(map(given.lacks, _OTHER_ADVANTAGES))
-    is_grouped = is_grouped and given.known("loss_type", "policy_loss") == "policy_loss"
-    if is_grouped and given.known("n_samples_per_prompt") == 1:
+    is_grouped = is_grouped and given.value("loss_type", "policy_loss") == "policy_loss"
+    if is_grouped and given.value("n_samples_per_prompt") == 1:
         expected = "--n-samples-per-prompt above 1 with advantages within a group"
         hint = "the trainer only logs it: the only sample of a group is its own mean, so every advantage is 0"
         yield given.issue(("n_samples_per_prompt",), expected, hint, "warning")
 
 
-def _rollouts(given: GivenArguments, resumed: int) -> Iterator[Issue]:
+def _rollouts(given: Arguments, resumed: int) -> Iterator[Issue]:
     """How many rollouts a run has. One that resumes goes on behind `resumed`; a critic may have loaded another."""
     if given.has("num_rollout") and given.has("num_epoch"):
         hint = "--num-epoch is ignored, which the trainer only logs"
         yield given.issue(("num_rollout", "num_epoch"), "one of --num-rollout and --num-epoch", hint, "warning")
-    rollouts, others = given.known("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
-    has_critic = given.known("advantage_estimator", "grpo") in ("ppo", None)
+    rollouts, others = given.value("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
+    has_critic = given.value("advantage_estimator", "grpo") in ("ppo", None)
     if resumed and rollouts and rollouts <= resumed + 1 and all(map(given.lacks, others)) and not has_critic:
         expected = f"--num-rollout above {resumed + 1}, as --load goes on from iteration {resumed}"
         hint = "the run ends without a step of training, as if it were done: --num-rollout counts from the first start"
         yield given.issue(("num_rollout", "start_rollout_id"), expected, hint, "warning")
 
 
-def _adapter(given: GivenArguments) -> Iterator[Issue]:
-    trains = given.known("lora_rank", 0) or given.has("lora_adapter_path") or given.has("multi_lora_n_adapters")
+def _adapter(given: Arguments) -> Iterator[Issue]:
+    trains = given.value("lora_rank", 0) or given.has("lora_adapter_path") or given.has("multi_lora_n_adapters")
     if given.has("lora_train_only") and trains:
         hint = "the engine generates with the base model, which is not the policy that is trained: leave it out"
         names, expected = ("lora_train_only", "lora_rank"), "an engine with the adapter of --lora-rank"
         yield given.issue(names, expected, hint, "warning")
-    plain = given.known("lora_rank", 0) == 0 and all(map(given.lacks, ("lora_adapter_path", "multi_lora_n_adapters")))
+    plain = given.value("lora_rank", 0) == 0 and all(map(given.lacks, ("lora_adapter_path", "multi_lora_n_adapters")))
     for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora"):
         if plain and given.has(name):
             hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
             yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
 
 
-def _trained(given: GivenArguments) -> TrainedAdapter | None:
+def _trained(given: Arguments) -> TrainedAdapter | None:
     """The adapter of miles. Source: miles 31f1ca9 `utils/lora.py`, `backends/sglang_utils/sglang_engine.py`."""
-    rank, names = given.known("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
+    rank, names = given.value("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
     if not rank and not any(map(given.has, names[1:])):
         return None
     engine = f"sent as it is to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
     engine = "the engine generates without it, by --lora-train-only" if given.has("lora_train_only") else engine
-    place = next(given.place(name) for name in names if given.has(name))
-    return TrainedAdapter(str(rank or ""), given.known("target_modules") or "", engine, place)
+    asked_by = next(given.cite(name) for name in names if given.has(name))
+    return TrainedAdapter(str(rank or ""), given.value("target_modules") or "", engine, asked_by)
 
 
-def _raw(given: GivenArguments, hf: Path | None) -> Iterator[Issue]:
+def _raw(given: Arguments, hf: Path | None) -> Iterator[Issue]:
     """A model with a wrapper that miles sends in mode raw, which is its default, and has no raw converter for."""
     config = engine_config(hf) if hf else {}
     is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
-    if is_wrapped and given.known("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
+    if is_wrapped and given.value("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
         expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
         why = "miles has no raw converter for this model and stops at the first update"
         hint = f"{why}: give --megatron-to-hf-mode bridge"
-        if given.known("train_backend", "megatron") == "megatron":
+        if given.value("train_backend", "megatron") == "megatron":
             yield given.issue(("megatron_to_hf_mode",), expected, hint)
 
 
-def _sequence(given: GivenArguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
+def _sequence(given: Arguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
     """Contiguous parts of the tokens are for DeepSeek's sparse attention; other attention takes them in zigzag order.
 
     Before slime stopped at it, tokens were scrambled silently. miles trains other models with contiguous parts too.
     """
     config = engine_config(hf) if hf else {}
-    ranks, is_sparse = given.known("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
+    ranks, is_sparse = given.value("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
     model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
     if model and ranks > 1 and given.has("allgather_cp"):
         expected = f"no --allgather-cp with context_parallel_size above 1 for {model}"

@@ -20,8 +20,8 @@ from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from verify.launch.job import Launch
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.options.tables import GPUS, READ, option_of
-from verify.launch.settings.config import NULL, Tree, read_yaml
 from verify.launch.settings.overrides import is_override
+from verify.launch.settings.tree import NULL, Tree, read_yaml
 from verify.launch.sides import ENGINE, Side, hf_directory, is_trained
 from verify.launch.stacks.slime import loading
 from verify.launch.words import Word, known_words

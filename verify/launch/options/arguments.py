@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
-from verify.issue import Issue
 from verify.launch.options.argv import Option, options_of
 from verify.launch.options.tables import GPUS, LAYOUT, MODEL, NUMBERS, RUN, SWITCHES, Kind, option_of
+from verify.launch.settings.settings import Settings, Value
 from verify.launch.words import UnresolvedWord, Word
-from verify.report import Severity
 
 _TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
 _CHOICES = {
@@ -40,118 +39,98 @@ class RefusedWord:
 
 
 @dataclass(frozen=True)
-class GivenArguments:
-    """The arguments that a launch gives: their values, where each is written, and which are not known.
+class Arguments(Settings):
+    """The arguments that a command line gives, by the names that argparse stores them under.
 
-    `unknown`: arguments whose option is given with a value that could not be told. `anything`: some words are not
-    known at all, so that any argument may be given. `refused`: values that argparse does not take.
+    given: what it gives to each, in the order in which they count.
+    anything: some words are not known at all, so that any argument may be given.
+    refused: values that argparse does not take.
     """
 
-    values: Mapping[str, Any] = field(default_factory=dict)
-    places: Mapping[str, Word] = field(default_factory=dict)
-    unknown: frozenset[str] = frozenset()
+    given: Mapping[str, Value] = field(default_factory=dict)
     anything: bool = False
     refused: tuple[RefusedWord, ...] = ()
+
+    def get(self, key: str) -> Value:
+        return self.given.get(key) or Value(known=not self.anything)
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """The values that are known, by name."""
+        return {name: found.value for name, found in self.given.items() if found.known}
+
+    @property
+    def unknown(self) -> frozenset[str]:
+        """The arguments that are given with a value that could not be told."""
+        return frozenset(name for name, found in self.given.items() if not found.known)
 
     @property
     def describes_model(self) -> bool:
         """Whether it says anything of the model, so that what is not given has Megatron's defaults."""
-        return not _SIZES.isdisjoint(self.values)
+        return not _SIZES.isdisjoint(self.known)
 
     @property
     def of_model(self) -> frozenset[str]:
         """The arguments of the model that are given."""
         model = {name for name, _ in MODEL.values()}
-        return frozenset(name for name in self.values if name in model and name not in _OF_A_RUN)
+        return frozenset(name for name in self.known if name in model and name not in _OF_A_RUN)
 
-    def get(self, name: str, default: Any) -> Any:
-        """An argument, or Megatron's default; None where it is given and not known."""
-        return None if name in self.unknown else self.values.get(name, default)
+    def words(self, names: Iterable[str]) -> Mapping[str, Word]:
+        """The words that give these arguments, of those that are given."""
+        found = {name: self.get(name).word for name in names}
+        return {name: word for name, word in found.items() if word}
 
-    def has(self, name: str) -> bool:
-        """Whether it is certain that an argument is given, and not turned off by a file of settings."""
-        return name in self.places and self.values.get(name) is not False
+    def name(self, key: str) -> str:
+        return option_of(key)
 
-    def lacks(self, name: str) -> bool:
-        """Whether it is certain that an argument is not given."""
-        return not self.has(name) and not self.anything
-
-    def known(self, name: str, default: Any = None) -> Any:
-        """An argument, `default` where it is certain that it is not given; None where its value is not known."""
-        if name in self.unknown or (name not in self.values and not self.lacks(name)):
-            return None
-        return self.values.get(name, default)
-
-    def issue(self, names: Sequence[str], expected: str, hint: str, severity: Severity = "error") -> Issue:
-        """What is wrong with these arguments, the first of which that is given names the file."""
-        word = next((self.places[name] for name in names if name in self.places), None)
-        actual = ", ".join(map(self._written, names))
-        return Issue(expected, actual, hint, file=word.file if word else None, severity=severity)
-
-    def _written(self, name: str) -> str:
+    def _written(self, key: str) -> str:
         """`--n-samples-per-prompt 8 (run.sh:12)`, or `no --n-samples-per-prompt`."""
-        if name not in self.places:
-            return f"no {option_of(name)}"
-        value = self.values.get(name)
-        shown = option_of(name) if value is None or isinstance(value, bool) else f"{option_of(name)} {value}"
-        return f"{shown} ({self.place(name)})"
-
-    def place(self, name: str) -> str:
-        """`run.sh:12`, or that the argument is not given."""
-        word = self.places.get(name)
-        return word.place if word else "not given"
+        found = self.get(key)
+        if found.word is None:
+            return f"no {self.name(key)}"
+        shown = "" if found.value is None or isinstance(found.value, bool) else f" {found.value}"
+        return f"{self.name(key)}{shown} ({found.where})"
 
 
 _KINDS: Mapping[str, Kind] = {name: bool if isinstance(kind, bool) else kind for name, kind in _TABLE.values()}
 _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
-def given_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> GivenArguments:
+def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> Arguments:
     """Parses words as argparse does: the last one counts, other options are passed over.
 
     `settings` are arguments by name, which a file sets after the words were parsed, whatever these say.
     Source: Megatron-LM `parse_args`, whose parser takes no abbreviations. Raises CkptkitError for a size that no model
     or cluster has.
     """
-    values: dict[str, Any] = {}
-    places: dict[str, Word] = {}
-    unknown: set[str] = set()
+    given: dict[str, Value] = {}
     refused: list[RefusedWord] = []
     for option in options_of(words):
         if option.name not in _TABLE:
             continue
         name, kind = _TABLE[option.name]
-        values.pop(name, None)
-        unknown.discard(name)
-        places.pop(name, None)  # in the order in which they count
-        places[name] = option.word if isinstance(kind, bool) else option.value or option.word
+        given.pop(name, None)  # in the order in which they count
+        word = option.word if isinstance(kind, bool) else option.value or option.word
         value = _parsed(name, kind, option) if option.known else None
-        if value is None:
-            unknown.add(name)
-        else:
-            values[name] = value
-            _check_size(option.name, name, value, places[name])
+        given[name] = Value(value, word, known=value is not None)
+        _check_size(option.name, name, given[name])
         if value is None and option.known:
-            refused.append(RefusedWord(option.name, _expected(name, kind), places[name]))
+            refused.append(RefusedWord(option.name, _expected(name, kind), word))
     for name, word in (settings or {}).items():
         if name in _KINDS:
-            places[name] = word
-            unknown.discard(name)
-            if (value := _set(_KINDS[name], word.text)) is None:
-                unknown.add(name)
-            else:
-                values[name] = value
-                _check_size(name, name, value, word)
+            value = _set(_KINDS[name], word.text)
+            given[name] = Value(value, word, known=value is not None)
+            _check_size(name, name, given[name])
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
-    return GivenArguments(values, places, frozenset(unknown), anything, tuple(refused))
+    return Arguments(given, anything, tuple(refused))
 
 
-def _check_size(option: str, name: str, value: Any, word: Word) -> None:
+def _check_size(option: str, name: str, found: Value) -> None:
     """Raises CkptkitError for a size that no model or cluster has, before lists of that length are made."""
     most = MAX_LAYERS if "num_layers" in name else MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
-    for one in value if isinstance(value, tuple | list) else (value,):
+    for one in found.value if isinstance(found.value, tuple | list) else (found.value,):
         if isinstance(one, int) and abs(one) > most:
-            message = f"{word.place}: {option} {shortened(str(one))} is larger than {most:,}, the most that is read"
+            message = f"{found.where}: {option} {shortened(str(one))} is larger than {most:,}, the most that is read"
             raise CkptkitError(message, "correct it, or leave it out")
 
 
