@@ -10,11 +10,10 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
 from verify.launch.options.argv import Option, options_of
-from verify.launch.options.tables import GPUS, LAYOUT, MODEL, NUMBERS, RUN, SWITCHES, Kind, option_of
+from verify.launch.options.tables import GPUS, MODEL, NUMBERS, TABLE, Kind, option_of
 from verify.launch.settings.settings import Settings, Value
 from verify.launch.words import UnresolvedWord, Word
 
-_TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
 _CHOICES = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
     "normalization": ("LayerNorm", "RMSNorm"),
@@ -92,7 +91,7 @@ class Arguments(Settings):
         return f"{self.name(key)}{shown} ({found.where})"
 
 
-_KINDS: Mapping[str, Kind] = {name: bool if isinstance(kind, bool) else kind for name, kind in _TABLE.values()}
+_KINDS: Mapping[str, Kind] = {name: bool if isinstance(kind, bool) else kind for name, kind in TABLE.values()}
 _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
@@ -106,9 +105,9 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
     given: dict[str, Value] = {}
     refused: list[RefusedWord] = []
     for option in options_of(words):
-        if option.name not in _TABLE:
+        if option.name not in TABLE:
             continue
-        name, kind = _TABLE[option.name]
+        name, kind = TABLE[option.name]
         given.pop(name, None)  # in the order in which they count
         word = option.word if isinstance(kind, bool) else option.value or option.word
         value = _parsed(name, kind, option) if option.known else None
@@ -116,7 +115,8 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
         _check_size(option.name, name, given[name])
         if value is None and option.known:
             refused.append(RefusedWord(option.name, _expected(name, kind), word))
-    for name, word in (settings or {}).items():
+    for key, word in (settings or {}).items():
+        name, _ = TABLE.get(option_of(key), (key, None))
         if name in _KINDS:
             value = _set(_KINDS[name], word.text)
             given[name] = Value(value, word, known=value is not None)

@@ -15,8 +15,7 @@ from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
 from verify.launch.settings.tree import flat_settings
-from verify.launch.stacks import nemo_rl, roll, verl
-from verify.launch.stacks.slime import job as slime
+from verify.launch.stacks import nemo_rl, roll, slime, verl
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # How Hydra, NeMo-RL and ROLL are told their file of settings.
