@@ -110,6 +110,7 @@ class Job:
 
     root: the directory that stands for the whole job in a report.
     sides: what each role loads; `hf` is the HF directory that gives config and tokenizer.
+    hf_option: the option or setting that gives `hf`.
     models: the HF directories of roles with another model.
     sizes: how each role is cut, by its role; `sizes_at` where the launch says it.
     sharing: pairs of roles that start from the same weights.
@@ -129,6 +130,7 @@ class Job:
     root: Path = Path()
     sides: tuple[Side, ...] = ()
     hf: Path | None = None
+    hf_option: str = "--hf-checkpoint"
     models: Mapping[str, Path | None] = field(default_factory=dict)
     sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
     sizes_at: Mapping[str, Word] = field(default_factory=dict)

@@ -14,7 +14,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of, unless_skipped
 from verify.launch.job import Job
-from verify.launch.sides import PathIssue, Side
+from verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
@@ -29,15 +29,15 @@ def _sides(subject: Subject) -> Sequence[Side]:
     return sides
 
 
-def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, fix: str) -> None:
-    """Registers the check of the paths that these options give, or the settings that do what they do."""
+def _check_paths(code: str, title: str, rationale: str, fix: str) -> None:
+    """Registers the check that reports what stacks found of such paths."""
 
     def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
         """What is wrong with a path, once for all sides that load it."""
         sides = _sides(subject)
         tally.compared(0, len(sides))
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
-        yield from dict.fromkeys(issue for about, issue in found if about in options)
+        yield from dict.fromkeys(issue for reported_by, issue in found if reported_by == code)
 
     check(code, title, stage="launch", rationale=rationale, fix=fix, unless=unless_skipped(_sides))(paths_found)
 
@@ -58,37 +58,33 @@ def _packed(job: Job) -> Iterator[PathIssue]:
             hint = "give it the BF16 release, or convert it with `ckptkit quantize CKPT OUT --scheme none` first"
             expected = f"BF16 weights, as the {side.role} builds its model"
             actual = f"packed weights of 4 bits ({path}/config.json: {describe_quantization(config)})"
-            yield "--load" if side.role == "actor" else "--ref-load", Issue(expected, actual, hint, file=path)
+            yield LOAD if side.role == "actor" else REF, Issue(expected, actual, hint, file=path)
 
 
 _check_paths(
-    "CK711",
-    "--load is what the actor loads",
-    ["--load"],
+    LOAD,
+    "the actor loads the checkpoint that the launch gives it",
     "Where --load has no tracker file, the actor takes --ref-load silently: "
     "a resumed run starts again, or from the wrong weights.",
     "Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
 )
 _check_paths(
-    "CK712",
-    "--ref-load is what the reference loads",
-    ["--ref-load", "--critic-load", "--opd-teacher-load"],
+    REF,
+    "the reference loads the checkpoint that the launch gives it",
     "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
     "the KL term pulls towards noise. Others stop.",
     "Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
 )
 _check_paths(
-    "CK713",
-    "--ckpt-step is an iteration that is there",
-    ["--ckpt-step"],
+    STEP,
+    "the iteration that the launch asks for is there",
     "--ckpt-step replaces what the tracker says; "
     "an iteration that was deleted since is found missing only after the job started.",
     "Choose an iteration that is there, or leave --ckpt-step out.",
 )
 _check_paths(
-    "CK714",
-    "--hf-checkpoint is an HF directory",
-    ["--hf-checkpoint"],
+    HF,
+    "the model of the launch is an HF directory",
     "The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
     "Give the HF directory of the model that --load or --ref-load was converted from.",
 )

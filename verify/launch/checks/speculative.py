@@ -79,7 +79,9 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     """A method without a draft model of its own."""
     where, registry = f"{found.method}, at {found.asked_by}", registries()[found.server]
     if found.method in registry.needs_model:
-        option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
+        option = '"model" of the draft' if found.server == "vllm" else "a draft model"
+        if found.server == "sglang" and job_of(subject).stack.one_model:
+            option = "--sglang-speculative-draft-model-path"
         hint = "give the draft model that was trained for it"
         yield Issue(f"{option} with {found.method}", f"{where}, without it", hint)
         return

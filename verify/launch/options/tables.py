@@ -21,12 +21,17 @@ def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:
     return {f"--{name}": (name.replace("-", "_"), kind) for name in names}
 
 
+# Megatron's parallel sizes, which all stacks call so.
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 # The size or number of layers that an argument gives, as fields of `LaunchArguments`.
 NUMBERS = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
+    **{name: short for short, name in SIZES.items() if short != "cp"},
     "decoder_first_pipeline_num_layers": "first",
     "decoder_last_pipeline_num_layers": "last",
     "num_virtual_stages_per_pipeline_rank": "vpp",
@@ -129,10 +134,10 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
         *("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus", "rollout-num-gpus-per-engine"),
-        *("num-gpus-per-node", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
-        *("expert-model-parallel-size", "expert-tensor-parallel-size", "sglang-dp-size", "sglang-ep-size"),
-        *("sglang-pp-size", "sglang-moe-dense-tp-size", "sglang-moe-dp-size", "sglang-ep-num-redundant-experts"),
+        *("num-gpus-per-node", "sglang-dp-size", "sglang-ep-size", "sglang-pp-size", "sglang-moe-dense-tp-size"),
+        *("sglang-moe-dp-size", "sglang-ep-num-redundant-experts"),
     ),
+    **{option_of(name): (name, int) for name in SIZES.values()},
     **dict.fromkeys(("--sglang-data-parallel-size", "--sglang-dp"), ("sglang_dp_size", int)),
     **dict.fromkeys(("--sglang-expert-parallel-size", "--sglang-ep"), ("sglang_ep_size", int)),
     "--sglang-pipeline-parallel-size": ("sglang_pp_size", int),

@@ -7,10 +7,7 @@ from pathlib import Path
 
 from verify.launch.settings.config import Config
 from verify.launch.settings.tree import NULL
-from verify.launch.sides import Side, hf_config_of, hf_directory, iterations_in, path_issue
-
-# The options of slime and miles that do what a setting does: checks of paths are told apart by them.
-HF, LOAD, REF, STEP = "--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"
+from verify.launch.sides import HF, Side, hf_config_of, hf_directory, iterations_in, path_issue
 
 
 def hf_side(role: str, settings: Config, key: str, why: str) -> Side | None:
@@ -45,7 +42,7 @@ def teacher_sides(settings: Config, keys: re.Pattern[str]) -> list[Side]:
     return found
 
 
-def torch_dist_side(role: str, place: str, path: Path, why: str, about: str) -> Side:
+def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> Side:
     """A side for which verl loads a torch_dist directory itself, without a tracker."""
     if (path / ".metadata").exists() and (path / "metadata.json").exists():
         return Side(role, "megatron", path, why)
@@ -57,7 +54,7 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, about: str) -> 
         missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
         actual, hint = f"no {missing} in it", "check the path"
     expected = "the torch_dist directory itself, which verl loads"
-    issue = path_issue(place, path, expected, actual, hint, about=about)
+    issue = path_issue(place, path, expected, actual, hint, check=check)
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 

@@ -25,8 +25,8 @@ from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Config
 from verify.launch.settings.tree import Tree
-from verify.launch.sides import ENGINE, Side, iterations_in, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, hf_side, teacher_sides
+from verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
+from verify.launch.stacks.directories import hf_side, teacher_sides
 from verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 
 _MODEL = "policy.model_name"
@@ -81,6 +81,7 @@ def read(launch: Launch) -> Job:
         STACK,
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),
         hf=settings.model(_MODEL),
+        hf_option=_MODEL,
         adapter=None if megatron else _trained(settings.quietly()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
@@ -125,7 +126,7 @@ def _given(settings: Config, prefix: str) -> Side | None:
     if mark is None:
         actual, hint = stated or "no such setting", "say which of the two it is"
         expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
-        issue = path_issue(place, path, expected, actual, hint, about=LOAD)
+        issue = path_issue(place, path, expected, actual, hint, check=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
     found, why = _iteration(path, mark)
     if found and (found / mark).exists():
@@ -134,7 +135,7 @@ def _given(settings: Config, prefix: str) -> Side | None:
     other = next((name for name, one in _MARKS.items() if one != mark and found and (found / one).exists()), None)
     hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
     expected = f"an iteration with {mark}, which {stated} needs"
-    issue = path_issue(place, path, expected, actual, hint, about=LOAD)
+    issue = path_issue(place, path, expected, actual, hint, check=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
 
@@ -196,13 +197,13 @@ def _resumed(settings: Config, start: Side, megatron: bool) -> Side:
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
         actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
         hint = "the save was cut short: restore its files, or move this step elsewhere: the one before it then counts"
-        issue = path_issue(settings.cite(key), weights, "the weights of the last step", actual, hint, about=STEP)
+        issue = path_issue(settings.cite(key), weights, "the weights of the last step", actual, hint, check=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
     if names and (weights / names[-1] / ".metadata").exists():
         return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
     hint = "restore its files, or move this step elsewhere, so that the one before it counts"
-    issue = path_issue(settings.cite(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
+    issue = path_issue(settings.cite(key), weights, "an iteration of torch_dist", "none in it", hint, check=STEP)
     return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
 
 

@@ -25,8 +25,8 @@ from verify.launch.options.lists import numbers
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Config
-from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
+from verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
+from verify.launch.stacks.directories import given, hf_side, teacher_sides
 from verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 from verify.launch.words import UnresolvedWord
 
@@ -91,6 +91,7 @@ def read(launch: Launch) -> Job:
         STACK,
         sides=tuple(filter(None, (*sides.values(), engine.side, *teachers))),
         hf=settings.model(_key(settings, "actor")) if first else None,
+        hf_option=_key(settings, "actor"),
         models={"critic": settings.model(_key(settings, "critic"))} if critic else {},
         sizes=dict.fromkeys((*roles, ENGINE), engine.sizes) | arguments,
         sharing=(("actor", "reference"),) if same else (),
@@ -151,7 +152,7 @@ def _lost(settings: Config) -> list[PathIssue]:
             why = "since another role has none of its own"
             actual = f"{word.text}, which ROLL replaces by pretrain = {pretrain}, {why}"
             hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
-            found.append(path_issue(settings.cite(key), Path(word.text), expected, actual, hint, about=LOAD))
+            found.append(path_issue(settings.cite(key), Path(word.text), expected, actual, hint, check=LOAD))
     return found
 
 
@@ -184,7 +185,7 @@ def _resumed(settings: Config, start: Side) -> Side:
     expected = f"a directory with {TRACKER}"
     if not (path / TRACKER).is_file():
         actual = "no tracker in it" if path.is_dir() else "no such directory"
-        issue = path_issue(place, path, expected, actual, "choose a checkpoint that is there", about=STEP)
+        issue = path_issue(place, path, expected, actual, "choose a checkpoint that is there", check=STEP)
         return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))
     dist = path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
@@ -303,7 +304,9 @@ def read_supervised(launch: Launch) -> Job:
             sizes[role] = size.arguments(LaunchArguments(), settings, f"{prefix}.strategy_config")
             groups.append(size.group(role, _devices(settings, workers[role])))
     placement = GpuPlacement(tuple(groups))
-    return Job(SUPERVISED, sides=tuple(sides), hf=settings.model(keys["actor"]), sizes=sizes, placement=placement)
+    key = keys["actor"]
+    hf = settings.model(key)
+    return Job(SUPERVISED, sides=tuple(sides), hf=hf, hf_option=key, sizes=sizes, placement=placement)
 
 
 SUPERVISED = replace(

@@ -11,19 +11,13 @@ from typing import Literal
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments, Server, server_of
 from verify.launch.options.arguments import Arguments
+from verify.launch.options.tables import SIZES
 from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, Side
 from verify.launch.words import Word, at_places, first_file, places_of
 
-# The settings of Megatron's sizes, which all stacks call alike.
-NAMES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-}
+# The settings of a role's sizes.
+NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}
 
 
 @dataclass(frozen=True)
@@ -250,7 +244,7 @@ def places(settings: Config, keys: Sequence[str]) -> str:
 
 # The GPUs of a launch by options, of slime, miles, vime, Relax or Megatron-LM.
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
-_RANKS = tuple(NAMES[name] for name in ("tp", "pp", "cp", "ep", "etp"))
+_RANKS = tuple(SIZES.values())
 _VLLM_PP = "vllm_pipeline_parallel_size"
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", _VLLM_PP, "sglang_ep_size", "sglang_dp_size")
 # Without --rollout-num-gpus, engines are counted by one of these, or there are none.
@@ -295,8 +289,8 @@ class _OptionSizes:
         self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
         self.world = int(ranks.text) if ranks else self.world
         self.node = of("num_gpus_per_node", 8)
-        self.tp, self.pp, self.cp, self.ep = (of(NAMES[name], 1) for name in ("tp", "pp", "cp", "ep"))
-        self.etp = of(NAMES["etp"], self.tp)
+        self.tp, self.pp, self.cp, self.ep = (of(SIZES[name], 1) for name in ("tp", "pp", "cp", "ep"))
+        self.etp = of(SIZES["etp"], self.tp)
         self.engine = of("rollout_num_gpus_per_engine", 1)
         self.server = server_of(words)
         self.engine_pp = of(_VLLM_PP if self.server == "vllm" else "sglang_pp_size", 1)

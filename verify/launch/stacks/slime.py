@@ -44,7 +44,7 @@ from verify.launch.options.arguments import Arguments, parse_arguments
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.options.names import names, trainer_options
 from verify.launch.options.speculative import of_options
-from verify.launch.options.tables import GPUS, READ, option_of
+from verify.launch.options.tables import GPUS, READ, SIZES, option_of
 from verify.launch.settings.overrides import is_override
 from verify.launch.settings.tree import NULL, Tree, read_yaml
 from verify.launch.sides import (
@@ -58,7 +58,7 @@ from verify.launch.sides import (
     iterations_in,
     path_issue,
 )
-from verify.launch.stacks.sizes import NAMES, option_placement
+from verify.launch.stacks.sizes import option_placement
 from verify.launch.words import LaunchText, UnresolvedWord, Word, known_words
 
 # Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
@@ -93,7 +93,7 @@ def read(launch: Launch) -> Job:
         sides,
         paths.hf,
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
-        sizes_at={name: word for name in _CUTS if (word := given.get(NAMES[name]).word)},
+        sizes_at={name: word for name in _CUTS if (word := given.get(SIZES[name]).word)},
         sharing=_sharing(paths, sides),
         placement=option_placement(given, text.words, text.ranks, _is_miles(text)),
         speculation=of_options(given, text.words),

@@ -24,8 +24,8 @@ from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.speculative import Speculation, of_settings
 from verify.launch.settings.config import Config
 from verify.launch.settings.tree import Tree
-from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
+from verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
+from verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.sizes import (
     NAMES,
     Cut,
@@ -102,6 +102,7 @@ def read(launch: Launch) -> Job:
         STACK,
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),
         hf=settings.model(_MODEL) if settings.get(_MODEL).known else None,
+        hf_option=_MODEL,
         models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         sizes=sizes,
         sharing=() if resumed.path else tuple(sharing),
@@ -228,7 +229,7 @@ def _notes(settings: Config, roles: Sequence[str]) -> None:
 
 def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
     """What a role loads before anything is resumed."""
-    model, prefix, about = _ROLES[role]
+    model, prefix, check = _ROLES[role]
     if not megatron:
         return hf_side(role, settings, model, f"{model}, without Megatron")
     switch, key = f"{prefix}.use_dist_checkpointing", f"{prefix}.dist_checkpointing_path"
@@ -238,16 +239,16 @@ def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
     if settings.switch(switch):
         if word is None:
             expected, actual, hint = f"{key} with it", "no such setting", f"give {key}"
-            issue = path_issue(settings.cite(switch), Path(), expected, actual, hint, about=about)
+            issue = path_issue(settings.cite(switch), Path(), expected, actual, hint, check=check)
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
         why = f"verl loads the directory of {key} itself"
-        return torch_dist_side(role, settings.cite(key), Path(word.text), why, about)
+        return torch_dist_side(role, settings.cite(key), Path(word.text), why, check)
     side = hf_side(role, settings, model, f"{model}, through a bridge")
     if word is None or side is None:
         return side
     actual = f"it is ignored, and {model} is loaded, since use_dist_checkpointing is not set"
     hint = f"set {switch}=True, or leave the path out"
-    issue = path_issue(settings.cite(key), Path(word.text), f"{switch}=True with it", actual, hint, "warning", about)
+    issue = path_issue(settings.cite(key), Path(word.text), f"{switch}=True with it", actual, hint, "warning", check)
     return replace(side, issues=(*side.issues, issue))
 
 
@@ -273,7 +274,7 @@ def _after(settings: Config, resumed: Resumed, role: str, side: Side, megatron: 
         return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{old}", side.issues)
     actual = "no such directory" if not path.exists() else "no checkpoint in it"
     expected, hint = f"the {role}'s weights of this step", f"choose another step, or change {key}"
-    issue = path_issue("trainer.resume_mode", path, expected, actual, hint, about=STEP)
+    issue = path_issue("trainer.resume_mode", path, expected, actual, hint, check=STEP)
     return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
 
 
@@ -356,19 +357,19 @@ def resumed_step(settings: Config) -> Resumed:
             return Resumed(None, f"resume_mode auto finds no tracker in {root}")
         actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
         hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
-        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
+        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, check=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
     named = tracker_text(root)
     if not (named.isdecimal() and len(named) < 10):
         hint = "write the number of a step that is there"
-        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, about=LOAD)
+        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, check=LOAD)
         return Resumed(None, f"{root / TRACKER} says {named!r}, at which verl stops", (issue,), stops=True)
     path = root / f"global_step_{int(named)}"
     if path.exists():
         return Resumed(path, f"the tracker of {key} says {named}")
     actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning silently"
     hint = "write the number of a step that is there into the tracker"
-    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
+    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, check=STEP)
     return Resumed(None, f"the tracker says {named}, but {path.name} is not there", (issue,))
 
 
@@ -384,7 +385,7 @@ def _resumed_path(settings: Config) -> Resumed:
     there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
     actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
     expected, hint = "a directory global_step_N that is there", "choose a step that is there"
-    issue = path_issue(settings.cite(key), path, expected, actual, hint, about=STEP)
+    issue = path_issue(settings.cite(key), path, expected, actual, hint, check=STEP)
     return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
 
 
@@ -428,6 +429,7 @@ def read_sft(launch: Launch) -> Job:
         SFT,
         sides=(side,) if side else (),
         hf=settings.model(_TUNED),
+        hf_option=_TUNED,
         sizes={"actor": sizes.arguments(LaunchArguments(), settings, "engine")} if sizes else {},
         placement=GpuPlacement(tuple(groups), cuts=cuts),
     )
