@@ -62,7 +62,7 @@ class Stack:
     models: the keys for whose model --hf-checkpoint stands.
     own: names of the stack's own files of settings, whose values are its defaults.
     groups: folders of such files, of which `folder=file` chooses one.
-    where: where a launch says its sizes.
+    source: where a launch has its sizes, in words.
     one_model: every role is built by the same arguments.
     vllm_readers: who reads an INT4 checkpoint that vLLM serves.
     """
@@ -75,7 +75,7 @@ class Stack:
     models: frozenset[str] = frozenset()
     own: re.Pattern[str] | None = None
     groups: frozenset[str] = frozenset()
-    where: str = "in the settings of the job"
+    source: str = "in the settings of the job"
     one_model: bool = False
     vllm_readers: tuple[str, ...] = ("vllm",)
 

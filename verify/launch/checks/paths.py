@@ -120,7 +120,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(note)
     if lines := job.unread:
         reason, tally.facts[NOT_READ] = _unread(lines)
-        raise Unable(f"not read {job.stack.where}: {reason}")
+        raise Unable(f"not read {job.stack.source}: {reason}")
     yield from ()
 
 

@@ -247,7 +247,7 @@ def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iter
     yield from (sizes.group(role, train) for role in roles if sizes)
     for cut in () if sizes else _dtensor(settings, roles):
         context = settings.size(f"{_DTENSOR}.context_parallel_size") or 1
-        yield GpuGroup(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where)
+        yield GpuGroup(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.asked_by)
     for role, prefix in (("teacher", "teacher.megatron_cfg"), ("critic", "value.megatron_cfg")):
         if settings.switch(f"{prefix}.enabled"):
             yield Sizes.read(settings, prefix).group(role, train)

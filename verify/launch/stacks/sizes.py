@@ -109,7 +109,7 @@ class Cut:
     """How a role shares a model out otherwise than Megatron does: over `ranks` ranks.
 
     by: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
-    where: the option or setting that says it.
+    asked_by: the option or setting that gives the ranks.
 
     Of an engine alone:
     ep: ranks that experts are spread over.
@@ -125,7 +125,7 @@ class Cut:
     role: str
     by: Literal["sglang", "vllm", "ulysses", "dtensor"]
     ranks: int
-    where: str
+    asked_by: str
     ep: int = 1
     attention: int | None = None
     dense: int | None = None
@@ -145,7 +145,7 @@ class Cut:
 
     def group(self, gpus: Gpus, name: str) -> GpuGroup:
         """The GPUs that these ranks, which the stack calls so, must divide."""
-        return GpuGroup(self.role, gpus, ((name, (self.ranks,)),), self.where)
+        return GpuGroup(self.role, gpus, ((name, (self.ranks,)),), self.asked_by)
 
 
 @dataclass(frozen=True)
@@ -219,16 +219,16 @@ class RolloutEngine:
     cuts: tuple[Cut, ...] = ()
 
     def cut(
-        self, tp: int, pp: int, ep: int | None, where: str, *, plain: bool = True, fp8: bool = False
+        self, tp: int, pp: int, ep: int | None, asked_by: str, *, plain: bool = True, fp8: bool = False
     ) -> RolloutEngine:
-        """With sizes that are known, `tp` by `where`.
+        """With sizes that are known, `tp` by the setting `asked_by`.
 
         plain: no more than these sizes cut experts. fp8: it packs what it is sent in FP8.
         """
         sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
         if (server := server_named(self.sizes.server)) is None or tp < 2:
             return replace(self, sizes=sizes)
-        cut = Cut(ENGINE, server, tp, where, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
+        cut = Cut(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
         return replace(self, sizes=sizes, cuts=(cut,))
 
 
@@ -304,7 +304,7 @@ class _OptionSizes:
         self.dense_tp = None if "sglang_moe_dense_tp_size" in given.given else self.tp_of_engine
         self.shares_nodes = bool(given.value("colocate"))
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
-        self.where = words[0].file if words else None
+        self.file = words[0].file if words else None
         self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
 
     def _size(self, name: str, default: int | None) -> int | None:
@@ -314,13 +314,13 @@ class _OptionSizes:
     def issue(self, expected: str, actual: str, hint: str, names: Sequence[str] = ()) -> Issue:
         """An issue at the places of these arguments."""
         words = self.given.words(names)
-        return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.where)
+        return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.file)
 
     def trainer(self) -> GpuGroup:
         """The trainer's GPUs."""
         words = self.given.words((*_JOB, *_RANKS))
         source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
-        places, file = places_of(words), first_file(words) or self.where
+        places, file = places_of(words), first_file(words) or self.file
         ep = self.ep if self.etp else None  # an etp that is not known is not that of tp
         sizes = Sizes(self.tp, self.pp, self.cp, ep, self.etp, source=places, file=file)
         return sizes.group("actor", Gpus(self.world, source))
@@ -427,5 +427,5 @@ class _OptionSizes:
             redundant=self.redundant,
             ep_option="--sglang-ep-size",
             words=self.given.words(_ENGINE),
-            file=self.where,
+            file=self.file,
         )

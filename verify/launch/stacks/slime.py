@@ -158,7 +158,7 @@ STACK = Stack(
     read,
     trainer_options,
     "slime passes over what it does not know, miles and Megatron-LM stop",
-    where="among the launch arguments",
+    source="among the launch arguments",
     one_model=True,
     vllm_readers=("vllm", "slime"),
 )

@@ -114,7 +114,7 @@ def _confirmed(job: Job, launch: Launch) -> Job:
     for name, size in given.sizes.items():
         own = getattr(job.actor, name)
         if size != 1 and own is not None and size != own:
-            raise CkptkitError(f"--{name} {size}, but it is {own} {job.stack.where}", f"leave --{name} out")
+            raise CkptkitError(f"--{name} {size}, but it is {own} {job.stack.source}", f"leave --{name} out")
     return job
 
 
