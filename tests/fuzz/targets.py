@@ -32,7 +32,7 @@ from ckptkit.transfer.manifest import read_manifest
 from converters.planner import dims_of, mappings_of, rules_of
 from quant.patterns import check_entries, matcher
 from verify.launch.job import Launch
-from verify.launch.options.given import given_arguments
+from verify.launch.options.arguments import parse_arguments
 from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.files import compose
 from verify.launch.settings.overrides import applied
@@ -231,7 +231,7 @@ def _shell(_: Path) -> Unit:
         # A loop without an end takes seconds up to the real bound; a smaller one shows the same.
         with patch.object(values, "MAX_STEPS", 300), suppress(CkptkitError):
             found: LaunchText = read_script(None, data.decode(errors="replace"))
-            given_arguments(found.words)
+            parse_arguments(found.words)
 
     return unit
 

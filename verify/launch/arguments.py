@@ -11,8 +11,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.megatron.hybrid_model import PATTERNS, stored_pattern
 from converters.megatron.pipeline import Pipeline
+from verify.launch.options.arguments import Arguments
 from verify.launch.options.argv import options_of
-from verify.launch.options.given import GivenArguments
 from verify.launch.options.tables import FLAGS, NUMBERS, STAGES, option_of
 from verify.launch.words import UnresolvedWord, Word
 
@@ -95,22 +95,22 @@ class LaunchArguments:
 
 
 def launch_arguments(
-    given: GivenArguments, words: Sequence[Word], environment: Mapping[str, str] | None = None
+    given: Arguments, words: Sequence[Word], environment: Mapping[str, str] | None = None
 ) -> LaunchArguments:
     """What the arguments of a launch, and the variables that its words or `environment` set, say of these.
 
     Raises CkptkitError for a value that is missing or not a number.
     """
     found: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
-    for name in given.places:
+    for name in given.given:
         if name in NUMBERS and (number := _known(name, given)) is not None:
             found[NUMBERS[name]] = number
-        elif name in FLAGS and given.get(name, False):
+        elif name in FLAGS and given.value(name):
             found[FLAGS[name]] = True
-    if STAGES in given.places:
+    if STAGES in given.given:
         found["layout"] = _known(STAGES, given)
-    if not PATTERNS.isdisjoint(given.places):
-        found["pattern"] = stored_pattern(given.values) or ""
+    if not PATTERNS.isdisjoint(given.given):
+        found["pattern"] = stored_pattern(given.known) or ""
     return LaunchArguments(**found, server=server_of(words))  # type: ignore[arg-type]
 
 
@@ -121,11 +121,11 @@ def server_of(words: Sequence[Word]) -> Server | None:
     return "vllm" if "vllm" in found else "sglang" if found else None
 
 
-def _known(name: str, given: GivenArguments) -> int | str | None:
+def _known(name: str, given: Arguments) -> int | str | None:
     """The value of an argument; None where it could not be told. Raises CkptkitError for one that is no such size."""
-    word, value, option = given.places[name], given.get(name, None), option_of(name)
+    value, word, option = given.value(name), given.get(name).word or Word(""), option_of(name)
     least = 1 if NUMBERS.get(name) in _RANKS else 0
-    if name in given.unknown and not isinstance(word, UnresolvedWord) and word.text.startswith("--"):
+    if value is None and not isinstance(word, UnresolvedWord) and word.text.startswith("--"):
         hint = "copy the arguments as the launch script has them"
         raise CkptkitError(f"{option} among the launch arguments has no value", hint)
     is_number = isinstance(value, int) and 0 <= value < 10**9

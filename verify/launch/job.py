@@ -9,11 +9,11 @@ from pathlib import Path
 
 from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
-from verify.launch.options.given import GivenArguments
+from verify.launch.options.arguments import Arguments
 from verify.launch.options.speculative import Speculation
-from verify.launch.settings.config import Config, Tree
+from verify.launch.settings.config import Config
+from verify.launch.settings.tree import Tree
 from verify.launch.sides import Side
-from verify.launch.stacks.settings import Settings
 from verify.launch.stacks.sizes import GpuPlacement
 from verify.launch.words import LaunchText, Word
 
@@ -48,7 +48,7 @@ class Launch:
     text: LaunchText
     given: Given = Given()
     environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Settings = field(default_factory=lambda: Settings(Config({})))
+    settings: Config = field(default_factory=lambda: Config({}))
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Stack:
     models: the keys for whose model --hf-checkpoint stands.
     own: names of the stack's own files of settings, whose values are its defaults.
     groups: folders of such files, of which `folder=file` chooses one.
-    where: where a launch says its sizes.
+    source: where a launch has its sizes, in words.
     one_model: every role is built by the same arguments.
     vllm_readers: who reads an INT4 checkpoint that vLLM serves.
     """
@@ -75,7 +75,7 @@ class Stack:
     models: frozenset[str] = frozenset()
     own: re.Pattern[str] | None = None
     groups: frozenset[str] = frozenset()
-    where: str = "in the settings of the job"
+    source: str = "in the settings of the job"
     one_model: bool = False
     vllm_readers: tuple[str, ...] = ("vllm",)
 
@@ -90,18 +90,18 @@ class TrainedAdapter:
 
     rank, targets: as the launch gives them, or "" if it does not.
     engine: who merges it, or what the engine is started with.
-    place: where the launch asks for it.
+    asked_by: the option or setting that asks for it.
     """
 
     rank: str
     targets: str
     engine: str
-    place: str
+    asked_by: str
 
     def __str__(self) -> str:
         rank = f" of rank {self.rank}" if self.rank else ""
         targets = f" on {self.targets}" if self.targets else ""
-        return f"adapter{rank}{targets}, by {self.place}: {self.engine}"
+        return f"adapter{rank}{targets}, by {self.asked_by}: {self.engine}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,7 @@ class Job:
 
     root: the directory that stands for the whole job in a report.
     sides: what each role loads; `hf` is the HF directory that gives config and tokenizer.
+    hf_option: the option or setting that gives `hf`.
     models: the HF directories of roles with another model.
     sizes: how each role is cut, by its role; `sizes_at` where the launch says it.
     sharing: pairs of roles that start from the same weights.
@@ -129,6 +130,7 @@ class Job:
     root: Path = Path()
     sides: tuple[Side, ...] = ()
     hf: Path | None = None
+    hf_option: str = "--hf-checkpoint"
     models: Mapping[str, Path | None] = field(default_factory=dict)
     sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
     sizes_at: Mapping[str, Word] = field(default_factory=dict)
@@ -137,7 +139,7 @@ class Job:
     speculation: Speculation | None = None
     adapter: TrainedAdapter | None = None
     updates: bool = False
-    arguments: GivenArguments = field(default_factory=GivenArguments)
+    arguments: Arguments = field(default_factory=Arguments)
     written: Mapping[str, Word] = field(default_factory=dict)
     combinations: tuple[Issue, ...] | None = None
     unread: tuple[str, ...] = ()
@@ -152,7 +154,7 @@ class Job:
     @property
     def bridge(self) -> bool:
         """Whether miles builds and loads the model by Megatron-Bridge, from the HF directory."""
-        return bool(self.arguments.get("megatron_to_hf_mode", None) == "bridge")
+        return bool(self.arguments.value("megatron_to_hf_mode") == "bridge")
 
     def loading(self) -> list[Side]:
         """The sides that load something here."""

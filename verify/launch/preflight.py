@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -16,6 +17,7 @@ from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
+from ckptkit.storage.regular import read_regular
 from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
@@ -29,10 +31,13 @@ from verify.launch.job import Given, Job, Launch
 from verify.launch.python.launcher import read_launcher
 from verify.launch.shell.read import read_script
 from verify.launch.sides import ENGINE
+from verify.launch.stacks.others import started_by
 from verify.launch.stacks.which import is_config, read_job
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report, now
+
+_LARGEST = 300_000  # bytes of a script, as `read_script` takes them
 
 
 class GivenSizes(TypedDict, total=False):
@@ -69,6 +74,8 @@ def preflight(
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:
         text = _text(None if config else script, arguments, environment)
+    if other := started_by(_command(text)):
+        raise other.refusal(script or "the command")
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
@@ -93,11 +100,29 @@ def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapp
     """The launch of a script, of text on standard input (`-`), or of words alone."""
     if script is None:
         return LaunchText(tuple(Word(word) for word in arguments))
-    if str(script) == "-":
-        return read_script(None, sys.stdin.read(), arguments, environment)
-    if Path(script).suffix == ".py":
-        return read_launcher(Path(script), arguments, environment)
-    return read_script(Path(script), None, arguments, environment)
+    path, given = (None, sys.stdin.read()) if str(script) == "-" else (Path(script), None)
+    try:
+        if path and path.suffix == ".py":
+            return read_launcher(path, arguments, environment)
+        return read_script(path, given, arguments, environment)
+    except CkptkitError as error:
+        if other := started_by(given or _content(path)):
+            raise other.refusal(path or "the text") from error
+        raise
+
+
+def _content(path: Path | None) -> str:
+    """The text of a script that was refused; "" where it cannot be read."""
+    try:
+        return read_regular(path, _LARGEST).decode(errors="replace") if path else ""
+    except (OSError, ValueError):
+        return ""
+
+
+def _command(text: LaunchText) -> str:
+    """The program of a launch, or the words before its first option."""
+    words = takewhile(lambda word: not word.startswith("--"), (word.text for word in text.words))
+    return text.program or " ".join(words)
 
 
 # The fact that lists what one finding stands for.

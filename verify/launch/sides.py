@@ -16,7 +16,16 @@ from verify.issue import Issue
 from verify.report import Severity
 
 ENGINE = "rollout engine"
-# The option whose path is wrong, and what is wrong with it.
+# The checks of what the actor, the reference and the like load, of an iteration, and of an HF directory.
+LOAD, REF, STEP, HF = "CK711", "CK712", "CK713", "CK714"
+# What slime and miles call these; settings of other stacks say it themselves.
+_CHECKED_BY = {
+    "--load": LOAD,
+    **dict.fromkeys(("--ref-load", "--critic-load", "--opd-teacher-load"), REF),
+    "--ckpt-step": STEP,
+    "--hf-checkpoint": HF,
+}
+# The check that reports what is wrong with a path, and that.
 PathIssue = tuple[str, Issue]
 
 
@@ -27,10 +36,10 @@ def path_issue(
     actual: str,
     hint: str,
     severity: Severity = "error",
-    about: str | None = None,
+    check: str | None = None,
 ) -> PathIssue:
-    """What is wrong with the path that an option gives, or that a setting gives which does what `about` does."""
-    return about or option, Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
+    """What is wrong with the path that an option gives, or a setting, which `check` is about."""
+    return check or _CHECKED_BY[option], Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
 
 
 @dataclass(frozen=True)
@@ -62,15 +71,15 @@ def is_trained(side: Side) -> bool:
     return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
 
 
-def hf_directory(role: str, option: str, path: Path, why: str, about: str | None = None) -> Side:
-    """The side that loads an HF directory, which `option` gives, or a setting that does what `about` does."""
+def hf_directory(role: str, option: str, path: Path, why: str, check: str | None = None) -> Side:
+    """The side that loads an HF directory, which an option gives, or a setting, which `check` is about."""
     if (path / "config.json").exists():
         return Side(role, "hf", path, why)
     is_megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
     actual = "a Megatron checkpoint" if is_megatron else absent(path / "config.json")
     actual = actual if path.exists() else "no such directory"
     hint = next_move(path / "config.json", "give the HF directory of the model")
-    issue = path_issue(option, path, "an HF directory with config.json", actual, hint, about=about)
+    issue = path_issue(option, path, "an HF directory with config.json", actual, hint, check=check)
     return Side(role, None, None, f"{option.partition(' (')[0]} {path} is not an HF directory: {actual}", (issue,))
 
 

@@ -110,7 +110,8 @@ ONE_LINE = {
     "quant/patterns.py": "re",
     "verify/evidence/expected.py": "int and float",
     "verify/launch/python/expressions.py": "Python's operators",
-    "verify/launch/settings/config.py": "arithmetic, and `formats/yaml_text.py`",
+    "verify/launch/settings/config.py": "arithmetic",
+    "verify/launch/settings/tree.py": "`formats/yaml_text.py`",
 }
 OF_THE_SYSTEM = ("OSError", "BaseException")  # one line each
 

@@ -15,8 +15,9 @@ from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
 from verify.launch.preflight import preflight
 from verify.launch.python.launcher import read_launcher
-from verify.launch.settings.config import Config, UnresolvedError, read_yaml
+from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.files import compose
+from verify.launch.settings.tree import read_yaml
 from verify.launch.shell.read import read_script
 from verify.launch.words import LaunchText
 from verify.triage.triage import triage

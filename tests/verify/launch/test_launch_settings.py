@@ -9,9 +9,10 @@ import pytest
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.job import Launch
-from verify.launch.settings.config import Config, UnresolvedError, flat_settings, parse_yaml, read_yaml
+from verify.launch.settings.config import Config, UnresolvedError
 from verify.launch.settings.files import compose
 from verify.launch.settings.overrides import applied
+from verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
 from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 

@@ -199,7 +199,7 @@ def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Megatron-LM tells the two apart in the same way. A launch of HybridModel is also held against what it cannot be.
     """
     job, sides = _of_megatron(subject)
-    builds = stored_pattern(job.arguments.values) is not None
+    builds = stored_pattern(job.arguments.known) is not None
     for side in {side.path: side for side in sides if side.path}.values():
         tally.compared()
         yield from _against(side.path or Path(), builds)

@@ -26,7 +26,7 @@ from verify.skip import NotApplicable
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
     """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
-    hint, attention = f"choose another {cut.where}", cut.attention or cut.ranks
+    hint, attention = f"choose another {cut.asked_by}", cut.attention or cut.ranks
     yield from _heads(dims.heads, attention if dims.mla else dims.groups, attention, "", hint)
     yield from _blocks(dims, config, cut)
     if cut.by == "vllm":
@@ -40,7 +40,7 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator
     rows = math.ceil(dims.vocab / padding.value) * padding.value
     if rows % attention and dims.heads % attention == 0:
         expected = f"vocab_size that, padded to a multiple of {padding.value}, divides over {attention} ranks"
-        hint = f"{padding.message}; choose another {cut.where}"
+        hint = f"{padding.message}; choose another {cut.asked_by}"
         yield Issue(expected, f"vocab_size = {dims.vocab}, {rows} rows", hint, severity="warning")
 
 
@@ -201,7 +201,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:
     """Heads over the ranks that share a sequence by Ulysses, or over those of DTensor, which replicates none."""
-    dims, where = engine_dims(config), f" ({cut.where})"
+    dims, where = engine_dims(config), f" ({cut.asked_by})"
     if cut.by == "ulysses":
         yield from _heads(dims.heads, dims.groups, cut.ranks, where, "choose a size that divides the heads")
     elif cut.by == "dtensor":

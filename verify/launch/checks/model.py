@@ -16,8 +16,8 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of
 from verify.launch.job import Job
+from verify.launch.options.arguments import Arguments
 from verify.launch.options.argv import options_of
-from verify.launch.options.given import GivenArguments
 from verify.launch.options.tables import MODULES
 from verify.skip import CannotCheck, NotApplicable
 
@@ -61,7 +61,7 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(f"{refused.option} with {refused.expected}", actual, hint, file=refused.word.file)
     if not config:
         raise CannotCheck("--hf-checkpoint has no config.json that can be read", "CK714", "CK101")
-    dims, args = _dims(config, given, tally), dict(given.values)
+    dims, args = _dims(config, given, tally), given.known
     expected = comparable_args(dims)
     whole = given.describes_model and not given.anything
     args = args if whole else {name: args.get(name, value) for name, value in expected.items()} | args
@@ -75,29 +75,28 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(f"{'; '.join(code)}: what this code builds is not judged, only the arguments are")
 
 
-def _dims(config: Mapping[str, Any], given: GivenArguments, tally: Tally) -> ModelDims:
+def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDims:
     """The model of the release; without --mtp-num-layers a run has no such layers, whatever config.json says."""
     dims = engine_dims(config)
-    if dims.mtp_layers and not given.get("mtp_num_layers", 0):
+    if dims.mtp_layers and not given.value("mtp_num_layers", 0):
         tally.note(f"the launch trains without the {dims.mtp_layers} multi-token prediction layers of the release")
         return replace(dims, mtp_layers=0)
     return dims
 
 
-def _issue(name: str, want: str, found: str, given: GivenArguments, root: object) -> Issue:
-    deciding = [one for one in _DECIDED_BY.get(name, (name,)) if one in given.places]
-    places = ", ".join(dict.fromkeys(given.place(one) for one in deciding))
-    word = given.places[deciding[0]] if deciding else None
+def _issue(name: str, want: str, found: str, given: Arguments, root: object) -> Issue:
+    deciding = [given.given[one] for one in _DECIDED_BY.get(name, (name,)) if one in given.given]
+    places = ", ".join(dict.fromkeys(one.where for one in deciding))
     where = f"at {places}" if places else "by default, as the launch does not give it"
-    file = word.file if word and word.file else None
+    file = deciding[0].file if deciding else None
     return Issue(f"{name} = {want}, by {root}/config.json", f"{name} = {found}, {where}", _hint(name, given), file=file)
 
 
-def _hint(name: str, given: GivenArguments) -> str:
-    if name == "rope_scaling_factor" and given.get("use_rope_scaling", False):
+def _hint(name: str, given: Arguments) -> str:
+    if name == "rope_scaling_factor" and given.value("use_rope_scaling"):
         known = "which slime, miles and Megatron-LM do not hand to the model: set it in the model provider"
         return f"Megatron takes a factor of 8 whatever --rope-scaling-factor says, {known}"
-    if name in WITHOUT_FLAG and name not in given.places:
+    if name in WITHOUT_FLAG and name not in given.given:
         return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
     option = f"--{name.replace('_', '-')}"
     return f"correct {option} in the model's script, or config.json if the script is right"

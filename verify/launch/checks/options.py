@@ -13,8 +13,8 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, engine_directory, job_of
 from verify.launch.job import Job
+from verify.launch.options.arguments import Arguments
 from verify.launch.options.argv import last, options_of
-from verify.launch.options.given import GivenArguments
 from verify.launch.options.names import engine_settings, nearest
 from verify.launch.options.tables import OPTIONS
 from verify.launch.words import UnresolvedWord, Word
@@ -96,7 +96,7 @@ def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _WHOLE = ("unfused", "local")
 
 
-def _described(subject: Subject) -> GivenArguments:
+def _described(subject: Subject) -> Arguments:
     """The arguments of a launch that says what it trains. Raises NotApplicable for any other."""
     given = job_of(subject).arguments
     if not given.describes_model:
@@ -112,34 +112,34 @@ def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(6)
 
 
-def _warning(given: GivenArguments, name: str, expected: str, actual: str, hint: str) -> Issue:
-    word = given.places.get(name)
-    where = f"at {word.place}" if word else "by default, as the launch does not give it"
-    return Issue(expected, f"{actual}, {where}", hint, file=word.file if word else None, severity="warning")
+def _warning(given: Arguments, name: str, expected: str, actual: str, hint: str) -> Issue:
+    found = given.get(name)
+    where = f"at {found.where}" if found.word else "by default, as the launch does not give it"
+    return Issue(expected, f"{actual}, {where}", hint, file=found.file, severity="warning")
 
 
-def _dropout(given: GivenArguments) -> Iterator[Issue]:
+def _dropout(given: Arguments) -> Iterator[Issue]:
     for name in ("attention_dropout", "hidden_dropout"):
-        value = given.get(name, None if given.anything else 0.1)
+        value = given.value(name, 0.1)
         if value:
             option = f"--{name.replace('_', '-')} 0.0"
             hint = f"give {option}, unless the training is meant to drop"
             yield _warning(given, name, f"{name} = 0.0, as generation has none", f"{name} = {value}", hint)
 
 
-def _precision(given: GivenArguments, subject: Subject) -> Iterator[Issue]:
+def _precision(given: Arguments, subject: Subject) -> Iterator[Issue]:
     root = job_of(subject).hf
     config = engine_config(root) if root else {}
     text = config.get("text_config")
     stated = config.get("dtype") or config.get("torch_dtype")
     stated = stated or (text.get("dtype") or text.get("torch_dtype") if isinstance(text, dict) else None)
-    if given.get("fp16", False) and stated == "bfloat16":
+    if given.value("fp16") and stated == "bfloat16":
         hint = "leave --fp16 out: values beyond 65504 become infinite"
         yield _warning(given, "fp16", "bfloat16, as config.json says", "float16", hint)
 
 
-def _attention(given: GivenArguments) -> Iterator[Issue]:
-    backend, ranks = given.get("attention_backend", "auto"), given.get("context_parallel_size", 1) or 1
+def _attention(given: Arguments) -> Iterator[Issue]:
+    backend, ranks = given.value("attention_backend", "auto"), given.value("context_parallel_size", 1) or 1
     if backend in _WHOLE and ranks > 1:
         message = f"attention_backend = {backend} with context_parallel_size = {ranks}"
         hint = "take flash or fused, or --context-parallel-size 1"
@@ -147,14 +147,14 @@ def _attention(given: GivenArguments) -> Iterator[Issue]:
         yield _warning(given, "attention_backend", expected, message, hint)
 
 
-def _experts(given: GivenArguments) -> Iterator[Issue]:
-    if not given.get("num_experts", 0) or given.anything:
+def _experts(given: Arguments) -> Iterator[Issue]:
+    if not given.value("num_experts", 0) or given.anything:
         return
-    if given.get("moe_router_dtype", "nothing") not in (None, "fp32", "fp64"):
-        actual = f"moe_router_dtype = {given.get('moe_router_dtype', 'nothing')}"
+    if given.value("moe_router_dtype", "nothing") not in (None, "fp32", "fp64"):
+        actual = f"moe_router_dtype = {given.value('moe_router_dtype')}"
         hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine does"
         yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
-    if not given.get("moe_permute_fusion", False) and "moe_permute_fusion" not in given.unknown:
+    if given.lacks("moe_permute_fusion"):
         # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of what is not
         # deterministic on CUDA. How much it comes to was not measured.
         hint = "give it: without it Megatron adds a token's experts up in an order that changes from run to run"

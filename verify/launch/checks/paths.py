@@ -14,7 +14,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
-from verify.launch.sides import PathIssue, Side
+from verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
 from verify.skip import CannotCheck, NotApplicable
 
 # The fact that lists the words of a launch that matter and are not read.
@@ -30,15 +30,15 @@ def _sides(subject: Subject) -> Sequence[Side]:
     return sides
 
 
-def _check_paths(code: str, *options: str) -> None:
-    """Registers the check of the paths that these options give, or the settings that do what they do."""
+def _check_paths(code: str) -> None:
+    """Registers the check that reports what stacks found of such paths."""
 
     def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
         """What is wrong with a path, once for all sides that load it."""
         sides = _sides(subject)
         tally.compared(len(sides))
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
-        yield from dict.fromkeys(issue for about, issue in found if about in options)
+        yield from dict.fromkeys(issue for reported_by, issue in found if reported_by == code)
 
     check(code, stage="launch", applies_to=_sides)(paths_found)
 
@@ -59,13 +59,11 @@ def _packed(job: Job) -> Iterator[PathIssue]:
             hint = "give it the BF16 release, or convert it with `ckptkit quantize CKPT OUT --scheme none` first"
             expected = f"BF16 weights, as the {side.role} builds its model"
             actual = f"packed weights of 4 bits ({path}/config.json: {describe_quantization(config)})"
-            yield "--load" if side.role == "actor" else "--ref-load", Issue(expected, actual, hint, file=path)
+            yield LOAD if side.role == "actor" else REF, Issue(expected, actual, hint, file=path)
 
 
-_check_paths("CK711", "--load")
-_check_paths("CK712", "--ref-load", "--critic-load", "--opd-teacher-load")
-_check_paths("CK713", "--ckpt-step")
-_check_paths("CK714", "--hf-checkpoint")
+for _code in (LOAD, REF, STEP, HF):
+    _check_paths(_code)
 
 
 def _words(subject: Subject) -> Job:
@@ -84,7 +82,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(note)
     if lines := job.unread:
         reason, tally.facts[NOT_READ] = _unread(lines)
-        raise CannotCheck(f"not read {job.stack.where}: {reason}")
+        raise CannotCheck(f"not read {job.stack.source}: {reason}")
     yield from ()
 
 

@@ -33,7 +33,7 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 def _speculation(subject: Subject) -> Speculation:
     """What the launch says of drafting. Raises NotApplicable for one that does not draft."""
     job = job_of(subject)
-    if job.arguments.get("debug_train_only", False):
+    if job.arguments.value("debug_train_only"):
         raise NotApplicable("the launch starts no engine")
     if job.speculation is None:
         raise NotApplicable("the launch asks for no speculative decoding")
@@ -67,9 +67,11 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
     """A method without a draft model of its own."""
-    where, registry = f"{found.method}, at {found.place}", registries()[found.server]
+    where, registry = f"{found.method}, at {found.asked_by}", registries()[found.server]
     if found.method in registry.needs_model:
-        option = "--sglang-speculative-draft-model-path" if found.server == "sglang" else '"model" of the draft'
+        option = '"model" of the draft' if found.server == "vllm" else "a draft model"
+        if found.server == "sglang" and job_of(subject).stack.one_model:
+            option = "--sglang-speculative-draft-model-path"
         hint = "give the draft model that was trained for it"
         yield Issue(f"{option} with {found.method}", f"{where}, without it", hint)
         return
@@ -109,7 +111,7 @@ def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]
     named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method.upper(), 0)
     if named and own.version and fused and named != own.version:
         right = "EAGLE3" if own.version == 3 else "EAGLE"
-        expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.place}"
+        expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.asked_by}"
         yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
     else:
         layers = _stated(config) or bool(_stored(subject, draft, config))
@@ -178,7 +180,7 @@ def _tokens(found: Speculation, config: Mapping[str, Any] | None) -> Iterator[Is
     """No number of tokens for vLLM, which takes it from `n_predict` of a draft model alone."""
     if found.server != "vllm" or found.tokens or found.method == "suffix":
         return
-    expected, actual = "num_speculative_tokens", f"{found.method}, at {found.place}, without it"
+    expected, actual = "num_speculative_tokens", f"{found.method}, at {found.asked_by}, without it"
     hint = "stops: say how many tokens to draft"
     if found.draft is None:
         yield Issue(expected, actual, f"vLLM {hint}")

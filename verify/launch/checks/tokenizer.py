@@ -12,6 +12,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.engine import engine_directory, job_of
 from verify.launch.options.argv import last, options_of
+from verify.launch.sides import ENGINE
 from verify.report import Severity
 from verify.skip import NotApplicable
 
@@ -19,24 +20,24 @@ from verify.skip import NotApplicable
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
 _WARNING: Severity = "warning"
 _FURTHER = "right where the weights were trained further; else take both from one release"
-_HINT = "give the HF directory of the model that the trainer's weights were converted from as --hf-checkpoint"
+_HINT = "give the HF directory of the model that the trainer's weights were converted from as {}"
 
 
 def _engine(subject: Subject) -> SideFiles:
     """The files of --hf-checkpoint. Raises NotApplicable where it is not an HF directory."""
     root = engine_directory(subject)
     if not (root / "config.json").exists():
-        raise NotApplicable("--hf-checkpoint is not an HF directory (CK714)")
+        raise NotApplicable(f"{job_of(subject).hf_option} is not an HF directory (CK714)")
     return SideFiles(root)
 
 
 @check("CK716", stage="launch", applies_to=_engine)
 def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tokenizer of --hf-checkpoint against the one in `hf/` next to the Megatron weights, as CK708 compares them.
+    """The tokenizer of the HF directory against the one in `hf/` next to the Megatron weights, as CK708 compares them.
 
     Other chat templates and special tokens are a warning.
     """
-    engine = _engine(subject)
+    engine, option = _engine(subject), job_of(subject).hf_option
     tally.compared()
     if not engine.has_tokenizer:
         yield _none(subject, engine)
@@ -49,10 +50,10 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
             continue
         try:
             tally.compared()
-            for one in text_differences(trainer, engine, "in --hf-checkpoint"):
+            for one in text_differences(trainer, engine, f"in {option}"):
                 # Differences of presentation are right where the weights were trained further.
-                hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT, one.severity)
-                expected = f"the {one.what} of --hf-checkpoint"
+                hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT.format(option), one.severity)
+                expected = f"the {one.what} of {option}"
                 yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:
             hint = error.hint or "copy them from the release"
@@ -64,8 +65,10 @@ def _none(subject: Subject, engine: SideFiles) -> Issue:
 
     Source: slime `rollout/sglang_rollout.py` `GenerateState`; a rollout function of the user may do without.
     """
-    words = job_of(subject).text.words
-    expected = "files of a tokenizer, which engine and trainer load from --hf-checkpoint"
+    job = job_of(subject)
+    words, has_engine = job.text.words, any(side.role == ENGINE for side in job.sides)
+    readers = "engine and trainer load" if has_engine else "the trainer loads"
+    expected = f"files of a tokenizer, which {readers} from {job.hf_option}"
     hint = "copy the tokenizer files from the release"
     if (given := last(options_of(words), *_SKIPPED)) is None:
         return Issue(expected, "no tokenizer file", f"{hint} of the model", file=engine.root)

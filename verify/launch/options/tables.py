@@ -21,20 +21,25 @@ def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:
     return {f"--{name}": (name.replace("-", "_"), kind) for name in names}
 
 
+# Megatron's parallel sizes, which all stacks call so.
+SIZES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+}
 # The size or number of layers that an argument gives, as fields of `LaunchArguments`.
 NUMBERS = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "expert_model_parallel_size": "ep",
-    "expert_tensor_parallel_size": "etp",
+    **{name: short for short, name in SIZES.items() if short != "cp"},
     "decoder_first_pipeline_num_layers": "first",
     "decoder_last_pipeline_num_layers": "last",
     "num_virtual_stages_per_pipeline_rank": "vpp",
     "num_layers_per_virtual_pipeline_stage": "chunk",
     "mtp_num_layers": "mtp",
     "rollout_num_gpus_per_engine": "engine",
-    **dict.fromkeys(("sglang_pp_size", "sglang_pipeline_parallel_size", "vllm_pipeline_parallel_size"), "engine_pp"),
-    **dict.fromkeys(("sglang_ep_size", "sglang_expert_parallel_size", "sglang_ep"), "engine_ep"),
+    **dict.fromkeys(("sglang_pp_size", "vllm_pipeline_parallel_size"), "engine_pp"),
+    "sglang_ep_size": "engine_ep",
 }
 # What an argument without a value says, likewise.
 FLAGS = {
@@ -50,8 +55,7 @@ def option_of(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-# Every option that says how a model is cut over ranks, and how argparse reads those that no other table has.
-READ = frozenset(option_of(name) for name in (*NUMBERS, *FLAGS, STAGES))
+# How argparse reads the options of a model's cut over ranks that no other table has.
 LAYOUT: Mapping[str, tuple[str, Any]] = {
     **_named(int, "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"),
     **_named(True, "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
@@ -130,12 +134,14 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
         *("actor-num-nodes", "actor-num-gpus-per-node", "rollout-num-gpus", "rollout-num-gpus-per-engine"),
-        *("num-gpus-per-node", "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
-        *("expert-model-parallel-size", "expert-tensor-parallel-size", "sglang-dp-size", "sglang-data-parallel-size"),
-        *("sglang-ep-size", "sglang-expert-parallel-size", "sglang-ep", "sglang-pp-size"),
-        *("sglang-pipeline-parallel-size", "sglang-dp", "sglang-moe-dense-tp-size", "sglang-moe-dp-size"),
-        *("sglang-moe-data-parallel-size", "sglang-ep-num-redundant-experts"),
+        *("num-gpus-per-node", "sglang-dp-size", "sglang-ep-size", "sglang-pp-size", "sglang-moe-dense-tp-size"),
+        *("sglang-moe-dp-size", "sglang-ep-num-redundant-experts"),
     ),
+    **{option_of(name): (name, int) for name in SIZES.values()},
+    **dict.fromkeys(("--sglang-data-parallel-size", "--sglang-dp"), ("sglang_dp_size", int)),
+    **dict.fromkeys(("--sglang-expert-parallel-size", "--sglang-ep"), ("sglang_ep_size", int)),
+    "--sglang-pipeline-parallel-size": ("sglang_pp_size", int),
+    "--sglang-moe-data-parallel-size": ("sglang_moe_dp_size", int),
     **_named(str, "sglang-moe-a2a-backend"),
     **_named(int, "vllm-pipeline-parallel-size", "vllm-data-parallel-size"),
     **_named(True, "vllm-enable-expert-parallel"),
@@ -144,6 +150,10 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
     "--vllm-ep": ("vllm_enable_expert_parallel", True),
     **_named(True, "colocate", "sglang-enable-dp-attention", "debug-train-only", "debug-rollout-only"),
 }
+# Every option, and how argparse reads it.
+TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
+# Those that say how a model is cut over ranks.
+READ = frozenset(option for option, (name, _) in TABLE.items() if name in {*NUMBERS, *FLAGS, STAGES})
 # What a launch loads.
 PATHS = frozenset(
     {
@@ -155,6 +165,5 @@ PATHS = frozenset(
 MODULES = frozenset({"--spec", "--custom-model-provider-path"})
 # Without a value for one of these a report is inconclusive. Of `RUN`, the rule that needs it is silent instead.
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
-_SWITCHES = (name for table in (MODEL, SWITCHES, RUN, GPUS) for name, one in table.items() if one[1] in (True, False))
 # Options that take no value, so that a word behind one of them is another option, or several.
-SWITCH_NAMES = frozenset(_SWITCHES) | trainer_switches()
+SWITCH_NAMES = frozenset(name for name, (_, kind) in TABLE.items() if kind in (True, False)) | trainer_switches()

@@ -1,25 +1,25 @@
 """A configuration as the trainer sees it: files merged, overrides applied, `${...}` resolved when a key is asked for.
 
-YAML is read into mappings, lists and words that know their line; nothing in it is executed.
-
-Source: OmegaConf's grammar of interpolations; the resolvers `add`, `mul`, `div` and `max` are NeMo-RL's.
+Source: OmegaConf's grammar of interpolations; the resolvers `add`, `mul`, `div` and `max` are NeMo-RL's. OmegaConf
+itself is not used: it resolves a value again wherever it is named, so that thirty lines which name one another twice
+take days, and its resolvers read the environment of this process instead of that of the launch.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeAlias
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.core.printable import shortened
-from ckptkit.formats import yaml_text
-from ckptkit.formats.yaml_text import MAX_BYTES
-from ckptkit.storage.regular import read_regular
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.formats.hf.hub_cache import hub_model
+from verify.launch.settings.settings import Settings, Value
+from verify.launch.settings.tree import NULL, Tree, flat_settings
+from verify.launch.words import UnresolvedWord, Word, is_new_at_start
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 # What is not text, and numbers that Python spells as they are written.
@@ -33,19 +33,38 @@ _NUMBERS: dict[str, Callable[[float, float], float]] = {
     "div": lambda a, b: a / b,
     "max": max,
 }
+TRUE, FALSE = frozenset({"true", "1", "yes", "on"}), frozenset({"false", "0", "no", "off"})
+# What stands before a path of another machine.
+_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 
 
 class UnresolvedError(Exception):
     """A value that depends on something that is not known. Its message says on what."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """Settings by dotted key. `environment` holds the variables that `${oc.env:NAME}` may name."""
+@dataclass
+class Config(Settings):
+    """The settings of YAML files and overrides, by dotted key.
+
+    environment: the variables that `${oc.env:NAME}` may name.
+    stand_in: the directory that the command line gives for the model of the keys `stands_for`, before these.
+    files: names of files that the launch takes settings from.
+    groups: the words that choose a file of a folder (`engine=megatron`).
+    unread: a line for each key that was asked for, and cannot be resolved or is not local; then a report is
+    inconclusive.
+    notes: remarks on what is loaded.
+    """
 
     tree: Mapping[str, Tree]
     environment: Mapping[str, str] = field(default_factory=dict)
-    _values: dict[tuple[str, tuple[str, ...]], Tree] = field(default_factory=dict, compare=False, repr=False)
+    stand_in: Path | None = None
+    stands_for: frozenset[str] = frozenset()
+    files: Sequence[str] = ()
+    groups: Sequence[Word] = ()
+    unread: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    _unresolved: set[str] = field(default_factory=set)
+    _values: dict[tuple[str, tuple[str, ...]], Tree] = field(default_factory=dict, init=False, repr=False)
 
     def find(self, key: str) -> Tree | None:
         """What a dotted key holds, interpolations resolved; None where it is absent or null.
@@ -56,13 +75,6 @@ class Config:
         if isinstance(node, Word) and node.text == "???":
             raise UnresolvedError("??? stands for a value that the launch must give")
         return None if isinstance(node, Word) and node.text == NULL else node
-
-    def names(self, prefix: str = "") -> Iterator[str]:
-        """The dotted key of every word, those of lists with their index."""
-        node: Tree | None = self.tree if isinstance(self.tree, dict) else dict(self.tree)
-        for key in filter(None, prefix.split(".")):
-            node = node.get(key) if isinstance(node, dict) else None
-        yield from () if node is None else (key for key, _ in flat_settings(node, prefix))
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
         node: Tree | None = dict(self.tree)
@@ -156,26 +168,145 @@ class Config:
             return Word(str(int(value)) if value.is_integer() else str(value))
         raise UnresolvedError(f"${{{inner}}}: the resolver {name} is not known")
 
+    def names(self, prefix: str = "") -> Iterator[str]:
+        """The dotted key of every word, those of lists with their index."""
+        node: Tree | None = dict(self.tree)
+        for key in filter(None, prefix.split(".")):
+            node = node.get(key) if isinstance(node, dict) else None
+        yield from () if node is None else (key for key, _ in flat_settings(node, prefix))
 
-def merged_settings(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
-    """`over` laid upon `base`, as OmegaConf merges: mappings key by key, anything else as a whole."""
-    found = dict(base)
-    for key, value in over.items():
-        before = found.get(key)
-        found[key] = merged_settings(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return found
+    def quietly(self) -> Config:
+        """The same settings with another list of what could not be resolved: for questions that nothing hangs on."""
+        return Config(self.tree, self.environment)
 
+    def get(self, key: str) -> Value:
+        """The value of a key; None where it is absent, null, a mapping, or cannot be resolved."""
+        try:
+            node = self.find(key)
+        except UnresolvedError as reason:
+            if key not in self._unresolved:
+                self._unresolved.add(key)
+                self.unread.append(f"{key}: {reason}")
+            return Value(known=False)
+        return Value(node.text, node) if isinstance(node, Word) else Value()
 
-def flat_settings(
-    tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True
-) -> Iterator[tuple[str, Word]]:
-    """Every word with its dotted key; those of lists with their index, or not at all."""
-    if isinstance(tree, Word):
-        yield prefix, tree
-        return
-    entries = enumerate(tree if lists else ()) if isinstance(tree, list) else tree.items()
-    for key, value in entries:
-        yield from flat_settings(value, f"{prefix}.{key}" if prefix else str(key), lists=lists)
+    def is_new(self, key: str) -> bool:
+        """Whether a name has the time of the start in it, so that nothing of that name can be there yet."""
+        try:
+            self.find(key)
+        except UnresolvedError as reason:
+            return is_new_at_start(str(reason))
+        return False
+
+    def first(self, *keys: str) -> str:
+        """The first of these keys that has a value; the last one if none has."""
+        return next(filter(self.has, keys), keys[-1])
+
+    def text(self, key: str, default: str = "") -> str:
+        """The value of a key, `default` where there is none."""
+        found = self.get(key)
+        return default if found.value is None else str(found.value)
+
+    def listed(self, key: str, default: str = "") -> str:
+        """The values of a list with commas between them, or a value by itself; `default` where there is none."""
+        return ", ".join(self.text(name) for name in self.names(key) if self.has(name)) or default
+
+    def number(self, key: str, default: int | None = None) -> int | None:
+        """A whole number; `default` where there is none; None where it cannot be resolved.
+
+        Raises CkptkitError for a value that is not a number.
+        """
+        found = self.get(key)
+        if found.value is None:
+            return default if found.known else None
+        text = found.value.replace("_", "").removesuffix(".0")
+        if not (text.isdecimal() and len(text) < 10):
+            raise CkptkitError(
+                f"{key}={found.value} ({found.where}) is not a number", "give the number that the job has"
+            )
+        return int(text)
+
+    def size(self, key: str, default: int | None = 1) -> int | None:
+        """A number of ranks, as `number`. Raises CkptkitError for 0 too."""
+        found = self.number(key, default)
+        if found == 0:
+            raise CkptkitError(f"{key}=0 is not a number of ranks", "give 1 or more, or leave it out")
+        return found
+
+    def switch(self, key: str, default: bool = False) -> bool:
+        """A truth value, `default` where there is none or it cannot be resolved. Raises CkptkitError for another."""
+        found = self.get(key)
+        if found.value is None:
+            return default
+        if found.value.lower() not in TRUE | FALSE:
+            raise CkptkitError(f"{key}={found.value} ({found.where}) is neither true nor false", "give one of them")
+        return found.value.lower() in TRUE
+
+    def is_on(self, key: str) -> bool:
+        """Whether a key is true for certain."""
+        return self.text(key).lower() in TRUE
+
+    def is_off(self, key: str) -> bool:
+        """Whether a key is false, absent or null for certain."""
+        return self.get(key).known and (not self.has(key) or self.text(key).lower() in FALSE)
+
+    def above_zero(self, key: str, default: float = 0.0) -> bool:
+        """Whether a number is above zero. Raises CkptkitError for a value that is not a number."""
+        found = self.get(key)
+        try:
+            return float(default if found.value is None else found.value) > 0
+        except ValueError:
+            raise CkptkitError(f"{key}={found.value} ({found.where}) is not a number", "give the number") from None
+
+    def model(self, key: str) -> Path | None:
+        """The local directory of a model; None where there is none, with a line in `unread` that says why.
+
+        A name on a hub is its snapshot in the local cache. Where that is not whole the trainer downloads it, and nobody
+        can say here what it will hold. The directory of the command line counts before that of a setting, and a note
+        says so.
+        """
+        stand_in = self.stand_in if key in self.stands_for else None
+        before = len(self.unread)
+        found = self._model(key)
+        if stand_in is None:
+            return found
+        del self.unread[before:]
+        if found and os.path.abspath(found) != os.path.abspath(stand_in):
+            note = f"--hf-checkpoint {stand_in} was looked at, although {self.cite(key)} says {found}"
+            self.notes += [] if note in self.notes else [note]
+        return stand_in
+
+    def _model(self, key: str) -> Path | None:
+        found = self.get(key)
+        if found.value is None:
+            if found.known:
+                self._say(f"{key} is not given, so nothing says which model this is")
+            return None
+        path = Path(found.value)
+        if path.exists():
+            return path
+        if _REMOTE.match(found.value):
+            self._say(f"{self.cite(key)} {found.value}: not on this machine; copy it here and give its directory")
+            return None
+        if (hub := hub_model(found.value, self.environment)) is None:
+            return path
+        if hub.path is None:
+            hint = f"give a local copy of it{' as --hf-checkpoint' if key in self.stands_for else ''}"
+            self._say(f"{self.cite(key)} {found.value}: a name on a model hub, {hub.why}; {hint}")
+        elif not hub.path.exists():
+            note = f"{self.cite(key)} is {hub.why}"
+            self.notes += [] if note in self.notes else [note]
+        return hub.path
+
+    def not_looked_at(self, pattern: re.Pattern[str]) -> None:
+        """Adds a line for every key that matches, is given, and neither false, empty nor null."""
+        for key in self.names():
+            if pattern.search(key) and self.text(key).lower() not in ("false", "", "{}", "[]"):
+                self._say(f"{self.cite(key)} {self.text(key)}: not looked at")
+
+    def _say(self, line: str) -> None:
+        if line not in self.unread:
+            self.unread.append(line)
 
 
 def _absolute(key: str, at: tuple[str, ...]) -> tuple[str, ...]:
@@ -220,50 +351,3 @@ def _arguments(text: str) -> list[str]:
         else:
             found[-1] += character
     return found
-
-
-Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Word"
-
-NULL = "null"
-
-
-def read_yaml(path: Path) -> dict[str, Tree]:
-    """The mapping that a YAML file holds; an empty file is an empty mapping.
-
-    A null is the word `null`. Raises CkptkitError for a file that cannot be read, is no mapping, has a key twice, or
-    is too large (1 MB, 64 levels, 50,000 values with aliases expanded).
-    """
-    try:
-        data = read_regular(path, MAX_BYTES)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise CkptkitError(f"{path}: {reason}", "check the path of the configuration") from error
-    try:
-        tree = parse_yaml(data.decode(), path)
-    except UnicodeDecodeError as error:
-        raise _refused(path, "is not UTF-8 text") from error
-    if not isinstance(tree, dict):
-        raise _refused(path, "holds no mapping")
-    return tree
-
-
-def parse_yaml(text: str, path: Path | None = None) -> Tree:
-    """The tree of a YAML document; empty text is an empty mapping. Raises as `read_yaml`."""
-    try:
-        return _words(yaml_text.parse(text), path)
-    except ValueError as error:
-        raise _refused(path, str(error)) from error
-    except RecursionError as error:
-        raise _refused(path, "nested too deeply, aliases expanded") from error
-
-
-def _words(tree: yaml_text.Tree, path: Path | None) -> Tree:
-    if isinstance(tree, dict):
-        return {key: _words(one, path) for key, one in tree.items()}
-    if isinstance(tree, list):
-        return [_words(one, path) for one in tree]
-    return Word(NULL if tree.is_null else tree.text, path, None if path is None else tree.line)
-
-
-def _refused(path: Path | None, why: str) -> CkptkitError:
-    return CkptkitError(f"{path or 'a value on the command line'}: {why}", "give the YAML file as the trainer reads it")

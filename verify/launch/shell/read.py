@@ -21,7 +21,7 @@ from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow, substituted
 from verify.launch.shell.trainers import started_processes
 from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
-from verify.launch.stacks.slime.sides import unread
+from verify.launch.stacks.slime import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000

@@ -5,39 +5,36 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from verify.launch.settings.config import NULL
-from verify.launch.sides import Side, hf_config_of, hf_directory, iterations_in, path_issue
-from verify.launch.stacks.settings import Settings
-
-# The options of slime and miles that do what a setting does: checks of paths are told apart by them.
-HF, LOAD, REF, STEP = "--hf-checkpoint", "--load", "--ref-load", "--ckpt-step"
+from verify.launch.settings.config import Config
+from verify.launch.settings.tree import NULL
+from verify.launch.sides import HF, Side, hf_config_of, hf_directory, iterations_in, path_issue
 
 
-def hf_side(role: str, settings: Settings, key: str, why: str) -> Side | None:
+def hf_side(role: str, settings: Config, key: str, why: str) -> Side | None:
     """A side that loads the HF directory of a key; None where it is not known."""
     path = settings.model(key)
     if path is None:
         return None
-    return hf_directory(role, settings.place(key), path, why, HF)
+    return hf_directory(role, settings.cite(key), path, why, HF)
 
 
-def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> list[Side]:
+def teacher_sides(settings: Config, keys: re.Pattern[str]) -> list[Side]:
     """What teachers load: one for every key that matches, without those that are turned off.
 
     A teacher only scores what others generate. Nothing else of the launch depends on one that is downloaded at the
     start, or whose architecture is not known here: a note says so.
     """
     found: list[Side] = []
-    for key in sorted(name for name in settings.config.names() if keys.search(name)):
-        enabled = settings.word(f"{key.partition('.')[0]}.enabled")
-        if settings.word(key) is None or (enabled and enabled.text.lower() == "false"):
+    for key in sorted(name for name in settings.names() if keys.search(name)):
+        enabled = settings.text(f"{key.partition('.')[0]}.enabled")
+        if not settings.has(key) or enabled.lower() == "false":
             continue
         role = f"teacher {len(found) + 1}" if found else "teacher"
         quiet = settings.quietly()
         side = hf_side(role, quiet, key, key)
         config = hf_config_of(side.path) if side and side.path else None
         if side and config and "not known" in config:
-            settings.notes.append(f"{settings.place(key)} {side.path}: {config}; the {role} is not looked at")
+            settings.notes.append(f"{settings.cite(key)} {side.path}: {config}; the {role} is not looked at")
         elif side:
             found.append(side)
         settings.notes += [f"{line} (the {role}, on which no other role depends)" for line in quiet.unread]
@@ -45,7 +42,7 @@ def teacher_sides(settings: Settings, keys: re.Pattern[str]) -> list[Side]:
     return found
 
 
-def torch_dist_side(role: str, place: str, path: Path, why: str, about: str) -> Side:
+def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> Side:
     """A side for which verl loads a torch_dist directory itself, without a tracker."""
     if (path / ".metadata").exists() and (path / "metadata.json").exists():
         return Side(role, "megatron", path, why)
@@ -57,7 +54,7 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, about: str) -> 
         missing = next(name for name in (".metadata", "metadata.json") if not (path / name).exists())
         actual, hint = f"no {missing} in it", "check the path"
     expected = "the torch_dist directory itself, which verl loads"
-    issue = path_issue(place, path, expected, actual, hint, about=about)
+    issue = path_issue(place, path, expected, actual, hint, check=check)
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 

@@ -23,10 +23,10 @@ from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
-from verify.launch.settings.config import Tree
-from verify.launch.sides import ENGINE, Side, iterations_in, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, hf_side, teacher_sides
-from verify.launch.stacks.settings import Settings
+from verify.launch.settings.config import Config
+from verify.launch.settings.tree import Tree
+from verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
+from verify.launch.stacks.directories import hf_side, teacher_sides
 from verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 
 _MODEL = "policy.model_name"
@@ -53,14 +53,14 @@ def read(launch: Launch) -> Job:
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     # Where a pretrained checkpoint is given, the one that counts first.
     pretrained = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
-    prefixes = [one for one in pretrained if settings.word(f"{one}.path") or not settings.resolved(f"{one}.path")]
+    prefixes = [one for one in pretrained if not settings.lacks(f"{one}.path")]
     if megatron:
         start = _given(settings, prefixes[0]) if prefixes else _converted(settings)
     else:
         start = hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
     # GRPO and its kin load a reference for a KL penalty, DPO always.
     penalty = "reference_policy_kl_penalty"
-    has_reference = settings.word(f"dpo.{penalty}") or settings.above_zero(f"loss_fn.{penalty}")
+    has_reference = settings.has(f"dpo.{penalty}") or settings.above_zero(f"loss_fn.{penalty}")
     roles = ["actor", *(["reference"] if has_reference else [])]
     sides: list[Side] = []
     resumed = False
@@ -81,6 +81,7 @@ def read(launch: Launch) -> Job:
         STACK,
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),
         hf=settings.model(_MODEL),
+        hf_option=_MODEL,
         adapter=None if megatron else _trained(settings.quietly()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
@@ -91,15 +92,15 @@ def read(launch: Launch) -> Job:
     )
 
 
-def _trained(settings: Settings) -> TrainedAdapter | None:
+def _trained(settings: Config) -> TrainedAdapter | None:
     """The adapter of a policy without Megatron. Source: NeMo-RL 7ea279a `dtensor_policy_worker_v2.py`."""
     prefix = f"{_DTENSOR}.lora_cfg"
     if not settings.is_on(f"{prefix}.enabled"):
         return None
     targets = settings.listed(f"{prefix}.target_modules", "all linear layers")
-    is_served = settings.word(f"{_GENERATION}.backend") is not None
+    is_served = settings.has(f"{_GENERATION}.backend")
     engine = "NeMo-RL merges it into the weights that it sends" if is_served else "no engine is started"
-    return TrainedAdapter(settings.text(f"{prefix}.dim"), targets, engine, settings.place(f"{prefix}.enabled"))
+    return TrainedAdapter(settings.text(f"{prefix}.dim"), targets, engine, settings.cite(f"{prefix}.enabled"))
 
 
 def _fits(tree: Mapping[str, Tree]) -> bool:
@@ -107,25 +108,25 @@ def _fits(tree: Mapping[str, Tree]) -> bool:
     return isinstance(policy, dict) and ("model_name" in policy or "megatron_cfg" in policy or "cluster" in tree)
 
 
-def _dtensor(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
+def _dtensor(settings: Config, roles: Sequence[str]) -> Iterator[Cut]:
     """The tensor parallel ranks of a policy without Megatron."""
     key = f"{_DTENSOR}.tensor_parallel_size"
     ranks = settings.size(key) if settings.switch(f"{_DTENSOR}.enabled") else None
     for role in roles if ranks else ():
-        yield Cut(role, "dtensor", ranks or 1, settings.place(key))
+        yield Cut(role, "dtensor", ranks or 1, settings.cite(key))
 
 
-def _given(settings: Settings, prefix: str) -> Side | None:
+def _given(settings: Config, prefix: str) -> Side | None:
     key = f"{prefix}.path"
-    word, layout = settings.word(key), settings.word(f"{prefix}.format")
-    if word is None or not settings.resolved(f"{prefix}.format"):
+    word, layout = settings.get(key).word, settings.get(f"{prefix}.format").word
+    if word is None or not settings.get(f"{prefix}.format").known:
         return None
-    path, place, stated = Path(word.text), settings.place(key), layout.text if layout else ""
+    path, place, stated = Path(word.text), settings.cite(key), layout.text if layout else ""
     mark = _MARKS.get(stated)
     if mark is None:
         actual, hint = stated or "no such setting", "say which of the two it is"
         expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
-        issue = path_issue(place, path, expected, actual, hint, about=LOAD)
+        issue = path_issue(place, path, expected, actual, hint, check=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
     found, why = _iteration(path, mark)
     if found and (found / mark).exists():
@@ -134,7 +135,7 @@ def _given(settings: Settings, prefix: str) -> Side | None:
     other = next((name for name, one in _MARKS.items() if one != mark and found and (found / one).exists()), None)
     hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
     expected = f"an iteration with {mark}, which {stated} needs"
-    issue = path_issue(place, path, expected, actual, hint, about=LOAD)
+    issue = path_issue(place, path, expected, actual, hint, check=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
 
@@ -150,12 +151,12 @@ def _iteration(path: Path, mark: str) -> tuple[Path | None, str]:
     return (path / names[-1], f"no tracker, so the last iteration, {names[-1]},") if names else (None, "")
 
 
-def _converted(settings: Settings) -> Side | None:
+def _converted(settings: Config) -> Side | None:
     """The HF model, or the copy of it that NeMo-RL converted before."""
-    model = settings.word(_MODEL)
-    if not settings.resolved(_MODEL) or model is None:
+    model = settings.get(_MODEL).word
+    if not settings.get(_MODEL).known or model is None:
         return hf_side("actor", settings, _MODEL, "--hf-checkpoint, which NeMo-RL converts at the start")
-    environment = settings.config.environment
+    environment = settings.environment
     own, home = (environment.get(name, "").strip() for name in ("NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"))
     cache = Path(own) if own else Path(home or Path.home() / ".cache" / "huggingface") / "nemo_rl"
     name = f"model_{model.text.replace('/', '_')}" if Path(model.text).exists() else model.text
@@ -168,7 +169,7 @@ def _converted(settings: Settings) -> Side | None:
     expected = f"the converted copy, {copy}, made after the files of the model"
     hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts it again"
     actual = f"{newer.name} is newer: NeMo-RL loads the copy all the same"
-    return replace(side, issues=(path_issue(settings.place(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
+    return replace(side, issues=(path_issue(settings.cite(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
 
 
 def _newer(model: Path, copy: Path) -> Path | None:
@@ -178,10 +179,10 @@ def _newer(model: Path, copy: Path) -> Path | None:
     return next((path for path in files if path.stat().st_mtime > made), None) if made else None
 
 
-def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
+def _resumed(settings: Config, start: Side, megatron: bool) -> Side:
     """The actor after its last step, where there is one; `start` itself otherwise."""
     key = "checkpointing.checkpoint_dir"
-    word = None if settings.is_new(key) else settings.word(key)
+    word = None if settings.is_new(key) else settings.get(key).word
     root = Path(word.text) if word else None
     steps = sorted(
         (path for path in (root.glob("step_*") if root and root.is_dir() else ()) if _STEP.fullmatch(path.name)),
@@ -196,17 +197,17 @@ def _resumed(settings: Settings, start: Side, megatron: bool) -> Side:
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
         actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
         hint = "the save was cut short: restore its files, or move this step elsewhere: the one before it then counts"
-        issue = path_issue(settings.place(key), weights, "the weights of the last step", actual, hint, about=STEP)
+        issue = path_issue(settings.cite(key), weights, "the weights of the last step", actual, hint, check=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
     if names and (weights / names[-1] / ".metadata").exists():
         return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
     hint = "restore its files, or move this step elsewhere, so that the one before it counts"
-    issue = path_issue(settings.place(key), weights, "an iteration of torch_dist", "none in it", hint, about=STEP)
+    issue = path_issue(settings.cite(key), weights, "an iteration of torch_dist", "none in it", hint, check=STEP)
     return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
 
 
-def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> Iterator[GpuGroup]:
+def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iterator[GpuGroup]:
     """The GPUs of every role: a reward model and teachers have theirs, training and generation share or part the rest.
 
     On one node, be it all that is left of several, generation takes GPUs of it, else whole nodes. The teacher of
@@ -220,7 +221,7 @@ def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> It
     if nodes is None or each is None or rewards is None:
         _missing(settings, *keys)
         return
-    left = Gpus(nodes * each, f"{settings.place(keys[0])} {nodes} x {settings.place(keys[1])} {each}", each)
+    left = Gpus(nodes * each, f"{settings.cite(keys[0])} {nodes} x {settings.cite(keys[1])} {each}", each)
     if rewards:
         left = left.less(rewards if nodes == 1 else rewards * each, "for the reward model")
     for alias in _teachers(settings):
@@ -233,9 +234,7 @@ def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> It
         yield replace(Sizes.read(settings, *own), etp=etp).group(role, gpus)
         if gpus.node > each:
             products = (("gpus_per_node", (gpus.node,)),)
-            yield GpuGroup(
-                f"node of the {role}", Gpus(each, settings.place(keys[1])), products, settings.place(names[1])
-            )
+            yield GpuGroup(f"node of the {role}", Gpus(each, settings.cite(keys[1])), products, settings.cite(names[1]))
         left = left.less(gpus.count // gpus.node * each, f"for the {role}")
     train = generate = left
     if not settings.switch(f"{_GENERATION}.colocated.enabled", True):
@@ -243,31 +242,31 @@ def _groups(settings: Settings, roles: Sequence[str], sizes: Sizes | None) -> It
         key = f"{_GENERATION}.colocated.resources.{'gpus_per_node' if is_one else 'num_nodes'}"
         if (count := settings.number(key)) is None:
             return
-        generate = Gpus(count if is_one else count * each, f"{settings.place(key)} {count}", each)
+        generate = Gpus(count if is_one else count * each, f"{settings.cite(key)} {count}", each)
         train = left.less(generate.count or 0, f"for generation by {generate.source}")
     yield from (sizes.group(role, train) for role in roles if sizes)
     for cut in () if sizes else _dtensor(settings, roles):
         context = settings.size(f"{_DTENSOR}.context_parallel_size") or 1
-        yield GpuGroup(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.where)
+        yield GpuGroup(cut.role, train, (("tp x cp", (cut.ranks, context)),), cut.asked_by)
     for role, prefix in (("teacher", "teacher.megatron_cfg"), ("critic", "value.megatron_cfg")):
         if settings.switch(f"{prefix}.enabled"):
             yield Sizes.read(settings, prefix).group(role, train)
     yield from _engines(settings, generate, sizes)
 
 
-def _teachers(settings: Settings) -> list[str]:
+def _teachers(settings: Config) -> list[str]:
     """The names of agents whose teachers have nodes of their own; agents with the same one share it."""
     opd = "on_policy_distillation"
     if not (settings.switch(f"{opd}.enabled") and settings.switch(f"{_APART}.enabled")):
         return []
     models = f"{opd}.teacher_model_by_agent_name"
-    aliases = [name.removeprefix(f"{models}.") for name in settings.config.names(models)]
+    aliases = [name.removeprefix(f"{models}.") for name in settings.names(models)]
     if not settings.switch(f"{opd}.deduplicate_shared_teacher_checkpoints", True):
         return aliases
     return list({settings.text(f"{models}.{alias}"): alias for alias in reversed(aliases)}.values())
 
 
-def _engines(settings: Settings, gpus: Gpus, trained: Sizes | None) -> Iterator[GpuGroup]:
+def _engines(settings: Config, gpus: Gpus, trained: Sizes | None) -> Iterator[GpuGroup]:
     """What must divide the GPUs of generation.
 
     Megatron takes the policy's sizes for those that mcore_generation_config does not give, and no context parallelism
@@ -287,8 +286,8 @@ def _engines(settings: Settings, gpus: Gpus, trained: Sizes | None) -> Iterator[
             return
         products, spread = [("tp x pp", (tp, pp))], backend == "vllm" and ep is not None and ep > 1
         if spread and ep and ep % tp:
-            where = f"{settings.place(keys[2])} {ep}"
-            yield GpuGroup("expert parallel ranks", Gpus(ep, where), (("tp", (tp,)),), settings.place(keys[0]))
+            where = f"{settings.cite(keys[2])} {ep}"
+            yield GpuGroup("expert parallel ranks", Gpus(ep, where), (("tp", (tp,)),), settings.cite(keys[0]))
         elif spread and ep:
             products.append(("ep x pp", (ep, pp)))
         is_inside = backend == "vllm" and tp * pp <= (gpus.node or 0) and len(products) == 1
@@ -302,28 +301,28 @@ def _engine_keys(backend: str) -> list[str]:
     return [f"{_GENERATION}.{backend}_cfg.{name}" for name in names]
 
 
-def _reward_model(settings: Settings, alone: bool) -> int | None:
+def _reward_model(settings: Config, alone: bool) -> int | None:
     """The nodes of a reward model that data asks for, or its GPUs of the only node; None where not known."""
-    names = [key for key in settings.config.names("data") if key.endswith("env_name")]
+    names = [key for key in settings.names("data") if key.endswith("env_name")]
     if all(settings.text(key) != "reward_model" for key in names):
         return 0
     return settings.number(f"env.reward_model.resources.{'gpus_per_node' if alone else 'num_nodes'}")
 
 
-def _missing(settings: Settings, *keys: str) -> None:
+def _missing(settings: Config, *keys: str) -> None:
     for key in keys:
-        if settings.resolved(key) and settings.word(key) is None:
+        if settings.get(key).known and not settings.has(key):
             settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
 
 
-def _engine(settings: Settings) -> RolloutEngine:
+def _engine(settings: Config) -> RolloutEngine:
     """The engine, whose GPUs `_engines` has."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
         return RolloutEngine(sizes=LaunchArguments(server=backend or None))
     key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
-    if backend == "sglang" and settings.word(f"{config}.model_path"):
+    if backend == "sglang" and settings.has(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
     engine = RolloutEngine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=backend))
     keys = _engine_keys(backend)
@@ -331,15 +330,15 @@ def _engine(settings: Settings) -> RolloutEngine:
     if tp is None or pp is None:
         return engine
     fp8 = backend == "vllm" and _packs_all(settings)
-    return engine.cut(tp, pp, ep, settings.place(keys[0]), plain=ep is not None, fp8=fp8)
+    return engine.cut(tp, pp, ep, settings.cite(keys[0]), plain=ep is not None, fp8=fp8)
 
 
-def _packs_all(settings: Settings) -> bool:
+def _packs_all(settings: Config) -> bool:
     """Whether vLLM is sent all Linear layers and experts in FP8 blocks of 128 x 128, by `precision: fp8`."""
     prefix = f"{_GENERATION}.vllm_cfg"
     quiet = settings.quietly()
     layers = [quiet.text(f"{prefix}.num_{end}_layers_in_bf16", "0") for end in ("first", "last")]
-    left_out = any(True for _ in settings.config.names(f"{prefix}.quantization_ignored_layer_kws"))
+    left_out = any(True for _ in settings.names(f"{prefix}.quantization_ignored_layer_kws"))
     plain = quiet.text(f"{prefix}.precision") == "fp8" and quiet.is_off(f"{prefix}.is_mx")
     return plain and layers == ["0", "0"] and not left_out
 

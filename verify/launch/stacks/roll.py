@@ -25,9 +25,8 @@ from verify.launch.options.lists import numbers
 from verify.launch.options.names import settings
 from verify.launch.options.speculative import of_settings
 from verify.launch.settings.config import Config
-from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, STEP, given, hf_side, teacher_sides
-from verify.launch.stacks.settings import Settings
+from verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
+from verify.launch.stacks.directories import given, hf_side, teacher_sides
 from verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 from verify.launch.words import UnresolvedWord
 
@@ -45,12 +44,12 @@ _ELSEWHERE = re.compile(
 _TEACHERS = re.compile(rf"^teacher\.(?:[^.]+\.)?{re.escape(_OWN)}$")
 
 
-def _of_distillation(settings: Settings) -> Settings:
+def _of_distillation(settings: Config) -> Config:
     """The settings with the names that ROLL itself gives to the roles of on-policy distillation.
 
     Source: ROLL `configs/base_config.py` (_handle_opd_mapping), `examples/start_onpolicy_distill_pipeline.py`.
     """
-    tree = dict(settings.config.tree)
+    tree = dict(settings.tree)
     pure = "student_train" in tree and ("actor_train" not in tree or settings.switch("is_pure_opd"))
     if pure:
         students = {"actor_train": "student_train", "actor_infer": "student_infer"}
@@ -62,7 +61,7 @@ def _of_distillation(settings: Settings) -> Settings:
         tree["reference"] = (
             {"model_args": first["model_args"]} if isinstance(first, dict) and "model_args" in first else {}
         )
-    return replace(settings, config=Config(tree, settings.config.environment))
+    return replace(settings, tree=tree)
 
 
 def read(launch: Launch) -> Job:
@@ -71,7 +70,7 @@ def read(launch: Launch) -> Job:
     settings.not_looked_at(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     is_gae = settings.text("adv_estimator", "gae") == "gae"
-    critic = ["critic"] if is_gae and settings.word("critic.strategy_args.strategy_name") is not None else []
+    critic = ["critic"] if is_gae and settings.has("critic.strategy_args.strategy_name") else []
     roles = ["actor", *(["reference"] if _reference(settings) else []), *critic]
     strategies = {role: settings.text(f"{_ROLES[role]}.strategy_args.strategy_name") for role in roles}
     megatron = [role for role, name in strategies.items() if name.startswith("megatron")]
@@ -92,6 +91,7 @@ def read(launch: Launch) -> Job:
         STACK,
         sides=tuple(filter(None, (*sides.values(), engine.side, *teachers))),
         hf=settings.model(_key(settings, "actor")) if first else None,
+        hf_option=_key(settings, "actor"),
         models={"critic": settings.model(_key(settings, "critic"))} if critic else {},
         sizes=dict.fromkeys((*roles, ENGINE), engine.sizes) | arguments,
         sharing=(("actor", "reference"),) if same else (),
@@ -102,61 +102,61 @@ def read(launch: Launch) -> Job:
     )
 
 
-def _adapters(settings: Settings, server: str | None) -> Iterator[Issue]:
+def _adapters(settings: Config, server: str | None) -> Iterator[Issue]:
     """An adapter that only one of trainer and engine has. Either has one by `lora_target`, of rank 8 by default.
 
     Source: ROLL `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`.
     """
     keys = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
-    trains, serves = (given(settings.text(key)) if settings.resolved(key) else None for key in keys)
+    trains, serves = (given(settings.text(key)) if settings.get(key).known else None for key in keys)
     if trains and serves is False and server == "vllm":
         hint = "ROLL sends the adapter to an engine that has no place for it: give actor_infer the same LoRA settings"
-        yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint, "error")
+        yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint)
     elif serves and trains is False:
         hint = "ROLL sends whole weights to an engine whose layers wait for an adapter: give both or neither"
-        yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint, "error")
+        yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint)
 
 
-def _reference(settings: Settings) -> bool:
+def _reference(settings: Config) -> bool:
     """Whether there is one: for a KL term, whose coefficient is 0.2 where none is given; never with LoRA."""
     if given(settings.text("actor_train.model_args.lora_target")):
         return False
-    if settings.word("reference.strategy_args.strategy_name") is None:
+    if not settings.has("reference.strategy_args.strategy_name"):
         return False
     wanted = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
     return wanted or settings.above_zero("init_kl_coef", 0.2)
 
 
-def _one_of_three_missing(settings: Settings) -> bool:
-    return any(settings.word(f"{_ROLES[role]}.{_OWN}") is None for role in ("actor", "reference", ENGINE))
+def _one_of_three_missing(settings: Config) -> bool:
+    return any(not settings.has(f"{_ROLES[role]}.{_OWN}") for role in ("actor", "reference", ENGINE))
 
 
-def _key(settings: Settings, role: str) -> str:
+def _key(settings: Config, role: str) -> str:
     """The key whose model a role loads."""
     own = f"{_ROLES[role]}.{_OWN}"
     if role == "critic":
-        return own if settings.word(own) else "reward_pretrain"
+        return own if settings.has(own) else "reward_pretrain"
     return "pretrain" if _one_of_three_missing(settings) else own
 
 
-def _lost(settings: Settings) -> list[PathIssue]:
+def _lost(settings: Config) -> list[PathIssue]:
     """Models of a role that `pretrain` replaces, because another role has none of its own."""
     if not _one_of_three_missing(settings):
         return []
     pretrain, found = settings.text("pretrain", "null"), []
     for role in ("actor", "reference", ENGINE):
         key = f"{_ROLES[role]}.{_OWN}"
-        word = settings.word(key)
+        word = settings.get(key).word
         if word and word.text != pretrain:
             expected = f"the model that the {role} loads"
             why = "since another role has none of its own"
             actual = f"{word.text}, which ROLL replaces by pretrain = {pretrain}, {why}"
             hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
-            found.append(path_issue(settings.place(key), Path(word.text), expected, actual, hint, about=LOAD))
+            found.append(path_issue(settings.cite(key), Path(word.text), expected, actual, hint, check=LOAD))
     return found
 
 
-def _loaded(settings: Settings, role: str, key: str, megatron: bool) -> Side | None:
+def _loaded(settings: Config, role: str, key: str, megatron: bool) -> Side | None:
     """What a role loads of the directory of a key, before anything is resumed."""
     side = hf_side(role, settings, key, key)
     if side is None or side.path is None or not megatron or not (side.path / _MCA).exists():
@@ -165,27 +165,27 @@ def _loaded(settings: Settings, role: str, key: str, megatron: bool) -> Side | N
     if (dist / "metadata.json").exists():
         return Side(role, "megatron", dist, f"{_MCA} in {key}, so ROLL takes the Megatron weights beside it")
     settings.unread.append(
-        f"{settings.place(key)} {side.path}: whether its files of one rank each count is not looked at"
+        f"{settings.cite(key)} {side.path}: whether its files of one rank each count is not looked at"
     )
     return side
 
 
-def _resumed(settings: Settings, start: Side) -> Side:
+def _resumed(settings: Config, start: Side) -> Side:
     """The actor after the checkpoint that it goes on from, where there is one; `start` itself otherwise."""
     key = "resume_from_checkpoint"
-    word = settings.word(key)
+    word = settings.get(key).word
     if word is None or word.text.lower() == "false":
         return start
     if word.text.lower() == "true":
         settings.unread.append(
-            f"{settings.place(key)} true: the last step is looked for when the job starts; give its path"
+            f"{settings.cite(key)} true: the last step is looked for when the job starts; give its path"
         )
         return start
-    path, place = Path(word.text), settings.place(key)
+    path, place = Path(word.text), settings.cite(key)
     expected = f"a directory with {TRACKER}"
     if not (path / TRACKER).is_file():
         actual = "no tracker in it" if path.is_dir() else "no such directory"
-        issue = path_issue(place, path, expected, actual, "choose a checkpoint that is there", about=STEP)
+        issue = path_issue(place, path, expected, actual, "choose a checkpoint that is there", check=STEP)
         return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))
     dist = path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
@@ -194,21 +194,21 @@ def _resumed(settings: Settings, start: Side) -> Side:
     return start
 
 
-def _devices(settings: Settings, worker: str) -> Gpus:
+def _devices(settings: Config, worker: str) -> Gpus:
     """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
     key = f"{worker}.device_mapping"
-    if not settings.resolved(key):
+    if not settings.get(key).known:
         return Gpus()
-    if (word := settings.word(key)) is None:
-        count = sum(1 for _ in settings.config.names(key))
+    if (word := settings.get(key).word) is None:
+        count = sum(1 for _ in settings.names(key))
         if not count:
             settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
         return Gpus(count or None, key)
     try:
         devices = numbers(word.text)
-        return Gpus(len(devices), f"{settings.place(key)} {word.text}")
+        return Gpus(len(devices), f"{settings.cite(key)} {word.text}")
     except (TypeError, ValueError):
-        settings.unread.append(f"{settings.place(key)} {word.text}: only lists and ranges are understood")
+        settings.unread.append(f"{settings.cite(key)} {word.text}: only lists and ranges are understood")
         return Gpus()
 
 
@@ -228,7 +228,7 @@ def _renumbered(launch: Launch) -> Iterator[Issue]:
     yield Issue(expected, f"{word.text} ({word.place})", hint, file=word.file)
 
 
-def _trained(settings: Settings, server: str | None) -> TrainedAdapter | None:
+def _trained(settings: Config, server: str | None) -> TrainedAdapter | None:
     """The adapter. Source: ROLL 8eb27cc `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`."""
     trains, serves = (f"{role}.model_args" for role in ("actor_train", "actor_infer"))
     if not given(settings.listed(f"{trains}.lora_target")):
@@ -238,10 +238,10 @@ def _trained(settings: Settings, server: str | None) -> TrainedAdapter | None:
     if server != "vllm" or not given(settings.listed(f"{serves}.lora_target")):
         engine = f"{server or 'the engine'} is started without it"
     rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
-    return TrainedAdapter(rank, settings.listed(target), engine, settings.place(target))
+    return TrainedAdapter(rank, settings.listed(target), engine, settings.cite(target))
 
 
-def _engine(settings: Settings) -> RolloutEngine:
+def _engine(settings: Config) -> RolloutEngine:
     """The engine; none where nothing is generated."""
     prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
@@ -260,7 +260,7 @@ def _engine(settings: Settings) -> RolloutEngine:
     if tp is None or pp is None:
         return engine
     group = GpuGroup(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
-    return replace(engine, groups=(group,)).cut(tp, pp, None, settings.place(keys[0]), plain=False)
+    return replace(engine, groups=(group,)).cut(tp, pp, None, settings.cite(keys[0]), plain=False)
 
 
 STACK = Stack(
@@ -283,11 +283,11 @@ STACK = Stack(
 def read_supervised(launch: Launch) -> Job:
     """The job of fine-tuning or distillation. Raises CkptkitError for values that are not numbers or truth values."""
     settings = launch.settings
-    if any(True for _ in settings.config.names("sft_train")):
+    if any(True for _ in settings.names("sft_train")):
         workers, keys = {"actor": "sft_train"}, {"actor": "pretrain"}
     else:
         workers = {"actor": "student", "teacher": "teacher"}
-        own = all(settings.word(f"{one}.{_OWN}") for one in workers.values())
+        own = all(settings.has(f"{one}.{_OWN}") for one in workers.values())
         keys = {role: f"{one}.{_OWN}" if own else f"{one}_pretrain" for role, one in workers.items()}
     sides: list[Side] = []
     sizes: dict[str, LaunchArguments] = {}
@@ -304,7 +304,9 @@ def read_supervised(launch: Launch) -> Job:
             sizes[role] = size.arguments(LaunchArguments(), settings, f"{prefix}.strategy_config")
             groups.append(size.group(role, _devices(settings, workers[role])))
     placement = GpuPlacement(tuple(groups))
-    return Job(SUPERVISED, sides=tuple(sides), hf=settings.model(keys["actor"]), sizes=sizes, placement=placement)
+    key = keys["actor"]
+    hf = settings.model(key)
+    return Job(SUPERVISED, sides=tuple(sides), hf=hf, hf_option=key, sizes=sizes, placement=placement)
 
 
 SUPERVISED = replace(

@@ -9,20 +9,15 @@ from pathlib import Path
 from typing import Literal
 
 from verify.issue import Issue
-from verify.launch.arguments import LaunchArguments, Server
+from verify.launch.arguments import LaunchArguments, Server, server_of
+from verify.launch.options.arguments import Arguments
+from verify.launch.options.tables import SIZES
+from verify.launch.settings.config import Config
 from verify.launch.sides import ENGINE, Side
-from verify.launch.stacks.settings import Settings
-from verify.launch.words import Word
+from verify.launch.words import Word, at_places, first_file, places_of
 
-# The settings of Megatron's sizes, which all stacks call alike.
-NAMES = {
-    "tp": "tensor_model_parallel_size",
-    "pp": "pipeline_model_parallel_size",
-    "cp": "context_parallel_size",
-    "ep": "expert_model_parallel_size",
-    "etp": "expert_tensor_parallel_size",
-    "vpp": "virtual_pipeline_model_parallel_size",
-}
+# The settings of a role's sizes.
+NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}
 
 
 @dataclass(frozen=True)
@@ -39,12 +34,12 @@ class Gpus:
     first: int = 0
 
     @staticmethod
-    def read(settings: Settings, nodes: str, each: str) -> Gpus:
+    def read(settings: Config, nodes: str, each: str) -> Gpus:
         """The nodes under one key times the GPUs of each under another, 8 where that is not given."""
         sizes = settings.size(nodes), settings.size(each, 8)
         if sizes[0] is None or sizes[1] is None:
             return Gpus()
-        source = f"{settings.place(nodes)} {sizes[0]} x {settings.place(each)} {sizes[1]}"
+        source = f"{settings.cite(nodes)} {sizes[0]} x {settings.cite(each)} {sizes[1]}"
         return Gpus(sizes[0] * sizes[1], source, sizes[1])
 
     def less(self, count: int, what: str) -> Gpus:
@@ -114,7 +109,7 @@ class Cut:
     """How a role shares a model out otherwise than Megatron does: over `ranks` ranks.
 
     by: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
-    where: the option or setting that says it.
+    asked_by: the option or setting that gives the ranks.
 
     Of an engine alone:
     ep: ranks that experts are spread over.
@@ -130,7 +125,7 @@ class Cut:
     role: str
     by: Literal["sglang", "vllm", "ulysses", "dtensor"]
     ranks: int
-    where: str
+    asked_by: str
     ep: int = 1
     attention: int | None = None
     dense: int | None = None
@@ -142,15 +137,15 @@ class Cut:
     file: Path | None = None
 
     @staticmethod
-    def ulysses(settings: Settings, role: str, *keys: str) -> Iterator[Cut]:
+    def ulysses(settings: Config, role: str, *keys: str) -> Iterator[Cut]:
         """The ranks that share a sequence by the first of these keys that has a value; nothing for a single one."""
         key = settings.first(*keys)
         if (ranks := settings.size(key)) and ranks > 1:
-            yield Cut(role, "ulysses", ranks, settings.place(key))
+            yield Cut(role, "ulysses", ranks, settings.cite(key))
 
     def group(self, gpus: Gpus, name: str) -> GpuGroup:
         """The GPUs that these ranks, which the stack calls so, must divide."""
-        return GpuGroup(self.role, gpus, ((name, (self.ranks,)),), self.where)
+        return GpuGroup(self.role, gpus, ((name, (self.ranks,)),), self.asked_by)
 
 
 @dataclass(frozen=True)
@@ -181,12 +176,12 @@ class Sizes:
     file: Path | None = None
 
     @staticmethod
-    def read(settings: Settings, *prefixes: str) -> Sizes:
+    def read(settings: Config, *prefixes: str) -> Sizes:
         """Those that `settings` have under the first of these prefixes that has one."""
         keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in NAMES.items()}
         tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
-        if not settings.resolved(keys["etp"]):
+        if not settings.get(keys["etp"]).known:
             tp = None
         return Sizes(tp, pp, cp, ep, etp, vpp, places(settings, list(keys.values())))
 
@@ -201,7 +196,7 @@ class Sizes:
             products.append(("ep x etp x pp", (self.ep, etp, self.pp)))
         return GpuGroup(role, gpus, tuple(products), self.source, self.file)
 
-    def arguments(self, engine: LaunchArguments, settings: Settings, prefix: str) -> LaunchArguments:
+    def arguments(self, engine: LaunchArguments, settings: Config, prefix: str) -> LaunchArguments:
         """Those of a trainer beside this rollout engine, and how `settings` under this prefix cut its pipeline."""
         sizes = replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp or self.tp or 1, vpp=self.vpp)
         return replace(
@@ -224,16 +219,16 @@ class RolloutEngine:
     cuts: tuple[Cut, ...] = ()
 
     def cut(
-        self, tp: int, pp: int, ep: int | None, where: str, *, plain: bool = True, fp8: bool = False
+        self, tp: int, pp: int, ep: int | None, asked_by: str, *, plain: bool = True, fp8: bool = False
     ) -> RolloutEngine:
-        """With sizes that are known, `tp` by `where`.
+        """With sizes that are known, `tp` by the setting `asked_by`.
 
         plain: no more than these sizes cut experts. fp8: it packs what it is sent in FP8.
         """
         sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
         if (server := server_named(self.sizes.server)) is None or tp < 2:
             return replace(self, sizes=sizes)
-        cut = Cut(ENGINE, server, tp, where, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
+        cut = Cut(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
         return replace(self, sizes=sizes, cuts=(cut,))
 
 
@@ -242,6 +237,195 @@ def server_named(name: str | None) -> Server | None:
     return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
 
 
-def places(settings: Settings, keys: Sequence[str]) -> str:
+def places(settings: Config, keys: Sequence[str]) -> str:
     """Where these keys are written, those alone that are."""
-    return ", ".join(settings.place(key) for key in keys if settings.word(key) is not None)
+    return ", ".join(settings.cite(key) for key in keys if settings.has(key))
+
+
+# The GPUs of a launch by options, of slime, miles, vime, Relax or Megatron-LM.
+_JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
+_RANKS = tuple(SIZES.values())
+_VLLM_PP = "vllm_pipeline_parallel_size"
+_ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", _VLLM_PP, "sglang_ep_size", "sglang_dp_size")
+# Without --rollout-num-gpus, engines are counted by one of these, or there are none.
+_NO_NUMBER = (
+    *("colocate", "debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs"),
+    "custom_config_path",
+)
+_NUMBER = "give the number of GPUs of the engines, or --colocate: without a number the trainer stops at the start"
+
+
+def option_placement(
+    given: Arguments, words: Sequence[Word], ranks: Word | None = None, is_miles: bool = False
+) -> GpuPlacement | None:
+    """The GPUs of trainer and engines of a launch by options, or None if it counts none.
+
+    `ranks`: the processes that torchrun or its like starts, where the launch counts no nodes itself.
+
+    Source: Megatron-LM `validate_args`; SGLang `ServerArgs`; slime 624b824 and miles 31f1ca9: `ray/placement_group.py`
+    (_get_placement_group_layout), `utils/arguments.py`, `backends/sglang_utils/sglang_config.py`, `ray/rollout`
+    (_make_group, _resolve_sglang_config). Actor and critic share GPUs. Engines follow the trainer's GPUs, or share
+    them with --colocate.
+    """
+    ranks = ranks if set(_JOB).isdisjoint(given.given) else None
+    if {*_JOB, *_ENGINE}.isdisjoint(given.known) and ranks is None:
+        return None
+    sizes = _OptionSizes(given, words, ranks, is_miles)
+    is_counted = ranks is not None or not set(_JOB).isdisjoint(given.known)
+    groups = (*([sizes.trainer()] if is_counted else []), *sizes.engines())
+    number = sizes.number() if is_counted else ()
+    issues = (*sizes.vocabulary(), *number, *sizes.engine_sizes(), *sizes.shared_nodes())
+    cut = sizes.cut()
+    return GpuPlacement(groups, issues, (cut,) if cut else ())
+
+
+class _OptionSizes:
+    """The sizes of a launch; None for one that is given and not known."""
+
+    def __init__(self, given: Arguments, words: Sequence[Word], ranks: Word | None, is_miles: bool) -> None:
+        self.given, self.ranks, self.is_miles = given, ranks, is_miles
+        of = self._size
+        self.actor_nodes, self.each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
+        self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
+        self.world = int(ranks.text) if ranks else self.world
+        self.node = of("num_gpus_per_node", 8)
+        self.tp, self.pp, self.cp, self.ep = (of(SIZES[name], 1) for name in ("tp", "pp", "cp", "ep"))
+        self.etp = of(SIZES["etp"], self.tp)
+        self.engine = of("rollout_num_gpus_per_engine", 1)
+        self.server = server_of(words)
+        self.engine_pp = of(_VLLM_PP if self.server == "vllm" else "sglang_pp_size", 1)
+        self.engine_ep, self.engine_dp = of("sglang_ep_size", 1), of("sglang_dp_size", 1)
+        self.vllm_dp = of("vllm_data_parallel_size", 1)
+        self.dp_attention = bool(given.value("sglang_enable_dp_attention"))
+        # Every backend but none makes SGLang spread experts over all ranks of an engine.
+        if given.has("sglang_moe_a2a_backend") and given.value("sglang_moe_a2a_backend") != "none":
+            self.engine_ep = self.tp_of_engine
+        self.plain_experts = not given.has("sglang_moe_dp_size") or given.value("sglang_moe_dp_size") == 1
+        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.given else self.tp_of_engine
+        self.shares_nodes = bool(given.value("colocate"))
+        self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
+        self.file = words[0].file if words else None
+        self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
+
+    def _size(self, name: str, default: int | None) -> int | None:
+        value: int | None = self.given.value(name, default)
+        return value if value is None or value > 0 else None
+
+    def issue(self, expected: str, actual: str, hint: str, names: Sequence[str] = ()) -> Issue:
+        """An issue at the places of these arguments."""
+        words = self.given.words(names)
+        return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.file)
+
+    def trainer(self) -> GpuGroup:
+        """The trainer's GPUs."""
+        words = self.given.words((*_JOB, *_RANKS))
+        source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
+        places, file = places_of(words), first_file(words) or self.file
+        ep = self.ep if self.etp else None  # an etp that is not known is not that of tp
+        sizes = Sizes(self.tp, self.pp, self.cp, ep, self.etp, source=places, file=file)
+        return sizes.group("actor", Gpus(self.world, source))
+
+    def vocabulary(self) -> Iterator[Issue]:
+        """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""
+        rows = self.given.value("padded_vocab_size")
+        if rows and self.tp and rows % self.tp:
+            expected = f"padded_vocab_size that divides by TP = {self.tp}"
+            hint = "leave --padded-vocab-size out, so that Megatron pads by --make-vocab-size-divisible-by x TP"
+            yield self.issue(
+                expected, f"padded_vocab_size = {rows}, at {self.given.get('padded_vocab_size').where}", hint
+            )
+
+    def number(self) -> Iterator[Issue]:
+        """Engines with GPUs of their own whose number is missing: slime and miles add None to the trainer's GPUs.
+
+        With 0 slime starts a router only, and miles waits for engines that it never starts.
+        """
+        name = "rollout_num_gpus"
+        is_missing = self.given.lacks(name) or (self.is_miles and self.given.value(name) == 0)
+        if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
+            expected = f"--{name.replace('_', '-')} above 0 without --colocate"
+            yield self.given.issue((name, *_JOB), expected, _NUMBER)
+
+    def engines(self) -> Iterator[GpuGroup]:
+        """The rollout's GPUs on nodes of `num_gpus_per_node`, by which slime and miles compute where an engine is.
+
+        vime takes the trainer's number instead where they share GPUs.
+        """
+        given, total, name = self.given, self._rollout(), _ENGINE[0]
+        first = 0 if self.shares_nodes or given.value("debug_rollout_only") else self.world
+        is_placed = not (given.anything or self.ranks or first is None or any(True for _ in self.shared_nodes()))
+        words = given.words(("rollout_num_gpus", "num_gpus_per_node", *_JOB, *_ENGINE))
+        gpus = Gpus(total, "those of the rollout", self.node, first or 0)
+        group = GpuGroup(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
+        prefill = given.value("prefill_num_servers", 0)
+        is_known = total and self.engine and {"vllm_config", "sglang_config"}.isdisjoint(given.given)
+        if is_known and self.engine and prefill is not None:
+            left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
+            yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
+
+    def engine_sizes(self) -> Iterator[Issue]:
+        """Sizes of an engine that must divide one another."""
+        names = ("rollout_num_gpus", *_JOB, *_ENGINE)
+        if self.engine and self.engine_pp and self.engine % self.engine_pp:
+            name = "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
+            expected = f"rollout_num_gpus_per_engine that divides by {name} = {self.engine_pp}"
+            actual = f"rollout_num_gpus_per_engine = {self.engine}"
+            yield self.issue(expected, actual, "the trainer stops: change one of them", names)
+            return
+        if (self.engine_dp or 0) > 1 and not self.dp_attention and not self.given.anything:
+            expected = f"--sglang-enable-dp-attention, since sglang_dp_size = {self.engine_dp}"
+            yield self.issue(expected, "the launch does not give it", "slime stops without it", names)
+        tp = self.tp_of_engine
+        for size, short in ((self.engine_ep, "ep"), (self.engine_dp if self.dp_attention else None, "dp")):
+            if tp and size and tp % size:
+                expected = f"tensor parallel ranks of an engine that divide by sglang_{short}_size = {size}"
+                hint = f"give an --sglang-{short}-size that divides the engine's GPUs"
+                yield self.issue(expected, f"{tp} ranks", hint, names)
+
+    def shared_nodes(self) -> Iterator[Issue]:
+        """Engines on the trainer's nodes, whose size the launch gives twice."""
+        names, node, each = ("num_gpus_per_node", "colocate", *_JOB), self.node, self.each
+        is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.given)
+        shared = self.shares_nodes and self.server != "vllm" and self.engine and is_read
+        if shared and (self.actor_nodes or 0) > 1 and node and each and node != each:
+            default = "" if "num_gpus_per_node" in self.given.given else ", by default"
+            expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
+            hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
+            yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
+
+    def _rollout(self) -> int | None:
+        """The GPUs of local engines, or None if there are none, or how many is not known."""
+        elsewhere = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
+        if not all(map(self.given.lacks, elsewhere)):
+            return None
+        given = self.given.value("rollout_num_gpus", 0)
+        if self.shares_nodes and (given == 0 or self.is_miles):
+            return self.world
+        return given or None
+
+    @property
+    def tp_of_engine(self) -> int | None:
+        """The tensor parallel size of an engine; None where it is not known, as with vLLM's data parallel ranks."""
+        if self.vllm_dp != 1:
+            return None
+        return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
+
+    def cut(self) -> Cut | None:
+        """How an engine shares a model out over its ranks; None where that is not known, or they do not divide."""
+        tp, ep = self.tp_of_engine, self.engine_ep
+        if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
+            return None
+        return Cut(
+            ENGINE,
+            self.server or "sglang",
+            tp,
+            "--rollout-num-gpus-per-engine",
+            ep,
+            attention=tp // (self.engine_dp or 1) if self.dp_attention else tp,
+            dense=self.dense_tp,
+            plain_experts=self.plain_experts,
+            redundant=self.redundant,
+            ep_option="--sglang-ep-size",
+            words=self.given.words(_ENGINE),
+            file=self.file,
+        )

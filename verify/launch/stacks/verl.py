@@ -22,10 +22,10 @@ from verify.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.speculative import Speculation, of_settings
-from verify.launch.settings.config import Tree
-from verify.launch.sides import ENGINE, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import LOAD, REF, STEP, given, hf_side, teacher_sides, torch_dist_side
-from verify.launch.stacks.settings import Settings
+from verify.launch.settings.config import Config
+from verify.launch.settings.tree import Tree
+from verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
+from verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
 from verify.launch.stacks.sizes import (
     NAMES,
     Cut,
@@ -101,7 +101,8 @@ def read(launch: Launch) -> Job:
     return Job(
         STACK,
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),
-        hf=settings.model(_MODEL) if settings.resolved(_MODEL) else None,
+        hf=settings.model(_MODEL) if settings.get(_MODEL).known else None,
+        hf_option=_MODEL,
         models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         sizes=sizes,
         sharing=() if resumed.path else tuple(sharing),
@@ -112,7 +113,7 @@ def read(launch: Launch) -> Job:
     )
 
 
-def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[Issue, ...] | None:
+def _combinations(launch: Launch, settings: Config, megatron: bool) -> tuple[Issue, ...] | None:
     """Settings of main_ppo that do not go together; None for another program, which may read them otherwise.
 
     Source: verl 1dda039 `workers/rollout/`, where TensorRT-LLM has no adapter; `trainer/ppo/ray_trainer.py`
@@ -125,21 +126,21 @@ def _combinations(launch: Launch, settings: Settings, megatron: bool) -> tuple[I
     return (*_adapter(settings), *(() if megatron else _tracker(settings)))
 
 
-def _adapter(settings: Settings) -> Iterator[Issue]:
+def _adapter(settings: Config) -> Iterator[Issue]:
     key, merge = f"{_AR}.rollout.name", f"{_AR}.model.lora.merge"
     rank = next((one for one in _RANKS if settings.text(one) not in ("", "0")), None)
     if rank and settings.text(key) == "trtllm" and settings.is_off(merge):
         expected = f"{key} = vllm or sglang, or {merge} = True, with {rank}"
         hint = f"verl gives no adapter to {settings.text(key)}, which generates with the base model"
-        yield settings.issue((rank, key), expected, hint, "error")
+        yield settings.issue((rank, key), expected, hint)
     switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
     trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
-    if settings.is_on(switch) and all(settings.resolved(one) for one in trains) and not _lora(settings):
+    if settings.is_on(switch) and all(settings.get(one).known for one in trains) and not _lora(settings):
         hint = "verl sends whole weights to an engine whose layers wait for an adapter: leave it out"
-        yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint, "error")
+        yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint)
 
 
-def _trained(settings: Settings) -> TrainedAdapter | None:
+def _trained(settings: Config) -> TrainedAdapter | None:
     """The adapter. Source: verl 1dda039 `vllm_async_server.py`, `async_sglang_server.py` (lora_served_as_adapter)."""
     path, merge = f"{_AR}.model.lora_adapter_path", f"{_AR}.model.lora.merge"
     if not _lora(settings):
@@ -150,17 +151,17 @@ def _trained(settings: Settings) -> TrainedAdapter | None:
     engine = "verl merges it into the weights that it sends" if settings.is_on(merge) else engine
     targets = settings.first(f"{_AR}.model.lora.target_modules.0", f"{_AR}.model.target_modules").removesuffix(".0")
     text = settings.text(rank) if rank else ""
-    return TrainedAdapter(text, settings.listed(targets, "all-linear"), engine, settings.place(rank or path))
+    return TrainedAdapter(text, settings.listed(targets, "all-linear"), engine, settings.cite(rank or path))
 
 
-def _tracker(settings: Settings) -> Iterator[Issue]:
+def _tracker(settings: Config) -> Iterator[Issue]:
     key, mode = f"{_AR}.actor.checkpoint.async_save", "trainer.resume_mode"
-    if settings.is_on(key) and settings.resolved(mode) and settings.text(mode, "auto") == "auto":
+    if settings.is_on(key) and settings.get(mode).known and settings.text(mode, "auto") == "auto":
         hint = "leave it out: FSDP saves at once, nothing writes the tracker, and the next run starts from step 0"
-        yield settings.issue((key,), f"{key}=False without Megatron", hint)
+        yield settings.issue((key,), f"{key}=False without Megatron", hint, "warning")
 
 
-def _speculation(settings: Settings) -> Speculation | None:
+def _speculation(settings: Config) -> Speculation | None:
     """How the engine drafts: with the model's own layers by `model.mtp`, or as its own settings say.
 
     Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
@@ -170,11 +171,11 @@ def _speculation(settings: Settings) -> Speculation | None:
     if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
         sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
         method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
-        return Speculation(name, method, settings.place(f"{mtp}.enable_rollout"))
+        return Speculation(name, method, settings.cite(f"{mtp}.enable_rollout"))
     return of_settings(settings, f"{rollout}.engine_kwargs.vllm", name)
 
 
-def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
+def _sequences(settings: Config, roles: Sequence[str]) -> Iterator[Cut]:
     """The ranks that share a sequence in a trainer without Megatron. The reference takes the actor's size."""
     actor = (f"{_AR}.actor.ulysses_sequence_parallel_size", f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size")
     own = {
@@ -186,72 +187,72 @@ def _sequences(settings: Settings, roles: Sequence[str]) -> Iterator[Cut]:
         yield from Cut.ulysses(settings, role, *own[role])
 
 
-def _is_megatron(settings: Settings) -> bool:
+def _is_megatron(settings: Config) -> bool:
     """Whether Megatron trains: by the strategy, else by the file of settings, or a setting of Megatron."""
     strategy = settings.text(f"{_AR}.actor.strategy") or settings.text("model_engine")
     if strategy:
         return strategy == "megatron"
     named = any("megatron" in name for name in (*settings.files, *(word.text for word in settings.groups)))
-    return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.config.names())
+    return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.names())
 
 
-def _lora(settings: Settings) -> bool:
+def _lora(settings: Config) -> bool:
     """Whether an adapter is trained; the reference is then the actor without it."""
     return any(settings.above_zero(key) for key in _RANKS) or given(settings.text(f"{_AR}.model.lora_adapter_path"))
 
 
-def _reference(settings: Settings) -> bool:
+def _reference(settings: Config) -> bool:
     asked = (f"{_AR}.actor.use_kl_loss", "algorithm.use_kl_in_reward")
     return any(settings.switch(key) for key in asked) and not _lora(settings)
 
 
-def _critic(settings: Settings) -> bool:
+def _critic(settings: Config) -> bool:
     """Whether there is one: by `critic.enable`, or for `gae`, which is the default, where a launch says so."""
-    if settings.word("critic.enable") is not None:
+    if settings.has("critic.enable"):
         return settings.switch("critic.enable")
     estimator = settings.text("algorithm.adv_estimator")
-    return estimator == "gae" or (not estimator and settings.word(_CRITIC_MODEL) is not None)
+    return estimator == "gae" or (not estimator and settings.has(_CRITIC_MODEL))
 
 
-def _notes(settings: Settings, roles: Sequence[str]) -> None:
-    if "reference" not in roles and settings.word(f"{_AR}.ref.megatron.dist_checkpointing_path"):
+def _notes(settings: Config, roles: Sequence[str]) -> None:
+    if "reference" not in roles and settings.has(f"{_AR}.ref.megatron.dist_checkpointing_path"):
         why = "neither use_kl_loss nor use_kl_in_reward asks for one"
         why = "the reference is the actor without its adapter" if _lora(settings) else why
         settings.notes.append(f"no reference is loaded: {why}")
     if not settings.text("algorithm.adv_estimator") and "critic" not in roles:
         settings.notes.append(f"algorithm.adv_estimator is not given; verl's default, gae, also loads {_CRITIC_MODEL}")
     key = f"{_AR}.actor.megatron.use_mbridge"
-    if settings.word(key) and not settings.switch(key):
+    if settings.has(key) and not settings.switch(key):
         why = "verl stops at that since it loads through a bridge only"
-        settings.notes.append(f"{settings.place(key)} is false: {why}")
+        settings.notes.append(f"{settings.cite(key)} is false: {why}")
 
 
-def _initial(settings: Settings, role: str, megatron: bool) -> Side | None:
+def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
     """What a role loads before anything is resumed."""
-    model, prefix, about = _ROLES[role]
+    model, prefix, check = _ROLES[role]
     if not megatron:
         return hf_side(role, settings, model, f"{model}, without Megatron")
     switch, key = f"{prefix}.use_dist_checkpointing", f"{prefix}.dist_checkpointing_path"
-    word = settings.word(key)
-    if not (settings.resolved(switch) and settings.resolved(key)):
+    word = settings.get(key).word
+    if not (settings.get(switch).known and settings.get(key).known):
         return None
     if settings.switch(switch):
         if word is None:
             expected, actual, hint = f"{key} with it", "no such setting", f"give {key}"
-            issue = path_issue(settings.place(switch), Path(), expected, actual, hint, about=about)
+            issue = path_issue(settings.cite(switch), Path(), expected, actual, hint, check=check)
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
         why = f"verl loads the directory of {key} itself"
-        return torch_dist_side(role, settings.place(key), Path(word.text), why, about)
+        return torch_dist_side(role, settings.cite(key), Path(word.text), why, check)
     side = hf_side(role, settings, model, f"{model}, through a bridge")
     if word is None or side is None:
         return side
     actual = f"it is ignored, and {model} is loaded, since use_dist_checkpointing is not set"
     hint = f"set {switch}=True, or leave the path out"
-    issue = path_issue(settings.place(key), Path(word.text), f"{switch}=True with it", actual, hint, "warning", about)
+    issue = path_issue(settings.cite(key), Path(word.text), f"{switch}=True with it", actual, hint, "warning", check)
     return replace(side, issues=(*side.issues, issue))
 
 
-def _after(settings: Settings, resumed: Resumed, role: str, side: Side, megatron: bool) -> Side:
+def _after(settings: Config, resumed: Resumed, role: str, side: Side, megatron: bool) -> Side:
     """A side after the run was resumed: actor and critic load their part of the step over what they began with."""
     if role == "reference":
         return side
@@ -273,11 +274,11 @@ def _after(settings: Settings, resumed: Resumed, role: str, side: Side, megatron
         return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{old}", side.issues)
     actual = "no such directory" if not path.exists() else "no checkpoint in it"
     expected, hint = f"the {role}'s weights of this step", f"choose another step, or change {key}"
-    issue = path_issue("trainer.resume_mode", path, expected, actual, hint, about=STEP)
+    issue = path_issue("trainer.resume_mode", path, expected, actual, hint, check=STEP)
     return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
 
 
-def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
+def _unlike(settings: Config, roles: Sequence[str]) -> Iterator[Issue]:
     """Sizes of the reference or the critic that differ from the actor's.
 
     Megatron's groups are made once in a process, by whichever role is built first; what another role says is lost.
@@ -286,22 +287,22 @@ def _unlike(settings: Settings, roles: Sequence[str]) -> Iterator[Issue]:
         for name in NAMES.values():
             here, there = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
             default = None if name in (NAMES["etp"], NAMES["vpp"]) else 1
-            if settings.word(here) is None and role == "reference":
+            if not settings.has(here) and role == "reference":
                 continue
             other, actors = settings.size(here, default), settings.size(there, default)
-            if settings.resolved(here) and settings.resolved(there) and other != actors:
-                expected, actual = f"{settings.place(there)} = {actors}", f"{settings.place(here)} = {other}"
+            if settings.get(here).known and settings.get(there).known and other != actors:
+                expected, actual = f"{settings.cite(there)} = {actors}", f"{settings.cite(here)} = {other}"
                 hint = "give both the same size: roles in one process share the groups of the first"
                 yield Issue(expected, actual, hint, severity="warning")
 
 
-def _rollout(settings: Settings, gpus: Gpus) -> RolloutEngine:
+def _rollout(settings: Config, gpus: Gpus) -> RolloutEngine:
     """The engine. Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
 
     fully_async_policy and one_step_off_policy give it GPUs of its own.
     """
     own = "rollout.nnodes", "rollout.n_gpus_per_node"
-    if any(settings.word(key) is not None or not settings.resolved(key) for key in own):
+    if any(settings.has(key) or not settings.get(key).known for key in own):
         gpus = Gpus.read(settings, *own)
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name")
@@ -317,7 +318,7 @@ def _rollout(settings: Settings, gpus: Gpus) -> RolloutEngine:
     ep, fp8 = settings.size(spread, None), settings.text(f"{prefix}.quantization") == "fp8"
     group = GpuGroup(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
     engine = replace(engine, groups=(replace(group, is_inside=name == "vllm" and dp > 1),))
-    return engine.cut(tp, pp, ep, settings.place(keys[0]), plain=dp == 1 and settings.resolved(spread), fp8=fp8)
+    return engine.cut(tp, pp, ep, settings.cite(keys[0]), plain=dp == 1 and settings.get(spread).known, fp8=fp8)
 
 
 STACK = Stack("verl", read, fits=lambda tree: _AR in tree, models=frozenset({_MODEL}), own=OWN, groups=GROUPS)
@@ -333,7 +334,7 @@ class Resumed:
     stops: bool = False
 
 
-def resumed_step(settings: Settings) -> Resumed:
+def resumed_step(settings: Config) -> Resumed:
     """What a run resumes, by its settings and the files that are there."""
     mode = settings.text("trainer.resume_mode", "auto")
     if mode == "resume_path":
@@ -342,40 +343,40 @@ def resumed_step(settings: Settings) -> Resumed:
         return Resumed(None, f"trainer.resume_mode is {mode}")
     key = "trainer.default_local_dir"
     project, experiment = "trainer.project_name", "trainer.experiment_name"
-    own = settings.is_new(key) or not settings.resolved(key) or settings.word(key) is not None
+    own = settings.is_new(key) or not settings.get(key).known or settings.has(key)
     if new := next((one for one in ([key] if own else [project, experiment]) if settings.is_new(one)), None):
         return Resumed(None, f"{new} has the time of the start in it, so its directory is new")
-    if not settings.resolved(key):
+    if not settings.get(key).known:
         return Resumed(None, f"{key} is not known")
     names = ("", "") if own else (settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k"))
     root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
-    place = settings.place(key)
+    place = settings.cite(key)
     steps = _steps(root)
     if not (root / TRACKER).is_file():
         if not steps:
             return Resumed(None, f"resume_mode auto finds no tracker in {root}")
         actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
         hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
-        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, about=LOAD)
+        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, check=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
     named = tracker_text(root)
     if not (named.isdecimal() and len(named) < 10):
         hint = "write the number of a step that is there"
-        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, about=LOAD)
+        issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, check=LOAD)
         return Resumed(None, f"{root / TRACKER} says {named!r}, at which verl stops", (issue,), stops=True)
     path = root / f"global_step_{int(named)}"
     if path.exists():
         return Resumed(path, f"the tracker of {key} says {named}")
     actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning silently"
     hint = "write the number of a step that is there into the tracker"
-    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, about=STEP)
+    issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, check=STEP)
     return Resumed(None, f"the tracker says {named}, but {path.name} is not there", (issue,))
 
 
-def _resumed_path(settings: Settings) -> Resumed:
+def _resumed_path(settings: Config) -> Resumed:
     key = "trainer.resume_from_path"
-    word = settings.word(key)
-    if not settings.resolved(key):
+    word = settings.get(key).word
+    if not settings.get(key).known:
         return Resumed(None, f"{key} is not known")
     path = Path(word.text) if word else Path()
     number = path.name.rpartition("global_step_")[2]
@@ -384,7 +385,7 @@ def _resumed_path(settings: Settings) -> Resumed:
     there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
     actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
     expected, hint = "a directory global_step_N that is there", "choose a step that is there"
-    issue = path_issue(settings.place(key), path, expected, actual, hint, about=STEP)
+    issue = path_issue(settings.cite(key), path, expected, actual, hint, check=STEP)
     return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
 
 
@@ -409,13 +410,13 @@ def read_sft(launch: Launch) -> Job:
     is_chosen = any(word.text.startswith("engine") and "megatron" in word.text for word in settings.groups)
     megatron = is_chosen or settings.text("engine.strategy") == "megatron"
     key = "engine.dist_checkpointing_path"
-    word = settings.word(key)
+    word = settings.get(key).word
     if megatron and settings.switch("engine.use_dist_checkpointing") and word:
-        side: Side | None = torch_dist_side("actor", settings.place(key), Path(word.text), key, LOAD)
+        side: Side | None = torch_dist_side("actor", settings.cite(key), Path(word.text), key, LOAD)
     else:
         side = hf_side("actor", settings, _TUNED, f"{_TUNED}, through a bridge" if megatron else _TUNED)
     if settings.text("trainer.resume_mode", "auto") != "disable":
-        word = settings.word("trainer.resume_from_path") or settings.word("trainer.default_local_dir")
+        word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
             settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
     settings.not_looked_at(_TUNED_ELSEWHERE)
@@ -428,6 +429,7 @@ def read_sft(launch: Launch) -> Job:
         SFT,
         sides=(side,) if side else (),
         hf=settings.model(_TUNED),
+        hf_option=_TUNED,
         sizes={"actor": sizes.arguments(LaunchArguments(), settings, "engine")} if sizes else {},
         placement=GpuPlacement(tuple(groups), cuts=cuts),
     )

@@ -11,12 +11,12 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
 from verify.launch.job import Job, Launch
 from verify.launch.options.argv import last, options_of
-from verify.launch.settings.config import Config, flat_settings
+from verify.launch.settings.config import Config
 from verify.launch.settings.files import Composed, compose
 from verify.launch.settings.overrides import applied, is_override
-from verify.launch.stacks import nemo_rl, roll, verl
-from verify.launch.stacks.settings import Settings
-from verify.launch.stacks.slime import job as slime
+from verify.launch.settings.tree import flat_settings
+from verify.launch.stacks import nemo_rl, roll, slime, verl
+from verify.launch.stacks.others import set_up_by
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # How Hydra, NeMo-RL and ROLL are told their file of settings.
@@ -55,6 +55,8 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
     tree, groups = applied(composed.tree, words, lambda name: _is_group(name, named))
     own = [one for one in STACKS if named.path is None and one.is_own(named.name)]
     stack = next(iter([*(one for one in STACKS if one.fits(tree)), *own]), None)
+    if stack is None and (other := set_up_by(tree)):
+        raise other.refusal(named.path or "the command")
     if stack is None and config is not None:
         hint = "give the file of settings of a verl, NeMo-RL or ROLL job, or a bash script"
         raise CkptkitError(f"{config} has the settings of none of them: {', '.join(list(tree)[:5])}", hint)
@@ -66,12 +68,12 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
     unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in others]
     files = (named.name, named.path.stem if named.path else "", *(word.text for word in composed.absent))
     model = _stand_in(launch)
-    settings = Settings(Config(tree, launch.environment), model, stack.models, files, groups, unread)
+    settings = Config(tree, launch.environment, model, stack.models, files, groups, unread)
     whole = not unread and not any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     return _confirmed(_finished(stack.read(replace(launch, settings=settings)), launch.text, settings, whole), launch)
 
 
-def _finished(job: Job, text: LaunchText, settings: Settings, whole: bool) -> Job:
+def _finished(job: Job, text: LaunchText, settings: Config, whole: bool) -> Job:
     """A job with what its settings say as such. Where not all of them are known, what is absent breaks no rule."""
     hf = job.hf if job.hf and (job.hf / "config.json").exists() else None
     return replace(
@@ -80,7 +82,7 @@ def _finished(job: Job, text: LaunchText, settings: Settings, whole: bool) -> Jo
         root=hf or Path(),
         hf=hf,
         models={**job.models, **{side.role: side.path for side in job.sides if side.role.startswith("teacher")}},
-        written=dict(flat_settings(settings.config.tree, lists=False)),
+        written=dict(flat_settings(settings.tree, lists=False)),
         unread=(*settings.unread, *_unresolved_besides(text)),
         notes=tuple(settings.notes),
         combinations=() if job.combinations and not whole else job.combinations,
@@ -112,7 +114,7 @@ def _confirmed(job: Job, launch: Launch) -> Job:
     for name, size in given.sizes.items():
         own = getattr(job.actor, name)
         if size != 1 and own is not None and size != own:
-            raise CkptkitError(f"--{name} {size}, but it is {own} {job.stack.where}", f"leave --{name} out")
+            raise CkptkitError(f"--{name} {size}, but it is {own} {job.stack.source}", f"leave --{name} out")
     return job
 
 

@@ -160,3 +160,24 @@ def test_weights_without_a_tokenizer_beside_them_are_not_compared(sides: tuple[P
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (sides[1] / file).unlink()
     assert found(sides) == []
+
+
+# Words of a launch of each stack; its option or setting that gives the model; and who loads the tokenizer.
+LAUNCHES = {
+    "slime": (["--ref-load", "x"], "--hf-checkpoint", "engine and trainer load"),
+    "verl": (["trainer.resume_mode=disable"], "actor_rollout_ref.model.path", "engine and trainer load"),
+    "verl, supervised": (["data.train_files=x", "trainer.resume_mode=disable"], "model.path", "the trainer loads"),
+    "NeMo-RL": (["policy.generation.backend=vllm"], "policy.model_name", "engine and trainer load"),
+    "ROLL": (["actor_infer.strategy_args.strategy_name=vllm"], "pretrain", "engine and trainer load"),
+}
+
+
+@pytest.mark.parametrize("stack", LAUNCHES)
+def test_finding_names_the_stacks_own_setting_of_the_model(stack: str, sides: tuple[Path, Path]) -> None:
+    words, option, readers = LAUNCHES[stack]
+    (sides[0] / "tokenizer.json").unlink()
+    given = [option, str(sides[0])] if option.startswith("--") else [f"{option}={sides[0]}"]
+    report = preflight(arguments=[*words, *given])
+    (finding,) = [one for one in report.findings if one.code == "CK716"]
+    assert finding.expected == f"files of a tokenizer, which {readers} from {option}"
+    assert option == "--hf-checkpoint" or "--hf-checkpoint" not in str(report.findings)

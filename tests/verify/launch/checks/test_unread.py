@@ -10,7 +10,7 @@ from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from verify.launch.preflight import preflight
-from verify.launch.stacks.slime.sides import overrides, unread
+from verify.launch.stacks.slime import overrides, unread
 
 # As slime's scripts launch it, with the environment that ray gets.
 SLIME = shlex.split(

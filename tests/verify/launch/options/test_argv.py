@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from verify.launch.options.arguments import parse_arguments
 from verify.launch.options.argv import last, options_of
-from verify.launch.options.given import given_arguments
 from verify.launch.words import UnresolvedWord, Word
 
 MISSING = "expected one argument"
@@ -42,15 +42,15 @@ def by_argparse(words: list[str]) -> dict[str, Any] | None:
 
 def by_us(words: list[str]) -> dict[str, Any] | None:
     """The same of our options and arguments."""
-    options, given = options_of([Word(word) for word in words]), given_arguments([Word(word) for word in words])
+    options, given = options_of([Word(word) for word in words]), parse_arguments([Word(word) for word in words])
     if given.refused or any(one.value is None for one in options if one.name in ("--load", "--num-layers")):
         return None
     load, layers = last(options, "--load"), last(options, "--num-layers")
-    assert (layers is None) == (given.get("num_layers", None) is None)
+    assert (layers is None) == (given.value("num_layers") is None)
     return {
         "load": load.value.text if load and load.value else None,
-        "num_layers": given.get("num_layers", None),
-        "swiglu": given.get("swiglu", False),
+        "num_layers": given.value("num_layers"),
+        "swiglu": given.value("swiglu", False),
     }
 
 
