@@ -6,6 +6,7 @@ import ast
 import graphlib
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -74,3 +75,57 @@ def test_no_public_name_in_verify_means_two_things() -> None:
                 homes[one.name].append(file.relative_to(ROOT))
     assert {name: files for name, files in homes.items() if len(files) > 1 and name not in INTERFACES} == {}
     assert all(len(homes[name]) > 1 for name in INTERFACES)
+
+
+# Four words that messages of ours share with what is none: other programs' words, names of facts, steps and cases.
+NOT_OURS = {
+    *("object has no attribute", "most recent call last", "at least one of"),
+    *("what would be loaded", "updating by tensor again", "updating by tensor over", "updating from disk again"),
+    *(
+        "updating from disk over",
+        "by tensor over poison",
+        "from disk over poison",
+        "one key a layer",
+        "of q k and",
+        "q k and v",
+        "the names of the",
+        "names of the release",
+        "does not load the",
+    ),
+}
+OF_WORDING = ("core", "reports", "triage")  # folders of tests/verify/ that test the wording itself
+
+
+def phrases(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of all runs of four plain words in a file's strings, outside of backticks. Docstrings do not count,
+    nor do keys of dicts, subscripts, names of cases and reasons of skips."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    skipped = {key for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    skipped |= {node.value for node in nodes if isinstance(node, ast.Expr)}
+    skipped |= {node.slice for node in nodes if isinstance(node, ast.Subscript)}
+    named = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg in ("id", "ids", "reason")]
+    skipped |= {one for node in named for one in ast.walk(node)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            words = [word.strip(".,;:()?!\"'") for word in re.sub(r"`[^`]*`", "`", node.value).split()]
+            for four in zip(words, words[1:], words[2:], words[3:], strict=False):
+                if all(re.fullmatch(r"[a-z]+(?:'[a-z]+)?", word) for word in four):
+                    yield node.lineno, " ".join(four)
+
+
+def test_no_test_repeats_the_wording_of_a_finding() -> None:
+    """Rewording a finding changes the file of its check, and pages that are made of it.
+
+    Of a finding a test asserts code, severity, tensors, count, file and rank, and of its texts the data: numbers,
+    shapes, dtypes, names, options, versions, commands; by `in`, or by `support.messages.text_with`. Where no data tells
+    two outcomes apart, one key word does. The same goes for notes, reasons and errors of verify, preflight, lint and
+    diff. Tests of the wording itself are in `OF_WORDING`.
+    """
+    program = [file for file in (ROOT / "verify").rglob("*.py") if not {"reports", "triage"} & {*file.parts}]
+    ours = {four for file in [*program, *(ROOT / "quant/lint").rglob("*.py")] for _, four in phrases(file)} - NOT_OURS
+    of_wording = [ROOT / "tests/verify" / folder for folder in OF_WORDING]
+    tests = [file for file in (ROOT / "tests").rglob("*.py") if not any(map(file.is_relative_to, of_wording))]
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {four}" for file in tests for line, four in phrases(file) if four in ours
+    ]
+    assert found == []

@@ -264,5 +264,5 @@ def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: Path
         shutil.copyfile(path / file, path / f"copy-{number}.safetensors")
         index["weight_map"][f"another.{number}"] = f"copy-{number}.safetensors"
     (path / INDEX).write_text(json.dumps(index))
-    found = [one for one in verify(path).findings if one.expected == text_with("shard")]
+    found = [one for one in verify(path).findings if one.expected == text_with("each tensor one shard")]
     assert {one.names for one in found} == {frozenset(load_file(path / file)) for file in (first, second)}

@@ -34,7 +34,7 @@ from verify.witnesses.megatron.run import run_megatron
 
 # Groups of 32 do not divide the 72 columns of the shared expert in the test model.
 IGNORE = (r"re:.*\.shared_expert\.down_proj(\.weight)?$",)
-NOTE = "stored"
+NOTE = "no tensor stored model without"
 # Every family with MTP layers: the three spellings, and Qwen3.5's inside a larger model.
 NAMES = [
     "glm4_moe-mtp",

@@ -171,4 +171,4 @@ def test_choice_of_a_file_of_a_group_is_not_known(word: str, chosen: bool, tmp_p
     config = tmp_path / "job.yaml"
     config.write_text("seed: 1\npolicy: {model_name: /models/small}\ncluster: {gpus_per_node: 8, num_nodes: 1}\n")
     job = read_job(Launch(LaunchText((Word(word),))), config)
-    assert any(f"{word}" in line for line in job.unread) is chosen
+    assert any(line == text_with(f"{word} file group") for line in job.unread) is chosen

@@ -106,7 +106,7 @@ def test_engine_that_missed_the_update_is_named() -> None:
 def test_first_update_of_which_nothing_arrived_is_found() -> None:
     engine = FakeEngine()
     engine.load(weights(0), 0)
-    with checked(engine) as check, pytest.raises(CkptkitError, match="sent"):
+    with checked(engine) as check, pytest.raises(CkptkitError, match="none of the values"):
         send(check, [engine], 1, weights(1), {})
 
 
@@ -143,7 +143,7 @@ def test_unknown_layout_is_compared_by_change_and_said_once(capsys: pytest.Captu
         assert line == text_with("unchanged")
         send(check, [engine], 4, sent)
         same = {**sent, "model.layers.1.mlp.experts.0.up_proj.weight": weights(9)["model.norm.weight"].expand(8, 8)}
-        with pytest.raises(CkptkitError, match="though"):
+        with pytest.raises(CkptkitError, match="changed, though"):
             send(check, [engine], 5, sent, same)
     said = capsys.readouterr().err.splitlines()
     assert said == [text_with("1 layers.{1..2}.mlp.experts.w13_weight layers.{1..2}.mlp.experts.w2_weight")]
@@ -364,7 +364,7 @@ def test_server_that_quantizes_some_layers_raises_no_false_alarm() -> None:
     with checked(engine) as check:
         results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
         assert all(one and {name.split(".")[1] for name in one.unseen} == {"1"} for one in results)
-        with pytest.raises(CkptkitError, match="check"):
+        with pytest.raises(CkptkitError, match="last check"):
             send(check, [engine], 3, weights(3), {})
 
 
@@ -390,7 +390,7 @@ def test_engine_that_is_slow_to_answer_is_named_while_it_is_waited_for(monkeypat
 
 
 HEAD = "lm_head.weight"
-OLD = "sent"
+OLD = "last check"
 
 
 def without(given: Mapping[str, Tensor], *parts: str) -> dict[str, Tensor]:
@@ -461,7 +461,9 @@ def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys: pytest.Cap
         assert same.not_sent == [HEAD]
         with pytest.raises(CkptkitError) as raised:
             send(check, [engine], 2, without(tied(2), HEAD))
-    assert [line.partition(", ")[2] for line in raised.value.details] == [f"{rank} 1 lm_head.weight" for rank in (0, 1)]
+    assert [line.partition(", ")[2] for line in raised.value.details] == [
+        text_with(f"{rank} 1 lm_head.weight") for rank in (0, 1)
+    ]
     assert "lm_head.weight" in capsys.readouterr().err
 
 
@@ -486,7 +488,7 @@ def test_weights_lost_in_sleep_are_named_without_an_update() -> None:
         send(check, [engine], 1, weights(1))
         assert check.after_resume() == PARAMS
         engine.held["model.layers.2.input_layernorm.weight"] = weights(5)["model.norm.weight"] * 0
-        with pytest.raises(CkptkitError, match="held") as raised:
+        with pytest.raises(CkptkitError, match="lost") as raised:
             check.after_resume()
     (line,) = raised.value.details
     assert line == text_with("1 layers.2.input_layernorm.weight")
