@@ -115,9 +115,9 @@ def test_one_file_without_an_index(releases: Callable[[str], Path], tmp_path: Pa
         ("llama.nemo", "llama.nemo is of NeMo 1"),
         ("model.pt", f"model.pt {PICKLE}"),
         ("consolidated.safetensors", "consolidated.safetensors is Mistral's own format"),
-        ("model-00001-of-00002.safetensors", "/"),
-        ("config.json", "/"),
-        ("model.safetensors.index.json", "/"),
+        ("model-00001-of-00002.safetensors", "directory"),
+        ("config.json", "directory"),
+        ("model.safetensors.index.json", "directory"),
         ("notes.txt", "config.json"),
     ],
 )

@@ -18,6 +18,7 @@ import torch
 from support import models
 from support.fixture_types import CopyOf, PathOf
 from support.fsdp_saves import save_fsdp
+from support.messages import text_with
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import save as dcp_save
 
@@ -63,13 +64,13 @@ SAVED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "with arguments": (
         {"args": Namespace(epochs=3), "checkpoint_version": 1.0, "model": HF},
-        "torch.distributed.checkpoint (DCP)",
+        "torch.distributed.checkpoint DCP",
     ),
-    "nested": ({"model": HF, "optimizer": {"step": 3}}, "torch.distributed.checkpoint (DCP)"),
-    "flat": (HF, "torch.distributed.checkpoint (DCP)"),
+    "nested": ({"model": HF, "optimizer": {"step": 3}}, "torch.distributed.checkpoint DCP"),
+    "flat": (HF, "torch.distributed.checkpoint DCP"),
     "of a Megatron model": (
         {"embedding.word_embeddings.weight": torch.ones(8, 4), "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(4)},
-        "torch.distributed.checkpoint (DCP)",
+        "torch.distributed.checkpoint DCP",
     ),
 }
 
@@ -92,8 +93,7 @@ def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], be
     for verb in verbs:
         with pytest.raises(UnsupportedError) as refused:
             verb(root / below)
-        assert f"{root / 'iter_0000005'} {name}" in refused.value.message
-        assert "read" in refused.value.message
+        assert refused.value.message == text_with(f"{root / 'iter_0000005'} {name}")
         assert "keep this directory" in str(refused.value.hint)
         assert "cut short" not in str(refused.value)
     assert not (tmp_path / "out").exists()
