@@ -104,10 +104,10 @@ def test_launch_input_that_never_ends_is_refused(kind: str, tmp_path: Path) -> N
         os.truncate(path, 1 << 40)
     why = "named pipe|device|[0-9]+ bytes.* at most"
     for use in (read_script, read_yaml, lambda one: preflight(script=one)):
-        with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
+        with pytest.raises(CkptkitError, match=f"input.yaml: .*({why})"):
             use(path)
     if kind != "huge file":
-        with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
+        with pytest.raises(CkptkitError, match=f"input.yaml: .*({why})"):
             triage([path])
 
 
