@@ -22,15 +22,14 @@ from typing import TypedDict, Unpack
 from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
-from ckptkit.formats.detect import Kind
 from verify import checks as general
+from verify.catalogue import Wording, wording_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, collect
 from verify.launch import checks as of_launches
 from verify.report import BEHAVIOUR, CheckResult, Finding, Status
-from verify.skip import Inapplicable, OfNoFamily
-from verify.skip import Skip as Skip
-from verify.skip import Unable as Unable
+from verify.skip import CannotCheck as CannotCheck
+from verify.skip import NotApplicable as NotApplicable
 from verify.witnesses import registry
 
 NOTES, NOT_APPLICABLE = "notes", "not applicable"
@@ -68,8 +67,8 @@ class Tally:
     bytes: int = 0
     facts: dict[str, list[str]] = field(default_factory=dict)
 
-    def compared(self, nbytes: int, tensors: int = 1) -> None:
-        """Counts `tensors` tensors (or header entries) of together `nbytes` bytes as looked at."""
+    def compared(self, tensors: int = 1, nbytes: int = 0) -> None:
+        """Counts tensors (or header entries, or files) as looked at, and the bytes of theirs that were read."""
         self.tensors += tensors
         self.bytes += nbytes
 
@@ -84,18 +83,18 @@ class Tally:
 
 Run = Callable[[Subject, Tally], Iterator[Finding]]
 
-# Why a check does not apply to this subject (a Megatron directory has no index); None when it does.
-Unless = Callable[[Subject], str | None]
+# Raises NotApplicable where a check has no subject (a Megatron directory has no index).
+AppliesTo = Callable[[Subject], object]
 
 
-def only(kind: Kind, otherwise: str) -> Unless:
-    """For a check of one kind of checkpoint; `otherwise` says why it does not apply to the other."""
-    return without(lambda subject: subject.kind == kind, otherwise)
-
-
-def without(find: Callable[[Subject], object], otherwise: str) -> Unless:
+def where(find: Callable[[Subject], object], otherwise: str) -> AppliesTo:
     """For a check of something that `find` returns; `otherwise` says that there is none."""
-    return lambda subject: None if find(subject) else otherwise
+
+    def applies(subject: Subject) -> None:
+        if not find(subject):
+            raise NotApplicable(otherwise)
+
+    return applies
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Check:
     needs: tuple[str, ...] = ()
     gate: bool = False
     preflight: bool = False
-    unless: Unless | None = None
+    applies_to: AppliesTo | None = None
     explained_by: tuple[str, ...] = ()
     begin: Callable[[Subject], object] | None = None
 
@@ -127,14 +126,20 @@ class Check:
         """Whether it is not worth running while headers are wrong."""
         return "sound headers" in self.needs or (self.stage in _READS_EVERY_BYTE and not self.gate)
 
-    def left_out(self, subject: Subject) -> str | None:
-        """Why it does not apply to this subject; None when it does."""
+    @property
+    def asks_witness(self) -> bool:
+        """Whether it runs only where the user asked for a witness."""
+        return not WITNESSES.keys().isdisjoint(self.needs)
+
+    def require_subject(self, subject: Subject) -> None:
+        """Raises NotApplicable where it does not apply to this subject, or what it needs was not given."""
         for witness, option in WITNESSES.items():
             if witness in self.needs and witness not in subject.against:
-                return f"{option} was not given"
-        if self.unless is not None and (reason := self.unless(subject)) is not None:
-            return reason
-        return "no --source was given" if "source" in self.needs and subject.source_path is None else None
+                raise NotApplicable(f"{option} was not given")
+        if self.applies_to is not None:
+            self.applies_to(subject)
+        if "source" in self.needs and subject.source_path is None:
+            raise NotApplicable("no --source was given")
 
 
 _CHECKS: dict[str, Check] = {}
@@ -147,29 +152,30 @@ class _When(TypedDict, total=False):
     needs: tuple[str, ...]
     gate: bool
     preflight: bool
-    unless: Unless | None
+    applies_to: AppliesTo | None
     explained_by: tuple[str, ...]
     begin: Callable[[Subject], object]
 
 
 def check(
-    code: str, title: str, *, rationale: str, fix: str, stage: str | None = None, **when: Unpack[_When]
+    code: str, *, stage: str | None = None, wording: Wording | None = None, **when: Unpack[_When]
 ) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
     """Registers a generator function as the check `code` (fields as in `Check`); called, it then gives findings.
 
-    The folder of its module is its stage, unless it has another.
+    The folder of its module is its stage, unless it has another; its wording is that of `catalogue.toml`, unless given.
     """
+    text = wording or wording_of(code)
 
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
         own = stage or _STAGES.get(folder := issues.__module__.split(".")[2], folder)
 
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-            return collect(issues(subject, tally), code, fix, None if own in _NAMES_ITS_FILES else subject.path)
+            return collect(issues(subject, tally), code, text.fix, None if own in _NAMES_ITS_FILES else subject.path)
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        one = _CHECKS[code] = Check(code, title, rationale, fix, run, own, **when)
+        one = _CHECKS[code] = Check(code, text.title, text.why, text.fix, run, own, **when)
         if own not in LOOKS_AT or not NEEDS.issuperset(one.needs):
             raise ValueError(f"{code} is of the stage {own} and needs {one.needs}: one of these is unknown")
         return run
@@ -189,21 +195,6 @@ def all_checks(*, witnesses: bool = True) -> Sequence[Check]:
     return [_CHECKS[code] for code in sorted(_CHECKS)]
 
 
-def applicable_checks(subject: Subject, checks: Sequence[Check]) -> tuple[list[Check], list[str]]:
-    """The checks that apply, and a line for each reason why others do not. A check left out is not a skipped one.
-
-    Of checks of headers, which always are for one format or the other, nothing is said.
-    """
-    chosen: list[Check] = []
-    reasons: dict[str, list[str]] = {}
-    for one in checks:
-        if (reason := one.left_out(subject)) is None:
-            chosen.append(one)
-        elif one.stage != "headers":
-            reasons.setdefault(reason, []).append(one.code)
-    return chosen, [f"{', '.join(codes)}: {reason}" for reason, codes in reasons.items()]
-
-
 def looked_at(results: Sequence[CheckResult]) -> list[str]:
     """What these checks looked at, as the verdict names it: less what every check of it skipped."""
     stages = {one.code: one.stage for one in _CHECKS.values()}
@@ -211,20 +202,38 @@ def looked_at(results: Sequence[CheckResult]) -> list[str]:
     return [name for name in dict.fromkeys(LOOKS_AT.values()) if name in found]
 
 
+Stop = tuple[str, tuple[str, ...]]  # why a check could not look, or not to the end, and the codes that report it
+
+
 @dataclass
 class Outcome:
-    """What some checks came to."""
+    """What some checks came to. A check that does not apply is not in `checks`."""
 
     checks: list[CheckResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
-    # Why what was asked for could not be looked at, and the codes of the checks.
-    not_checked: dict[str, list[str]] = field(default_factory=dict)
+    # The codes of the checks that could not look, by reason and by what reports it (`CannotCheck`).
+    not_checked: dict[Stop, list[str]] = field(default_factory=dict)
+    not_applicable: dict[str, list[str]] = field(
+        default_factory=dict
+    )  # the codes of those without a subject, by reason
 
     @property
     def reasons(self) -> list[str]:
-        """Each reason for an inconclusive report once, behind the codes of the checks that gave it."""
-        return [f"{', '.join(dict.fromkeys(codes))}: {reason}" for reason, codes in self.not_checked.items()]
+        """Each reason for an inconclusive report once, behind the codes of the checks that gave it.
+
+        What a finding reports is none.
+        """
+        found = {one.code for one in self.findings}
+        left = {why: codes for (why, because), codes in self.not_checked.items() if found.isdisjoint(because)}
+        return [f"{', '.join(dict.fromkeys(codes))}: {why}" for why, codes in left.items()]
+
+    @property
+    def not_applicable_lines(self) -> list[str]:
+        """Each reason why checks do not apply, behind their codes: less those that ran elsewhere."""
+        ran = {one.code for one in self.checks}
+        left = {reason: sorted({*codes} - ran) for reason, codes in self.not_applicable.items()}
+        return [f"{', '.join(codes)}: {reason}" for reason, codes in left.items() if codes]
 
     def add(self, other: Outcome) -> None:
         """Takes over what other checks, or the same ones elsewhere, came to."""
@@ -232,25 +241,35 @@ class Outcome:
         self.findings += other.findings
         for name, lines in other.facts.items():
             self.facts[name] = list(dict.fromkeys([*self.facts.get(name, []), *lines]))
-        for reason, codes in other.not_checked.items():
-            self.not_checked.setdefault(reason, []).extend(codes)
+        for stop, codes in other.not_checked.items():
+            self.not_checked.setdefault(stop, []).extend(codes)
+        for reason, codes in other.not_applicable.items():
+            self.not_applicable.setdefault(reason, []).extend(codes)
 
 
 def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = None) -> Outcome:
-    """Runs checks in this order. Once a `gate` has failed, those that need sound headers are skipped.
+    """Runs those of the checks that apply, in this order.
 
-    `broken`: a gate that has failed already.
+    Once a `gate` has failed, those that need sound headers are skipped; `broken` is a gate that has failed already.
 
     An exception that is none of ours makes the report inconclusive: a fault of this program is not a verdict on the
     checkpoint. What a check found before it raised counts. Raises CkptkitError when the checkpoint cannot be
     opened although none of these checks found anything.
     """
     outcome = Outcome()
-    waiting = [one.begin for one in checks if one.begin is not None]
+    chosen = []
     for one in checks:
+        try:
+            one.require_subject(subject)
+            chosen.append(one)
+        except NotApplicable as why:
+            if one.stage != "headers":  # these always are for one format or the other
+                outcome.not_applicable.setdefault(str(why), []).append(one.code)
+    waiting = [one.begin for one in chosen if one.begin is not None]
+    for one in chosen:
         if one.needs_sound_headers and broken is None:
             while waiting:
-                with suppress(CkptkitError, Skip):  # the check itself meets it again
+                with suppress(CkptkitError, NotApplicable, CannotCheck):  # the check itself meets it again
                     waiting.pop()(subject)
         with phase(f"{one.code}: {one.title}"):
             ran = _run(one, subject, broken)
@@ -264,62 +283,55 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     tally = Tally()
     started = time.monotonic()
     found: list[Finding] = []
-    if broken and one.needs_sound_headers:
-        reason: str | None = f"not run because {broken} failed"
-        unable = False
-    else:
-        try:
-            reason, unable = _collect(one, subject, tally, found, broken)
-        except Inapplicable as why:
-            return Outcome(facts={NOT_APPLICABLE: [f"{one.code}: {why}"]})
-    if reason is None and tally.tensors == 0 and not found and broken:
-        reason = f"nothing to look at because {broken} failed"
-    if reason is None and tally.tensors == 0 and not found:
+    stop: Stop | None = (f"not run because {broken} failed", (broken,)) if broken else None
+    try:
+        if stop is None or not one.needs_sound_headers:
+            stop = _collect(one, subject, tally, found, broken)
+    except NotApplicable as why:
+        return Outcome(not_applicable={str(why): [one.code]})
+    if stop is None and tally.tensors == 0 and not found and broken:
+        stop = f"nothing to look at because {broken} failed", (broken,)
+    if stop is None and tally.tensors == 0 and not found:
         hint = "a check that looks at nothing proves nothing: please report this"
         found += Issue("something to compare", "nothing was compared", hint).findings(one.code)
     failed = any(finding.severity == "error" for finding in found)
-    status: Status = "failed" if failed else "skipped" if reason is not None else "passed"
+    status: Status = "failed" if failed else "skipped" if stop else "passed"
     seconds = round(time.monotonic() - started, 3)
-    result = CheckResult(one.code, one.title, status, reason, tally.tensors, tally.bytes, seconds)
-    return Outcome([result], found, tally.facts, {reason: [one.code]} if reason is not None and unable else {})
+    result = CheckResult(one.code, one.title, status, stop[0] if stop else None, tally.tensors, tally.bytes, seconds)
+    return Outcome([result], found, tally.facts, {stop: [one.code]} if stop else {})
 
 
-def _collect(
-    one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None
-) -> tuple[str | None, bool]:
+def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None) -> Stop | None:
     """Runs a check and adds its findings to `found` as they come.
 
-    Returns why it did not look, or not to the end, and whether it was asked to look.
+    Returns what stopped it. Raises NotApplicable where it has no subject.
     """
     try:
         for finding in one.run(subject, tally):
             found.append(finding)  # noqa: PERF402 - those before an exception count too
-    except OfNoFamily as why:
-        if set(one.needs).isdisjoint(WITNESSES):
+    except NotApplicable as why:
+        if not found and not one.asks_witness:
             raise
-        return str(why), True
-    except Inapplicable:
-        raise
-    except Skip as skip:
-        # A witness runs only where it was asked for, so whatever it leaves out was asked for.
-        return str(skip), isinstance(skip, Unable) or not set(one.needs).isdisjoint(WITNESSES)
+        return str(why), () if one.asks_witness else (one.code,)
+    except CannotCheck as why:
+        return str(why), () if one.asks_witness else why.because
     except CkptkitError as error:
         if broken is not None:
-            return f"not run because {broken} failed", False
+            return f"not run because {broken} failed", (broken,)
         if isinstance(error, UnsupportedError):
-            return f"{error.message}; {error.hint}", True
+            return f"{error.message}; {error.hint}", ()
         if not found:
             raise
-        return error.message, True
+        return error.message, ()
     except (OSError, MemoryError):
         raise
     except Exception as error:  # what breaks inside a check must not be read as a fault of the checkpoint
         if library := missing_of_convert(error):
-            return f"{library} is not installed here: {INSTALL_CONVERT}", True
+            return f"{library} is not installed here: {INSTALL_CONVERT}", ()
         if lacks_memory(error):
             raise
         _LOG.debug("%s", one.code, exc_info=True)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         fault = f"{words_of(error, with_class=True)} ({Path(frame.filename).name}:{frame.lineno})"
-        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", True
-    return None, False
+        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", ()
+    return None

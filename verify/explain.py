@@ -11,18 +11,10 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
+from verify.catalogue import retired_codes
 from verify.check import Check, all_checks
 
 _SECTION = re.compile(r"^### (S\d+)\. (.+)\n((?:[- ] .+\n)+)", re.MULTILINE)
-# Checks that were taken out, and what to use instead. A code is not used again.
-RETIRED = {
-    "CK749": "`verify --engine --logits` compares log-probabilities of what the engine serves (CK601)",
-    "CK605": "`verify --engine --logits` compares log-probabilities (CK601)",
-    "CK604": "`verify --engine --logits` compares log-probabilities (CK601) and tells whether it predicts text (CK607)",
-    "CK405": "`WeightSyncCheck` (docs/hooks.md) compares what the trainer really sent",
-    "CK119": "sign the manifest with `model_signing sign key`, and verify it with `model_signing verify key`",
-    "CK212": "`ckptkit verify CKPT --source RELEASE` compares every value; `--logits` tells whether it predicts text",
-}
 _SHOWN = ("Causes", "Command", "In the job", "Checks")  # of a symptom's lines; the rest is for tests
 
 
@@ -56,7 +48,7 @@ def explain(words: str = "") -> str:
     code = words.strip().upper()
     if (named := known.get(code)) is not None:
         return _whole(named)
-    if (instead := RETIRED.get(code)) is not None:
+    if (instead := retired_codes().get(code)) is not None:
         return f"{code}: retired before 0.1.0; {instead}"
     wanted = words.lower().split()
     among = known.values() if wanted else all_checks()

@@ -27,7 +27,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
-from verify.check import NOT_APPLICABLE, Skip, all_checks, applicable_checks, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, all_checks, looked_at, run_checks
 from verify.evidence.expected import model_of, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.folding import layers_of
@@ -37,6 +37,7 @@ from verify.evidence.subject import Subject
 from verify.options import VerifyOptions, verify_options
 from verify.report import Finding, Report, anchors, now
 from verify.reports.heat import Heat, Measured, heat_map, of_values
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of
@@ -126,11 +127,10 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     """Runs the checks of what `subject_of` made of a `path` and a `source`. Raises as `verify`."""
     stage, others = stage_of(subject), {"launch", "deltas", *_OF_ITS_OWN}
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
-    chosen, left_out = applicable_checks(subject, checks)
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
-        outcome = run_checks(subject, chosen)
-    left_out += outcome.facts.pop(NOT_APPLICABLE, [])  # before the checks ran, and as they found
-    findings = with_causes(outcome.findings, {one.code: one.explained_by for one in chosen})
+        outcome = run_checks(subject, checks)
+    left_out = outcome.not_applicable_lines
+    findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
     own = _OF_ITS_OWN.get(stage or "")
     return Report(
         version=program_version(),
@@ -220,7 +220,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
         raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
     if subject.options.rollout_data is not None:
         subject.once(recording_of)
-    with suppress(Skip):
+    with suppress(NotApplicable, CannotCheck):
         if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)
 

@@ -1,28 +1,23 @@
-"""How a check says that it did not look, or does not apply."""
+"""How a check says that it does not apply, or that it could not look."""
 
 from __future__ import annotations
 
 
-class Skip(Exception):  # noqa: N818
-    """Raised by a check that has nothing to look at here; the message is the reason that the report gives."""
+class NotApplicable(Exception):  # noqa: N818
+    """Raised by a check, or by its `applies_to`, that has no subject here; the message says why.
 
-
-class Inapplicable(Skip):
-    """Raised by a check that finds, once it has looked, that it does not apply; the message says why.
-
-    The report then has it among what does not apply, as a check that `unless` leaves out.
+    The report lists that under "not applicable". A witness that the user asked for has a subject by that: raised by its
+    check, it counts as `CannotCheck`.
     """
 
 
-class OfNoFamily(Inapplicable):
-    """Raised by a check that needs one of ckptkit's families, for a model of another.
+class CannotCheck(Exception):  # noqa: N818
+    """Raised by a check that cannot look, or not to the end; the message says why.
 
-    transformers is asked about that instead (CK541). For a witness that the user asked for it counts as `Unable`.
+    `because`: the codes of the checks that report what stands in the way. Without one the report is inconclusive, with
+    this message as a reason, unless something is found wrong.
     """
 
-
-class Unable(Skip):
-    """Raised by a check that cannot look at what it was asked to: a package is missing, a tool of ours broke.
-
-    Unless something else is found wrong, the report is then inconclusive, with this message as its reason.
-    """
+    def __init__(self, reason: str, *because: str) -> None:
+        super().__init__(f"{reason} ({', '.join(because)})" if because else reason)
+        self.because = because

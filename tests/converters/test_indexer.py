@@ -22,11 +22,12 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.families.deepseek_v32 import RotaryLast
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, rules_of
-from verify.check import Skip, Tally
+from verify.check import Tally
 from verify.checks.config.arguments import mismatches
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
+from verify.skip import NotApplicable
 from verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]
@@ -82,7 +83,7 @@ def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
     convert(tmp_path / "release", tmp_path / "megatron")
     subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2, ep=2))
     if not SINCE_0_19:
-        with pytest.raises(Skip, match="0.19"):
+        with pytest.raises(NotApplicable, match="0.19"):
             run_megatron(subject)
         return
     assert subject.once(run_megatron).failures == {}

@@ -27,10 +27,11 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.arguments import megatron_args
 from converters.megatron.parallel import ParallelSizes, check_sizes
 from converters.planner import dims_of, rules_of
-from verify.check import Skip, Tally
+from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
+from verify.skip import NotApplicable
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.megatron.slices import Position, compare_slice
@@ -278,5 +279,5 @@ def test_megatron_from_019_on_has_another_moonlight(tmp_path: Path, monkeypatch:
     save("moonlight", CASES["moonlight"], tmp_path / "release", torch.bfloat16)
     convert(tmp_path / "release", tmp_path / "megatron")
     monkeypatch.setattr(Interpreter, "release", lambda self, package: "0.19.0")
-    with pytest.raises(Skip, match="0.19.0.*linear_q_proj.*q_lora_rank"):
+    with pytest.raises(NotApplicable, match="0.19.0.*linear_q_proj.*q_lora_rank"):
         megatron_run.run_megatron(Subject(tmp_path / "megatron", tmp_path / "release"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from support.fixture_types import CopyOf, PathOf
 
-from verify.check import all_checks, applicable_checks, run_checks
+from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.report import CheckResult, Finding, Report
@@ -66,8 +66,7 @@ def alone() -> Callable[..., tuple[CheckResult | None, list[Finding]]]:
     def run(code: str, path: Path, **how: Any) -> tuple[CheckResult | None, list[Finding]]:
         options = {name: how.pop(name) for name in _OPTIONS & how.keys()}
         subject = Subject(path, **how, options=VerifyOptions(**options))
-        chosen, _ = applicable_checks(subject, [one for one in all_checks() if one.code == code])
-        outcome = run_checks(subject, chosen)
+        outcome = run_checks(subject, [one for one in all_checks() if one.code == code])
         results, findings = outcome.checks, outcome.findings
         return (results[0] if results else None), findings
 

@@ -30,7 +30,7 @@ from verify.evidence.reading import as_hf_view
 from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
 from verify.opened import opened_at
-from verify.skip import Unable
+from verify.skip import CannotCheck
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def compare_files(
             if one.file.endswith(".py") and any(other.file == one.file for other in code):
                 continue
             found.append(f"{one.file} {'is only in B' if one.words == 'missing' else f'differs: {one.words}'}")
-    except Unable as reason:
+    except CannotCheck as reason:
         notes.append(f"not compared: {reason}")
     return found, notes
 

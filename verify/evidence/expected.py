@@ -33,7 +33,7 @@ from quant.formats.part_names import (
 from quant.formats.release import Floats
 from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.subject import Subject
-from verify.skip import OfNoFamily, Skip, Unable
+from verify.skip import CannotCheck, NotApplicable
 
 Shape = tuple[int, ...]
 # The names that parts have in formats which are not read.
@@ -77,7 +77,7 @@ def spelling_of(subject: Subject) -> OtherSpelling | None:
     """
     try:
         return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.is_hf else None
-    except (CkptkitError, Skip):
+    except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
 
@@ -117,17 +117,20 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
 def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint as the file has it, checked to be of a supported family.
 
-    Raises Unable where a Megatron checkpoint has none beside it, CkptkitError where it is broken or unsupported.
+    Raises NotApplicable for a model of no family, which transformers is asked about (CK541); CannotCheck where a
+    Megatron checkpoint has none beside it; CkptkitError where it is broken or unsupported.
     """
     if subject.is_hf:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and subject.once(is_of_no_family):
             model = class_of(config) or f"model_type {config['model_type']!r}"
-            raise OfNoFamily(f"{model} is none of ckptkit's families: CK541 asks transformers")
+            raise NotApplicable(f"{model} is none of ckptkit's families: CK541 asks transformers")
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
-            raise Unable("no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf")
+            raise CannotCheck(
+                "no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf"
+            )
         config = config_in(path, subject.megatron_files.weights)
     try:
         refuse_foreign(subject.once(_names) if subject.is_hf else (), subject.path)
@@ -183,7 +186,7 @@ def expected_of(subject: Subject) -> Expected | None:
 
 
 def require_expected(subject: Subject) -> Expected:
-    """As `expected_of`, but raises Skip where there is no usable config."""
+    """As `expected_of`, but raises CannotCheck where there is no usable config."""
     require_config(subject)
     expected = subject.once(expected_of)
     assert expected is not None
@@ -304,16 +307,16 @@ def usable_config(subject: Subject) -> Mapping[str, Any] | None:
     """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
     try:
         return subject.once(config_of)
-    except (CkptkitError, Skip):
+    except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
 
 def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
-    """As `config_of`, or another reader, but raises Skip where CK101 reports the config."""
+    """As `config_of`, or another reader, but raises CannotCheck where CK101 reports the config."""
     try:
         return subject.once(read)
     except CkptkitError as error:
-        raise Skip("there is no usable config.json (CK101)") from error
+        raise CannotCheck("there is no usable config.json", "CK101") from error
 
 
 def tied_head_of(subject: Subject) -> tuple[str, str] | None:
@@ -330,7 +333,7 @@ def fp32_names(config: Mapping[str, Any] | None) -> frozenset[str]:
 
 def model_of(subject: Subject) -> str | None:
     """The model in a few words, by its config; None where there is none or it cannot be read, which CK101 says."""
-    with suppress(CkptkitError, Skip):
+    with suppress(CkptkitError, NotApplicable, CannotCheck):
         config = stated_config_of(subject)
         return f"{config.get('model_type')}, {dims_of(config).layers} layers"
     return None

@@ -16,7 +16,7 @@ from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
-from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, applicable_checks, looked_at, run_checks
+from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
 from verify.evidence.expected import model_of
@@ -114,15 +114,15 @@ def judged_job(job: Job) -> Report:
     checks, directories = all_checks(witnesses=False), list(_directories(job))
     loaded = {one.path: one for one in directories}
     launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
-    chosen, left_out = applicable_checks(launched, [one for one in checks if one.stage == "launch"])
-    outcome = run_checks(launched, [one for one in chosen if not one.needs])
+    of_launch = [one for one in checks if one.stage == "launch"]
+    outcome = run_checks(launched, [one for one in of_launch if not one.needs])
     headers = Outcome()
     for subject in directories:
         headers.add(check_headers(subject))
     gates = {one.code for one in checks if one.gate}
     broken = next((one.code for one in headers.checks if one.code in gates and one.status == "failed"), None)
     # Those that read weights too, where headers are sound.
-    headers.add(run_checks(launched, [one for one in chosen if one.needs], broken))
+    headers.add(run_checks(launched, [one for one in of_launch if one.needs], broken))
     outcome.add(headers)
     if job.replaced:
         outcome.facts[NOTES] = [*job.replaced, *outcome.facts.get(NOTES, [])]
@@ -137,7 +137,7 @@ def judged_job(job: Job) -> Report:
         findings=list(dict.fromkeys(outcome.findings)),
         facts={"what would be loaded": [str(side) for side in (*job.sides, job.adapter) if side]}
         | {key: lines for key, lines in outcome.facts.items() if key in _FACTS}
-        | {NOT_APPLICABLE: _not_applicable(outcome, left_out)},
+        | {NOT_APPLICABLE: outcome.not_applicable_lines},
         reasons=outcome.reasons,
         model=next(filter(None, map(model_of, directories)), None),
         date=now(),
@@ -177,24 +177,10 @@ def _directories(job: Job) -> Iterator[Subject]:
         )
 
 
-def _not_applicable(outcome: Outcome, left_out: Sequence[str]) -> list[str]:
-    """A line for each reason why checks do not apply, to the launch or to any of its directories."""
-    ran = {one.code for one in outcome.checks}
-    reasons: dict[str, list[str]] = {}
-    for line in [*left_out, *outcome.facts.get(NOT_APPLICABLE, [])]:
-        codes, _, reason = line.partition(": ")
-        found = reasons.setdefault(reason, [])
-        found += [code for code in codes.split(", ") if code not in ran and code not in found]
-    return [f"{', '.join(sorted(codes))}: {reason}" for reason, codes in reasons.items() if codes]
-
-
 def check_headers(subject: Subject) -> Outcome:
     """Runs what preflight checks of one directory: headers and JSON files, no weight."""
     wanted = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
-    chosen, left_out = applicable_checks(subject, wanted)
-    outcome = run_checks(subject, chosen)
-    outcome.facts[NOT_APPLICABLE] = left_out
-    return _of_another_model(subject, outcome)
+    return _of_another_model(subject, run_checks(subject, wanted))
 
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:

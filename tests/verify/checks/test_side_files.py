@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from verify.evidence.side import templates
 from verify.evidence.side.compare import text_differences
 from verify.evidence.side_files import SideFiles
-from verify.skip import Unable
+from verify.skip import CannotCheck
 
 # Of 352 rows: 350 words, and two special tokens behind them.
 WORDS = {f"w{number}": number for number in range(350)}
@@ -242,7 +242,7 @@ def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(
     change(here, "tokenizer_config.json", chat_template="{{ messages  }}")
     monkeypatch.setattr(templates, "ask", lambda *_: (None, "no answer within 60 s"))
     found = []
-    with pytest.raises(Unable, match="no answer"):
+    with pytest.raises(CannotCheck, match="no answer"):
         found += text_differences(SideFiles(here), SideFiles(source), "in the source")
     assert found == []
 

@@ -15,7 +15,7 @@ from support.messages import text_with
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from verify.check import all_checks, applicable_checks, run_checks
+from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
 from verify.launch.job import Launch
 from verify.launch.preflight import preflight
@@ -51,7 +51,7 @@ def launch_findings(script: Path) -> list[Finding]:
     job = read_job(Launch(read_script(script, environment={})))
     subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.stage == "launch" and one.code in LAUNCH]
-    return run_checks(subject, applicable_checks(subject, checks)[0]).findings
+    return run_checks(subject, checks).findings
 
 
 @pytest.mark.parametrize("template", [RAY, PLAIN])

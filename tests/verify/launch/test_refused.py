@@ -9,7 +9,7 @@ import pytest
 from support.fixture_types import PathOf
 from support.launch_scripts import write_config
 
-from verify.check import all_checks, applicable_checks, run_checks
+from verify.check import all_checks, run_checks
 from verify.evidence.subject import Subject
 from verify.launch.job import Launch
 from verify.launch.options.names import trainer_options
@@ -28,7 +28,7 @@ def findings(words: str, code: str, program: str = "train.py") -> list[Finding]:
     job = read_job(Launch(text))
     subject = Subject(job.root, job=job, arguments=job.actor)
     checks = [one for one in all_checks() if one.code == code]
-    return run_checks(subject, applicable_checks(subject, checks)[0]).findings
+    return run_checks(subject, checks).findings
 
 
 def refused(words: str, program: str = "train.py") -> list[Finding]:

@@ -7,8 +7,10 @@ import re
 import pytest
 
 from ckptkit.core.errors import CkptkitError
+from verify.catalogue import retired_codes, rows
 from verify.check import all_checks
-from verify.explain import RETIRED, explain
+from verify.explain import explain
+from verify.witnesses.registry import ENGINES
 
 
 def test_every_code_is_known_once_and_in_order() -> None:
@@ -70,7 +72,12 @@ def test_a_symptom_by_its_number_says_causes_command_and_checks_and_no_test() ->
     assert text.endswith("\n\nChecks\n  CK121, CK213, CK214")
 
 
+def test_every_row_of_the_catalogue_is_of_a_check() -> None:
+    others = {f"{one.codes}{number}" for one in ENGINES[1:] for number in range(10)}  # worded as the first engine's
+    assert rows().keys() - retired_codes() == {one.code for one in all_checks()} - others
+
+
 def test_a_retired_code_says_in_one_line_what_to_use_and_is_not_used_again() -> None:
-    assert RETIRED.keys().isdisjoint(check.code for check in all_checks())
-    for code, instead in RETIRED.items():
+    assert retired_codes().keys().isdisjoint(check.code for check in all_checks())
+    for code, instead in retired_codes().items():
         assert explain(code.lower()) == f"{code}: retired before 0.1.0; {instead}"

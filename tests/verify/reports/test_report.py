@@ -15,13 +15,14 @@ from rich.console import Console
 from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
-from verify.check import Check, Run, Skip, Tally, Unable, run_checks
+from verify.check import Check, Run, Tally, run_checks
 from verify.evidence.subject import Subject
 from verify.report import CheckResult, Finding, Report, Severity
 from verify.reports import report_text as text_in
 from verify.reports.render import render
 from verify.reports.text import headline, said_of
 from verify.run import verify, with_causes
+from verify.skip import CannotCheck, NotApplicable
 
 BIAS, SHARD = "model.layers.{2..11}.mlp.gate.e_score_correction_bias", "/data/model-00001.safetensors"
 FINDING = Finding("CK203", "float32", "bfloat16", "convert again", BIAS, 10, SHARD, "tp0pp1")
@@ -84,12 +85,17 @@ def nothing(subject: Subject, tally: Tally) -> Iterator[Finding]:
 
 
 def skipping(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    raise Skip("no GPU")
+    raise CannotCheck("no index", "CK103")
+    yield
+
+
+def without_subject(subject: Subject, tally: Tally) -> Iterator[Finding]:
+    raise NotApplicable("no INT4 weights")
     yield
 
 
 def failing(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(8)
+    tally.compared(nbytes=8)
     yield Finding("CK102", "a", "b", "c")
 
 
@@ -110,31 +116,38 @@ def test_a_skip_keeps_its_reason_and_headers_that_fail_skip_the_rest() -> None:
     outcome = run_checks(Subject(Path("x")), checks)
     results = outcome.checks
     assert [(result.status, result.reason) for result in results] == [
-        ("skipped", "no GPU"),
+        ("skipped", "no index (CK103)"),
         ("failed", None),
         ("skipped", "not run because CK102 failed"),
         ("failed", None),
     ]
 
 
+def test_checks_without_a_subject_are_not_in_the_results_and_grouped_by_reason() -> None:
+    checks = [Check(code, "t", "r", "f", without_subject, "values") for code in ("CK201", "CK202")]
+    outcome = run_checks(Subject(Path("x")), checks)
+    assert (outcome.checks, outcome.findings, outcome.reasons) == ([], [], [])
+    assert outcome.not_applicable_lines == ["CK201, CK202: no INT4 weights"]
+
+
 def passing(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(1)
+    tally.compared(nbytes=1)
     yield from ()
 
 
 def unable(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    raise Unable("no GPU")
+    raise CannotCheck("no GPU")
     yield
 
 
 def breaking(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(1)
+    tally.compared(nbytes=1)
     raise KeyError("a name of ours")
     yield
 
 
 def warning(subject: Subject, tally: Tally) -> Iterator[Finding]:
-    tally.compared(1)
+    tally.compared(nbytes=1)
     yield replace(FINDING, severity="warning")
 
 
@@ -191,7 +204,7 @@ def finding_then(error: Exception, severity: Severity = "error") -> Run:
     """A check that finds something, then raises."""
 
     def run(subject: Subject, tally: Tally) -> Iterator[Finding]:
-        tally.compared(1)
+        tally.compared(nbytes=1)
         yield replace(FINDING, severity=severity)
         raise error
 
@@ -201,8 +214,8 @@ def finding_then(error: Exception, severity: Severity = "error") -> Run:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (Unable("no GPU"), "no GPU"),
-        (Skip("nothing more"), "nothing more"),
+        (CannotCheck("no GPU"), "no GPU"),
+        (NotApplicable("nothing more"), "nothing more"),
         (CkptkitError("a shard is gone", "copy it"), "a shard is gone"),
         (KeyError("a name of ours"), "an error inside this check"),
     ],
@@ -217,7 +230,7 @@ def test_findings_before_an_exception_count_and_its_reason_is_kept(error: Except
 
 
 def test_warnings_before_an_exception_are_kept_and_the_report_is_inconclusive() -> None:
-    report = report_of(finding_then(Unable("no GPU"), "warning"))
+    report = report_of(finding_then(CannotCheck("no GPU"), "warning"))
     assert (report.status, report.warnings, report.reasons) == ("inconclusive", 1, ["CK700: no GPU"])
     assert report.checks[0].status == "skipped"
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import quantize
 from quant.schemes.floats import FloatScheme
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
 from verify.witnesses.reference.distance import mean_gap
@@ -102,5 +102,5 @@ def test_groups_are_those_of_the_config(quantization: Mapping[str, Any], group: 
     ],
 )
 def test_noise_that_is_not_known_is_no_verdict(quantization: Mapping[str, Any]) -> None:
-    with pytest.raises(Unable, match="noise"):
+    with pytest.raises(CannotCheck, match="noise"):
         group_of(quantization)

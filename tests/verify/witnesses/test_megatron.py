@@ -18,12 +18,13 @@ from transformers import Qwen3MoeConfig
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.check import Skip, Tally, Unable
+from verify.check import Tally
 from verify.checks.config.config import parallel_sizes_divide
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
+from verify.skip import CannotCheck
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.process.run import failure_messages
@@ -136,7 +137,7 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
     assert (finding.code, finding.rank) == ("CK401", "rank 0")
     assert "Global shape mismatch" in finding.actual
     assert "decoder.layers.3.mlp.linear_fc2.weight" in finding.actual
-    with pytest.raises(Skip, match="see CK401"):
+    with pytest.raises(CannotCheck, match="CK401"):
         list(right_slices(subject, Tally()))
 
 
@@ -145,9 +146,9 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
     monkeypatch.setattr(megatron_run, "_START_SECONDS", 0.5)
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
-        with pytest.raises(Unable, match="0.*within.*1"):
+        with pytest.raises(CannotCheck, match="0.*within.*1"):
             list(strict_load(subject, Tally()))
-        with pytest.raises(Unable, match="within.*1"):
+        with pytest.raises(CannotCheck, match="within.*1"):
             list(right_slices(subject, Tally()))
 
 
@@ -216,17 +217,17 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
         "moe_intermediate_size that divides by etp = 2"
     ]
     monkeypatch.setattr(megatron_run, "check_sizes", lambda sizes, dims: None)
-    with pytest.raises(Unable, match="while building the model, .*95 is not divisible by 2"):
+    with pytest.raises(CannotCheck, match="while building the model, .*95 is not divisible by 2"):
         list(strict_load(cut, Tally()))
 
 
 def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
     releases: PathOf, converted: PathOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(Unable, match="ckptkit convert"):
+    with pytest.raises(CannotCheck, match="ckptkit convert"):
         list(strict_load(Subject(releases("qwen2-tied")), Tally()))
     monkeypatch.setattr(megatron_run, "find_spec", lambda name: None)
-    with pytest.raises(Unable, match="installed"):
+    with pytest.raises(CannotCheck, match="pip install megatron-core"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
 
 

@@ -26,10 +26,10 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import UsageError
 from converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_release
 from converters.planner import dims_of, own_dialect, rules_of
-from verify.check import Unable
 from verify.evidence.subject import Subject
 from verify.options import MegatronOptions, VerifyOptions
 from verify.run import verify
+from verify.skip import CannotCheck
 from verify.witnesses.megatron.run import run_megatron
 
 require_megatron()
@@ -78,11 +78,11 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
     options = EXPERTS[LAYOUTS[name]]
     subject = subject_of(made(name) / "hybrid", made(name) / "hf", **options)
     if any(since > RELEASE for _, since in needs_release(dims, options.get("vpp", 1))):
-        with pytest.raises(Unable, match=r"the HybridModel of megatron-core 0\.1\d\.\d has no"):
+        with pytest.raises(CannotCheck, match=r"the HybridModel of megatron-core 0\.1\d\.\d has no"):
             judge(subject)
         return
     if name == "mimo-tied-two-layers" and "PP" in LAYOUTS[name]:
-        with pytest.raises(Unable, match="tied"):
+        with pytest.raises(CannotCheck, match="tied"):
             judge(subject)
         return
     findings, tallies = judge(subject)
@@ -99,6 +99,7 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
 # Prints for each kind of layer whether its norm is a module of its own.
 OWN_SPEC = """
 from verify.witnesses.megatron.imports import importing_megatron
+from verify.skip import CannotCheck
 with importing_megatron():
     from verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK
     from megatron.core.transformer.identity_op import IdentityOp

@@ -21,7 +21,7 @@ from verify.check import Tally
 from verify.evidence.subject import Subject
 from verify.options import MegatronOptions, VerifyOptions
 from verify.report import Finding
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 
@@ -112,7 +112,7 @@ def test_tracker_that_does_not_name_the_checkpoint_is_a_finding(root: Path, said
 def test_without_the_training_package_nothing_is_said(model: tuple[Path, Path], monkeypatch: Any) -> None:
     missing = "megatron.training"
     monkeypatch.setattr(megatron_run, "find_spec", lambda name: None if name == missing else find_spec("json"))
-    with pytest.raises(Unable, match=re.escape("megatron.training comes with megatron-core since 0.19")):
+    with pytest.raises(CannotCheck, match=re.escape("megatron.training comes with megatron-core since 0.19")):
         run_megatron(subject_of(model[0]))
 
 
@@ -127,5 +127,5 @@ def test_without_the_training_package_nothing_is_said(model: tuple[Path, Path], 
 def test_layout_that_the_loader_is_not_run_in_is_no_verdict(
     model: tuple[Path, Path], how: dict[str, Any], words: str
 ) -> None:
-    with pytest.raises(Unable, match=re.escape(words)):
+    with pytest.raises(CannotCheck, match=re.escape(words)):
         run_megatron(subject_of(model[0], **how))

@@ -22,7 +22,7 @@ from verify.checks.witnesses import behaviour
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.reference import run as reference_run
 from verify.witnesses.reference.job import Predicted, Reference
 from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of
@@ -93,15 +93,15 @@ def test_texts_are_given_as_the_tokenizer_has_them(tmp_path: Path) -> None:
 
 def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model"')
-    with pytest.raises(Unable, match=r"tokenizer\.json.*\(.*\)"):
+    with pytest.raises(CannotCheck, match=r"tokenizer\.json.*\(.*\)"):
         tokenizer_of(tmp_path)
 
 
 def test_texts_need_a_tokenizer_and_its_vocabulary(tmp_path: Path) -> None:
     path = structured.save(structured.unstructured(), tmp_path, tokenizer=True)
-    with pytest.raises(Unable, match=r"no tokenizer\.json"):
+    with pytest.raises(CannotCheck, match=r"no tokenizer\.json"):
         texts_of(None, {"vocab_size": 320})
-    with pytest.raises(Unable, match="vocabulary"):
+    with pytest.raises(CannotCheck, match="vocabulary"):
         texts_of(tokenizer_of(path), {"vocab_size": 100})
 
 

@@ -17,11 +17,11 @@ from support.sglang_runs import int4_config
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.check import Tally, Unable, all_checks, run_checks
+from verify.check import Tally, all_checks, run_checks
 from verify.checks.witnesses.loading import none_dropped
 from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
-from verify.skip import OfNoFamily
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.loading import run as sglang_run
 from verify.witnesses.loading.bits import difference, poison, poisoned
 from verify.witnesses.loading.compare import DROPPED, Loaded
@@ -155,7 +155,7 @@ def test_config_that_names_another_class_never_reaches_sglang(
     monkeypatch.setattr(Interpreter, "release", lambda *_: "0")
     monkeypatch.setattr(sglang_run, "run_ranks", lambda *_: pytest.fail("a process was started"))
     with pytest.raises(
-        (Unable, OfNoFamily, CkptkitError),
+        (CannotCheck, NotApplicable, CkptkitError),
         match=r"(not \['Glm4MoeForCausalLM'\]: SGLang would run another class|is another model|is none of ckptkit)",
     ):
         LoadedBy(SGLANG)(Subject(release, options=VerifyOptions(against=frozenset({"sglang"}))))
@@ -176,7 +176,7 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
     against = frozenset({"sglang"})
     assert "it was started" in str(LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against))).unable)
     shutil.rmtree(megatron / "carried")
-    with pytest.raises(Unable, match=r"visual\.\*.*--hf"):
+    with pytest.raises(CannotCheck, match=r"visual\.\*.*--hf"):
         LoadedBy(SGLANG)(Subject(megatron, options=VerifyOptions(against=against)))
     run = LoadedBy(SGLANG)(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)))
     assert "it was started" in str(run.unable)

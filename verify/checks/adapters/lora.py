@@ -20,11 +20,11 @@ from ckptkit.formats.hf.side_files import without_quantization
 from converters.adapter import FLAT, Adapter
 from converters.config.values import integer, number
 from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
-from verify.check import Tally, check, without
+from verify.check import Tally, check, where
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable, Unable
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
 
@@ -74,20 +74,15 @@ def _given_adapter(subject: Subject) -> bool:
     return subject.source_path is not None and is_adapter(subject.source_path)
 
 
-_NEEDS_BASE = without(
-    lambda subject: subject.source_path is not None and not _given_adapter(subject),
-    "no base model was given as --source",
-)
+def _has_base(subject: Subject) -> bool:
+    return subject.source_path is not None and not _given_adapter(subject)
 
 
-@check(
-    "CK131",
-    "factors are in pairs",
-    stage="adapter",
-    gate=True,
-    rationale="An engine adds B A to a weight only where it finds both, and leaves out the rest without a word.",
-    fix="Export the adapter again; compare the number of its tensors with what the trainer has.",
-)
+_NO_BASE = "no base model was given as --source"
+_needs_base = where(_has_base, _NO_BASE)
+
+
+@check("CK131", stage="adapter", gate=True)
 def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The files are whole, and A and B of each module are there.
 
@@ -107,7 +102,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         actual = f"{' and '.join(lost)} not there: PEFT takes 8, {SGLANG} and {VLLM} refuse the adapter"
         hint, expected = "write what the run was started with", "r and lora_alpha, of which the scale is made"
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
-    tally.compared(0, len(files.specs))
+    tally.compared(len(files.specs))
     if not pairs:
         actual = "the adapter has no lora_A and no lora_B, and changes nothing"
         yield Issue("factors lora_A and lora_B", actual, _AGAIN)
@@ -128,15 +123,7 @@ def _dropped(subject: Subject) -> Iterator[Issue]:
         yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, together=True)
 
 
-@check(
-    "CK132",
-    "every factor fits a weight of the base model",
-    stage="adapter",
-    rationale="Factors of another shape or name belong to another base, or were exchanged; engines skip what they do "
-    "not know. A module that PEFT adapts and finds no factors for answers as the base does.",
-    fix="Compare with the base that the run was started from, and with target_modules of adapter_config.json.",
-    begin=lambda subject: subject.once(ask_peft),
-)
+@check("CK132", stage="adapter", begin=lambda subject: subject.once(ask_peft))
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What PEFT itself loads, misses and drops; where it cannot be asked, what ckptkit's rules of PEFT find."""
     files, asked = subject.once(adapter_files), subject.once(ask_peft)
@@ -144,23 +131,22 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if report is not None and not (report.model_class or report.refused):
         report, why = None, "transformers has no class for the base without code of its own"
     if report is None and "transformers" in subject.against:
-        raise Unable(f"PEFT could not be asked, which says nothing about the adapter: {why}")
-    unknown = _NEEDS_BASE(subject)
-    if unknown is not None and isinstance(asked, str):
-        raise Inapplicable(unknown)
-    tally.compared(0, len(files.specs))
+        raise CannotCheck(f"PEFT could not be asked, which says nothing about the adapter: {why}")
+    if not _has_base(subject) and isinstance(asked, str):
+        raise NotApplicable(_NO_BASE)
+    tally.compared(len(files.specs))
     judge = f"ckptkit's rules of PEFT {RULES_OF}: {why}"
     if report is not None:
         judge = ", in ".join(filter(None, (f"PEFT {version('peft')}", report.fits or report.model_class)))
         yield from _by_peft(subject, report)
-    elif unknown is not None:
+    elif not _has_base(subject):
         yield from _dropped(subject)  # which CK131 left to PEFT
     tally.facts["adapter judged by"] = [judge]
-    if unknown is not None:
+    if not _has_base(subject):
         return
     adapter = subject.once(over_base)
     if report is None and adapter.unknown:
-        raise Unable(f"the base has no {adapter.unknown[0]}, and how it would spell that is not known: {why}")
+        raise CannotCheck(f"the base has no {adapter.unknown[0]}, and how it would spell that is not known: {why}")
     if report is None:
         for fault in adapter.faults:
             names = None if fault.name is None else [fault.name]
@@ -202,13 +188,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
         yield Issue("patterns that name modules", actual, hint, file=ADAPTER_CONFIG, severity="warning")
 
 
-@check(
-    "CK133",
-    "factors are finite, and change something",
-    stage="adapter",
-    rationale="B begins as zeros: a pair whose B is still zero was not trained, or was not gathered for the export.",
-    fix="Export the adapter again; compare with what the trainer holds.",
-)
+@check("CK133", stage="adapter")
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity; no factor of zeros while others are not; names under which PEFT looks for them.
 
@@ -222,7 +202,7 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[name])
         if FACTOR.fullmatch(name) and not bool(tensor.any()):
@@ -248,20 +228,11 @@ def _of_layer(name: str) -> str:
     return re.sub(r"(\.experts)\.\d+\.", r"\1.#.", name)
 
 
-@check(
-    "CK134",
-    "the base is the one that the adapter names",
-    stage="adapter",
-    needs=("source",),
-    rationale="A sibling of the base (base and instruct, another step) has the same shapes; nothing fails, and answers "
-    "are worse.",
-    fix="Serve the adapter on the base that base_model_name_or_path of adapter_config.json names.",
-    unless=_NEEDS_BASE,
-)
+@check("CK134", stage="adapter", needs=("source",), applies_to=_needs_base)
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
     adapter = subject.once(over_base)
-    tally.compared(0)
+    tally.compared()
     stated = adapter.files.config.get("base_model_name_or_path")
     source = subject.source_path or Path()
     place = source.parent.parent.name.removeprefix("models--") if source.parent.name == "snapshots" else source.name
@@ -271,29 +242,19 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected = f"the base {stated}, as base_model_name_or_path says"
         yield Issue(expected, f"{source}", hint, file=ADAPTER_CONFIG, severity="warning")
     for name, spec in adapter.copies.items():
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         if not adapter.is_copy(name, spec):
             actual = "other values than the adapter's own copy of it"
             yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
 
 
-@check(
-    "CK135",
-    "engines serve the adapter at its own scale",
-    stage="adapter",
-    needs=("source",),
-    rationale="SGLang 0.5.16 and vLLM 0.26 scale all pairs by lora_alpha / r: they do not read rank_pattern and "
-    "alpha_pattern, SGLang nor use_rslora. The server answers, and the adapter is too weak or too strong.",
-    fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train with one rank and "
-    "alpha.",
-    unless=_NEEDS_BASE,
-)
+@check("CK135", stage="adapter", needs=("source",), applies_to=_needs_base)
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
     adapter = subject.once(over_base)
     config = adapter.files.config
     rank, alpha = integer(config, "r", 8), number(config, "lora_alpha", 8)
-    tally.compared(0, 1 + len(adapter.pairs))
+    tally.compared(1 + len(adapter.pairs))
     if rank < 1:
         return  # which engines refuse, and CK132 says
     given = {SGLANG: alpha / rank, VLLM: alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)}
@@ -312,13 +273,9 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check(
     "CK136",
-    "the adapter equals the source adapter",
     stage="adapter",
     needs=("source",),
-    rationale="Between trainer and engine an adapter is renamed, gathered over ranks and cast: a layer can be stale, "
-    "experts exchanged, alpha doubled.",
-    fix="Export it again from the adapter it was made from.",
-    unless=without(_given_adapter, "no other adapter was given as --source"),
+    applies_to=where(_given_adapter, "no other adapter was given as --source"),
 )
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and what adapter_config.json makes of them."""
@@ -333,7 +290,7 @@ def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, spec in here.specs.items():
         if name in more:
             continue
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         one, other = here.read([name])[name], there.read([name])[name]
         if spec != there.specs[name]:
             yield Issue(str(there.specs[name]), str(spec), names=[name])
@@ -350,22 +307,12 @@ _STACKED = (
 )
 
 
-@check(
-    "CK137",
-    "engines take every part of the adapter",
-    stage="adapter",
-    needs=("source",),
-    rationale="SGLang 0.5.16 leaves out whole tensors silently; it and vLLM 0.26 refuse others when the adapter is "
-    "loaded, which in a running job is late.",
-    fix="Merge the adapter (`ckptkit convert BASE DST --merge ADAPTER`) and serve that, or train q, k and v, and gate "
-    "and up, together and with one rank.",
-    unless=_NEEDS_BASE,
-)
+@check("CK137", stage="adapter", needs=("source",), applies_to=_needs_base)
 def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""
     adapter = subject.once(over_base)
     files, kinds = adapter.files, {name.rpartition(".")[0].rpartition(".")[2] for name in adapter.base.specs}
-    tally.compared(0, len(files.specs))
+    tally.compared(len(files.specs))
     rank = integer(files.config, "r", 8)
     found: dict[str, list[str]] = defaultdict(list)
     factors = {name: match for name in files.specs if (match := FACTOR.fullmatch(name))}

@@ -15,7 +15,7 @@ from converters.megatron.arguments import comparable_args
 from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check, only, without
+from verify.check import Tally, check, where
 from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
@@ -24,6 +24,7 @@ from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.launch.words import at_places, first_file
 from verify.report import Severity
+from verify.skip import CannotCheck, NotApplicable
 
 # Keys whose value is an object of settings of the language model.
 _NESTED = ("text_config", "rope_parameters", "rope_scaling")
@@ -46,12 +47,8 @@ UNKNOWN: Final = "not there"
 
 @check(
     "CK701",
-    "Megatron's stored arguments describe the model of config.json",
     preflight=True,
-    rationale="Training takes sizes from a launch script, generation from config.json. Where they differ, training "
-    "runs on and gives another model.",
-    fix="Correct the launch script's model arguments (or config.json), then convert or train again.",
-    unless=only("megatron", "an HF directory stores no training arguments"),
+    applies_to=where(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt, or run_config.yaml, against the HF config, with Megatron's defaults for absent ones."""
@@ -59,25 +56,18 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         args = subject.megatron_files.args
     except CkptkitError as error:
-        raise Skip("there is no readable common state (CK111)") from error
+        raise CannotCheck("there is no readable common state", "CK111") from error
     if not args:
-        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+        raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
-    tally.compared(0, compared(dims))
+    tally.compared(compared(dims))
     where = subject.megatron_files.args_file
     for name, expected, actual in mismatches(dims, args):
         yield Issue(f"{name} = {expected}", f"{name} = {actual}", hint_of(name), file=where)
 
 
-@check(
-    "CK702",
-    "config.json describes the same model as the source's",
-    needs=("source",),
-    preflight=True,
-    rationale="A rope base or an epsilon that changed on the way changes every logit, and no weight shows it.",
-    fix="Take config.json from the source; only dtype and quantization_config may differ.",
-)
+@check("CK702", needs=("source",), preflight=True)
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
 
@@ -99,7 +89,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "" if subject.options.adapter is None else "write what the merged weights need"
     where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):
-        tally.compared(0)
+        tally.compared()
         values, source = subject.found(read_values), describe_model(there)
         explains = {*values.compared, *values.only_here, *values.only_source} if values else ()
         actual = f"another model than the source: {describe_model(here)} instead of {source}"
@@ -190,7 +180,7 @@ def describe_model(config: Mapping[str, Any]) -> str:
 def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally) -> Iterator[tuple[_Key, Any, Any]]:
     """Name, the source's value and this one's, for every key that differs; an absent one is None."""
     for name in sorted(here.keys() | there.keys()):
-        tally.compared(0)
+        tally.compared()
         if here.get(name) != there.get(name):
             yield name, there.get(name), here.get(name)
 
@@ -228,21 +218,14 @@ def is_parallel(subject: Subject) -> bool:
     return max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
 
 
-@check(
-    "CK703",
-    "the model divides over the parallel sizes",
-    preflight=True,
-    rationale="Megatron stops with an assertion minutes after the GPUs were booked, or pads silently.",
-    fix="Choose sizes that divide the model, or the uneven pipeline arguments.",
-    unless=without(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"),
-)
+@check("CK703", preflight=True, applies_to=where(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"))
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 
     Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
     """
     dims = dims_of(require_config(subject))
-    tally.compared(0)
+    tally.compared()
     yield from _stages(dims, subject, tally)
     etp = subject.tp if subject.options.etp is None else subject.options.etp
     for one in refusals(dims, ParallelSizes(subject.tp, ep=subject.ep, etp=etp)):

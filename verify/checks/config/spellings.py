@@ -14,13 +14,13 @@ from converters.family import KEY as TIED
 from converters.family import TieFlag
 from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
-from verify.check import Skip, Tally, check, without
+from verify.check import Tally, check, where
 from verify.checks.config.tokenizer import side_of
 from verify.evidence.expected import stated_config_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.report import Severity
-from verify.skip import Inapplicable
+from verify.skip import CannotCheck, NotApplicable
 
 # How the names of an output layer end, in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")
@@ -53,20 +53,14 @@ def _spelled_twice(subject: Subject) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 @check(
-    "CK704",
-    "rotary settings are the same in both spellings",
-    preflight=True,
-    rationale="transformers v4 reads rope_theta and rope_scaling, v5 rope_parameters: where they differ, two readers "
-    "run two models, and no weight shows it.",
-    fix="Make rope_theta, rope_scaling and rope_parameters say the same, or keep only those of the release.",
-    unless=without(_spelled_twice, "config.json states its rotary settings in one spelling"),
+    "CK704", preflight=True, applies_to=where(_spelled_twice, "config.json states its rotary settings in one spelling")
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
     where = side_of(subject).root / "config.json"
     for prefix, holder in _spelled_twice(subject):
         for (old, before), (new, after) in _rope_pairs(holder):
-            tally.compared(0)
+            tally.compared()
             if before != after:
                 expected = f"{prefix}{new} = {before}, as {prefix}{old} says"
                 yield Issue(expected, f"{prefix}{new} = {after}", file=where)
@@ -103,14 +97,14 @@ def _mapping(content: Any) -> Mapping[str, Any]:
     return content if isinstance(content, Mapping) else {}
 
 
-def _no_text_config(subject: Subject) -> str | None:
+def _stated_in_two_places(subject: Subject) -> None:
     config = _config(subject)
     text = _mapping(config.get("text_config"))
     twice = any(key in config and key in text for key in _TWICE)
     tied = TIED in text or TIED in config
-    if twice or (tied and _tie_flag(config) is not None):
-        return None
-    return "config.json states no setting of its language model twice, or where no reader looks"
+    if not twice and (not tied or _tie_flag(config) is None):
+        reason = "config.json states no setting of its language model twice, or where no reader looks"
+        raise NotApplicable(reason)
 
 
 def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
@@ -124,15 +118,7 @@ def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
     return family.tie if nested and isinstance(config.get("text_config"), Mapping) else None
 
 
-@check(
-    "CK705",
-    "a multimodal config says the same of its language model at the top and in text_config",
-    preflight=True,
-    rationale="Readers take one or the other. Where the tie flag differs, one of them looks for an output layer that "
-    "is not stored and leaves it random.",
-    fix="Take config.json from the release, or make both places say what the weights are.",
-    unless=_no_text_config,
-)
+@check("CK705", preflight=True, applies_to=_stated_in_two_places)
 def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Tied embeddings, sizes and switches that stand in both places; the tie flag also where it stands in one.
 
@@ -143,7 +129,7 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
     text = _mapping(config.get("text_config"))
     where, tie = side_of(subject).root / "config.json", _tie_flag(config)
     if tie is not None and (TIED in config or TIED in text):
-        tally.compared(0)
+        tally.compared()
         try:
             yield from _tie_issues(tie, config, text, tally, where, warning_if(_has_head(subject)))
         except CkptkitError as error:
@@ -151,7 +137,7 @@ def text_config_agrees(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(f"{TIED} = true or false", problem, error.hint or "", file=where)
     for key in _TWICE:
         if key in config and key in text and not (key == TIED and tie is not None):
-            tally.compared(0)
+            tally.compared()
             default = key == TIED and config[key] is False and text[key] is True
             if config[key] != text[key] and not default:
                 expected, actual = f"{key} = {config[key]}, as at the top", f"text_config.{key} = {text[key]}"
@@ -206,33 +192,24 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
     return {f"{place}{key}": value for key, value in keys.items()}, lacking
 
 
-def _no_keys(subject: Subject) -> str | None:
+def _sglang_reads_more(subject: Subject) -> None:
     if subject.is_megatron and "sglang" not in subject.against:
-        return "SGLang reads the config of an HF directory"
-    if "sglang" not in subject.against and (reason := subject.not_for_sglang):
-        return reason
+        raise NotApplicable("SGLang reads the config of an HF directory")
+    if "sglang" not in subject.against and subject.not_for_sglang:
+        raise NotApplicable(subject.not_for_sglang)
     try:
         needed, _ = keys_of(subject.once(stated_config_of))
-    except Inapplicable as why:
-        return str(why)
-    except (CkptkitError, Skip):
-        return "there is no usable config.json (CK101)"
-    return None if needed else "transformers writes every key that SGLang reads of this family"
+    except (CkptkitError, CannotCheck):
+        raise NotApplicable("there is no usable config.json (CK101)") from None
+    if not needed:
+        raise NotApplicable("transformers writes every key that SGLang reads of this family")
 
 
-@check(
-    "CK731",
-    "config.json has the keys that SGLang reads and transformers 5 leaves out",
-    preflight=True,
-    rationale="transformers 5 writes the keys that its own class knows. SGLang's class reads others: without them it "
-    "stops with an AttributeError, or silently builds another model.",
-    fix="Copy the key from the release's config.json; the value that the finding gives is that of this model.",
-    unless=_no_keys,
-)
+@check("CK731", preflight=True, applies_to=_sglang_reads_more)
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
     needed, lacking = keys_of(subject.once(stated_config_of))
-    tally.compared(0, len(needed))
+    tally.compared(len(needed))
     if lacking:
         what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
         hint = f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves"

@@ -14,7 +14,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
 from converters.config.values import language_part
 from converters.planner import dims_of
-from verify.check import Skip, Tally, Unable, check, only
+from verify.check import Tally, check, where
 from verify.evidence.expected import is_of_no_family, require_config
 from verify.evidence.side.compare import side_differences
 from verify.evidence.side.texts import TextJob, ask_library
@@ -22,7 +22,7 @@ from verify.evidence.side.tokenizers import ONLY_NEW
 from verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable
+from verify.skip import CannotCheck, NotApplicable
 
 
 def side_of(subject: Subject) -> SideFiles:
@@ -35,36 +35,33 @@ def side_of(subject: Subject) -> SideFiles:
 
 
 def source_side(subject: Subject) -> SideFiles:
-    """The files beside the source's weights. Raises Skip where no source was given, CkptkitError where it is none."""
+    """The files beside the source's weights.
+
+    Raises NotApplicable where no source was given, CkptkitError where it is none.
+    """
     if subject.source_path is None:
-        raise Skip("no --source was given")
+        raise NotApplicable("no --source was given")
     return SideFiles.of(locate(subject.source_path))
 
 
 def unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitError) -> Issue:
-    """A file that cannot be read. Raises Skip for a link that leads nowhere, which CK102 reports of an HF directory."""
+    """A file that cannot be read.
+
+    Raises CannotCheck for a link that leads nowhere, which CK102 reports of an HF directory.
+    """
     links = subject.hf_files.dangling if subject.is_hf and side.root == subject.path else ()
     if any(f"{side.root / name}:" in error.message for name in links):
-        raise Skip("not run because links lead nowhere (CK102)")
+        raise CannotCheck("not run because links lead nowhere", "CK102")
     return Issue(expected, error.message, error.hint or "copy it from the release", file=side.root)
 
 
-def _no_vocabulary(side: SideFiles) -> str | None:
+def _has_vocabulary(subject: Subject) -> None:
     with suppress(CkptkitError):  # a file that cannot be read is for the check to say
-        return None if side.has_vocabulary else "there is no tokenizer whose token ids can be read"
-    return None
+        if not side_of(subject).has_vocabulary:
+            raise NotApplicable("there is no tokenizer whose token ids can be read")
 
 
-@check(
-    "CK706",
-    "every token id has a row in the embedding",
-    preflight=True,
-    rationale="A vocabulary cut to another tokenizer's size has no row for the last tokens; looking one up reads "
-    "memory that is not the embedding's.",
-    fix="Take the tokenizer of the release that the weights come from; vocab_size must be the number of rows, not of "
-    "tokens.",
-    unless=lambda subject: _no_vocabulary(side_of(subject)),
-)
+@check("CK706", preflight=True, applies_to=_has_vocabulary)
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The largest id of every tokenizer file against `vocab_size` (CK105: that of the embedding); one id a token."""
     side, rows = side_of(subject), _rows_of(subject)
@@ -74,10 +71,10 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield unreadable(subject, side, "a tokenizer that can be read", error)
         return
     if not vocabularies:
-        tally.compared(0)
+        tally.compared()
         yield Issue("a vocabulary", "the tokenizer's files hold no token", file=side.root)
     for file, ids in vocabularies.items():
-        tally.compared(0)
+        tally.compared()
         token, largest = max(ids.items(), key=lambda item: item[1])
         if largest >= rows:
             beyond = sum(number >= rows for number in ids.values())
@@ -89,27 +86,16 @@ def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("one id for a token", actual, file=side.root / file)
 
 
-def _nothing_to_carry(subject: Subject) -> str | None:
-    if subject.source_path is None:
-        return None
+def _source_has_files(subject: Subject) -> None:
     with suppress(CkptkitError):
         there = source_side(subject)
         if there.root == side_of(subject).root:
-            return "the files next to the weights are those of the source"
-        return None if there.root.is_dir() else "the source has no files next to its weights"
-    return None
+            raise NotApplicable("the files next to the weights are those of the source")
+        if not there.root.is_dir():
+            raise NotApplicable("the source has no files next to its weights")
 
 
-@check(
-    "CK708",
-    "tokenizer, chat template, generation settings and code are those of the source",
-    needs=("source",),
-    preflight=True,
-    rationale="Without its template a server answers with a default one, or not at all; with another tokenizer every "
-    "id means another word. Trainers run the Python files of a checkpoint with trust_remote_code.",
-    fix="Copy the files that are named from the source, and remove those that the source does not have.",
-    unless=_nothing_to_carry,
-)
+@check("CK708", needs=("source",), preflight=True, applies_to=_source_has_files)
 def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file that loaders read, besides config.json (CK702) and the files of a quantizer.
 
@@ -118,7 +104,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
     bytes.
     """
     here, there = side_of(subject), source_side(subject)
-    tally.compared(0)
+    tally.compared()
     try:
         for one in side_differences(here, there, "in the source"):
             copied = one.source or (one.file if (there.root / one.file).exists() else None)
@@ -130,21 +116,13 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield unreadable(subject, here, "files that can be read", error)
 
 
-@check(
-    "CK720",
-    "a tokenizer lies beside the weights",
-    rationale="An engine loads the tokenizer from the directory of the weights; without one it does not start, or it "
-    "knows no words. tokenizer_config.json alone is not a tokenizer.",
-    fix="Copy the tokenizer files of the release into this directory, or start the engine with `--skip-tokenizer-init` "
-    "and send it token ids.",
-    unless=only("hf", "Megatron loads no tokenizer from its checkpoint"),
-)
+@check("CK720", applies_to=where(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Any file with the words of a tokenizer; without one an error where the source has one, else a warning.
 
     `--against-sglang` and `--engine` start SGLang without a tokenizer, so they need none.
     """
-    tally.compared(0)
+    tally.compared()
     if side_of(subject).has_tokenizer:
         return
     there = source_side(subject) if subject.source_path else None
@@ -159,35 +137,26 @@ def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _OF_BYTES = {"Llama": False, "XLMRoberta": False, "T5": False, "Qwen2": True, "GPT2": True, "Roberta": True}
 
 
-def _class_is_not_asked(subject: Subject) -> str | None:
-    """Why transformers' class is not held to tokenizer.json: it takes seconds, so only where it may differ."""
+def _class_may_differ(subject: Subject) -> None:
+    """It takes seconds to hold transformers' class to tokenizer.json, so only where it may differ."""
     side = side_of(subject)
     if not subject.is_hf or not lexists(side.root / TOKENIZER):
-        return f"there is no {TOKENIZER} next to the weights"
+        raise NotApplicable(f"there is no {TOKENIZER} next to the weights")
     with suppress(CkptkitError):
         name = str(side.tokenizer_config.get("tokenizer_class") or "")
         if "AutoTokenizer" in str(side.tokenizer_config.get("auto_map")):
-            return "the class of the tokenizer is code of the checkpoint, which is not run"
+            raise NotApplicable("the class of the tokenizer is code of the checkpoint, which is not run")
         if name in ("PreTrainedTokenizerFast", ONLY_NEW):
-            return f"{name} takes {TOKENIZER} as it is"
+            raise NotApplicable(f"{name} takes {TOKENIZER} as it is")
         of_bytes = next((of_bytes for start, of_bytes in _OF_BYTES.items() if name.startswith(start)), None)
         stated = [side.tokenizer.get(part) for part in ("pre_tokenizer", "decoder")]
         if of_bytes is not None and of_bytes != ("ByteLevel" in json.dumps(stated)):
-            return None
-    if "transformers" in subject.against or subject.once(is_of_no_family):
-        return None
-    return "--against-transformers was not given"
+            return
+    if "transformers" not in subject.against and not subject.once(is_of_no_family):
+        raise NotApplicable("--against-transformers was not given")
 
 
-@check(
-    "CK732",
-    "transformers' class of the tokenizer gives the ids of tokenizer.json",
-    rationale="A class builds its own parts around the vocabulary of tokenizer.json. Under the class of another model "
-    "spaces and words get other ids than in training, and the text that comes back is garbled.",
-    fix="Take tokenizer_class in tokenizer_config.json from the release, or make it PreTrainedTokenizerFast, which "
-    "takes tokenizer.json as it is.",
-    unless=_class_is_not_asked,
-)
+@check("CK732", applies_to=_class_may_differ)
 def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The ids of texts by AutoTokenizer against those by tokenizers of the same directory, without the ids around them.
 
@@ -196,8 +165,8 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     side = side_of(subject)
     answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), ()))
     if answer is None or answer.refused:  # because of config.json too, which CK541 judges
-        raise Unable(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
-    tally.compared(0, answer.texts)
+        raise CannotCheck(reason if answer is None else f"transformers does not load the tokenizer: {answer.refused}")
+    tally.compared(answer.texts)
     stated = side.tokenizer_config.get("tokenizer_class")
     name = (
         f"tokenizer_class {stated!r}"
@@ -216,35 +185,29 @@ def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _KINDS = ("eos", "pad", "bos")
 
 
-def _one_place_only(subject: Subject) -> str | None:
+def _stated_twice(subject: Subject) -> None:
     side = side_of(subject)
     if not (side.root / "config.json").exists():
-        return "there is no config.json beside it"
+        raise NotApplicable("there is no config.json beside it")
     with suppress(CkptkitError):
         tokens = side.has_vocabulary and any(map(side.special, _KINDS))
-        return None if tokens or lexists(side.root / GENERATION) else "only config.json says which tokens are special"
-    return None
+        if not tokens and not lexists(side.root / GENERATION):
+            raise NotApplicable("only config.json says which tokens are special")
 
 
 def _rows_of(subject: Subject) -> int:
-    """The rows of the embedding, by config.json. Raises Skip as `require_config`, and where no size is stated."""
+    """The rows of the embedding, by config.json.
+
+    Raises NotApplicable as `require_config`, and where no size is stated.
+    """
     if not (subject.is_hf and subject.once(is_of_no_family)):
         return dims_of(require_config(subject)).vocab
     if not isinstance(size := language_part(subject.hf_files.config).get("vocab_size"), int):
-        raise Inapplicable("config.json states no vocab_size")
+        raise NotApplicable("config.json states no vocab_size")
     return size
 
 
-@check(
-    "CK707",
-    "config, generation_config and tokenizer agree on the special tokens",
-    preflight=True,
-    rationale="Trainer and server stop at different tokens: answers run on to the length limit, or end too soon, and "
-    "rewards are given for it.",
-    fix="Make eos_token_id in config.json and generation_config.json that of the tokenizer's eos_token, as in the "
-    "release.",
-    unless=_one_place_only,
-)
+@check("CK707", preflight=True, applies_to=_stated_twice)
 def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Ids of the end, padding and begin tokens: inside the vocabulary, and the same wherever two files state one.
 
@@ -263,7 +226,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for kind, by_file in stated.items():
         sound = dict(by_file)
         for file, numbers in by_file.items():
-            tally.compared(0)
+            tally.compared()
             unused = {-1} if kind == "pad" else set()
             if strange := sorted(number for number in numbers - unused if not 0 <= number < rows):
                 del sound[file]
@@ -275,7 +238,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     pairs = ((kind, *pair) for kind in _KINDS for pair in _stated_values(side, kind))
     for kind, file, value in ((kind, file, one) for kind, file, several in pairs for one in several):
         if type(value) is not int:
-            tally.compared(0)
+            tally.compared()
             actual = f"{kind}_token_id {shortened(value)}"
             yield Issue(f"{kind}_token_id as a whole number", actual, hint, file=side.root / file)
     where = side.root / TOKENIZER_CONFIG
@@ -284,7 +247,7 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     with suppress(CkptkitError):  # a source that cannot be read is for CK708
         yield from _lost_ends(side, source_side(subject)) if subject.source_path else ()
     if not any(stated.values()):
-        tally.compared(0)  # three files were looked at, and none of them names a special token
+        tally.compared()  # three files were looked at, and none of them names a special token
 
 
 def _lost_ends(side: SideFiles, there: SideFiles) -> Iterator[Issue]:

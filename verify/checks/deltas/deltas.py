@@ -15,11 +15,12 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from verify.check import Skip, Tally, check, without
+from verify.check import Tally, check, where
 from verify.evidence.folding import by_key
 from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,74 +32,45 @@ def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
         yield Issue(fault.expected, fault.actual, fault.hint or "copy this version again", names=names, file=path)
 
 
-@check(
-    "CK122",
-    "every version of the deltas is there, each based on the one before",
-    gate=True,
-    rationale="A delta means something only on top of the version that it was made against. With one that is missing, "
-    "stands twice or comes from another run, every later version is another model than the trainer's.",
-    fix="Restore the version from where the trainer published it, or have it publish a full checkpoint, from which "
-    "engines start anew.",
-)
+@check("CK122", gate=True)
 def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Numbers of directories and indexes, what each is based on, and how it is encoded."""
     chain = subject.once(chain_of)
-    tally.compared(0, len(chain.versions))
+    tally.compared(len(chain.versions))
     if chain.full:
         tally.note(f"{chain.full.name} is a full checkpoint: older versions were not looked at, nor any base")
     yield from _issues(order_faults(chain))
 
 
-@check(
-    "CK123",
-    "every delta is whole, and changes tensors of the base",
-    gate=True,
-    rationale="Engines apply every file of a delta, also one that its index does not name, and some look no further "
-    "than the first that fails.",
-    fix="Copy the version again from where the trainer published it; if it is the same there, publish a full one.",
-)
+@check("CK123", gate=True)
 def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Files against their headers and the index, tensors against the base's, where there is one."""
     chain, base = subject.once(chain_of), subject.once(base_in)
-    tally.compared(0, sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
+    tally.compared(sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
     yield from _issues(file_faults(chain, base.specs if base else None))
 
 
-_NEEDS_BASE = without(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
+_needs_base = where(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
 
 
 def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issue]]) -> Iterator[Issue]:
     replay = subject.once(replay_of)
     if not replay.applied:
-        raise Skip("no version changes any tensor")
-    tally.compared(replay.nbytes, sum(replay.applied.values()) or len(replay.applied))
+        raise NotApplicable("no version changes any tensor")
+    tally.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
     for found in by_key(((one.file, one.expected, one.hint), one) for one in which(subject)).values():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
         names = [name for one in found for name in one.names or ()]
         yield replace(found[0], actual=f"{found[0].actual}{more}", names=names, together=True)
 
 
-@check(
-    "CK221",
-    "replayed onto the base, every delta gives the bytes that its writer had",
-    unless=_NEEDS_BASE,
-    rationale="Deltas are applied in place, without a way back. On another base, out of order or twice they give other "
-    "weights, and a trainer that does not look at what its engines answer trains on against them (slime#2104).",
-    fix="Name the base of this very run. If it is, start engines anew from a full checkpoint.",
-)
+@check("CK221", applies_to=_needs_base)
 def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change is decoded, lies inside its tensor, changes something, and leads to the stored checksum."""
     yield from _faulty(subject, tally, lambda here: here.once(replay_of).broken)
 
 
-@check(
-    "CK222",
-    "no delta makes a number NaN or infinite",
-    unless=_NEEDS_BASE,
-    rationale="A NaN among weights makes every answer NaN. Engines that patch with NaN for `unchanged` keep the old "
-    "value instead, and trainer and engine part silently.",
-    fix="Go back to the version before it, and see why training diverged.",
-)
+@check("CK222", applies_to=_needs_base)
 def deltas_finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Numbers that were finite and are not after a change; those that the base has already do not count."""
     yield from _faulty(subject, tally, lambda here: here.once(replay_of).spoiled)

@@ -16,7 +16,7 @@ from verify.check import Tally, check
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable, Unable
+from verify.skip import CannotCheck, NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,14 +40,7 @@ def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
     return {own: specs[name] for own, name in subject.once(draft_model).names(specs).items()}
 
 
-@check(
-    "CK141",
-    "a draft model has the tensors of its class",
-    gate=True,
-    rationale="Engines skip what they do not know and leave what they miss as memory was: the server answers as well "
-    "as ever, and no draft token is accepted.",
-    fix="Export the draft model again, and compare config.json with the one that it was trained with.",
-)
+@check("CK141", gate=True)
 def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The files are whole; names and shapes against config.json.
 
@@ -61,7 +54,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("a draft model as its trainer saved it", error.message, error.hint or "")
         return
-    tally.compared(0, len(specs))
+    tally.compared(len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
     yield Issue("stored, since its class has it", "in no shard", names=lost)
     unknown = [spec.name for name, spec in specs.items() if name not in shapes]
@@ -83,21 +76,15 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.note(f"{registry.release} has no class {draft.name}")
 
 
-@check(
-    "CK142",
-    "the draft model's tables of tokens agree",
-    rationale="d2t says which token of the target a draft token is: d2t[i] is added to i. A table that is wrong or was "
-    "never filled proposes other tokens than the model meant, none of which is accepted.",
-    fix="Write d2t and t2d again from the tokens that the draft model was trained on.",
-)
+@check("CK142")
 def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """d2t + i are tokens of the target, no two the same; t2d has true at just those."""
     draft, specs = subject.once(draft_model), subject.once(draft_specs)
     stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
-        raise Inapplicable("it has no tables: its tokens are those of the target")
+        raise NotApplicable("it has no tables: its tokens are those of the target")
     read = subject.once(draft_files).read([*stored.values()])
-    tally.compared(sum(specs[own].nbytes for own in stored), len(stored))
+    tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
     for own, expected, actual, hint in _faults(draft, tables):
         yield Issue(expected, actual, hint, names=[stored[own]])
@@ -140,12 +127,7 @@ def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
     return outside, tokens.numel() - len(set(tokens.tolist()))
 
 
-@check(
-    "CK143",
-    "the draft model's weights are finite, and no tensor is zero",
-    rationale="A tensor of zeros was never trained or never gathered; with NaN no draft token is accepted.",
-    fix="Export the draft model again; compare with what the trainer holds.",
-)
+@check("CK143")
 def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity, no tensor of zeros, biases excepted."""
     files = subject.once(draft_files)
@@ -153,29 +135,24 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if own in (TOKENS, USED):
             continue
         tensor = files.read([spec.name])[spec.name]
-        tally.compared(spec.nbytes)
+        tally.compared(nbytes=spec.nbytes)
         if not bool(tensor.isfinite().all()):
             yield Issue("finite numbers", "NaN or infinity", names=[spec.name])
         if not own.endswith(".bias") and not bool(tensor.any()):
             yield Issue("weights that are not zero", "zeros", names=[spec.name])
 
 
-@check(
-    "CK144",
-    "the draft model fits its target",
-    needs=("source",),
-    rationale="A draft model reads the target's states and proposes the target's tokens. Of another model of the same "
-    "width nothing fails; drafts are just never accepted.",
-    fix="Serve it with the model that it was trained for; compare hidden_size, vocab_size and the layers it reads.",
-)
+@check("CK144", needs=("source",))
 def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Width, vocabulary and layers of config.json; a copy of the embedding, value by value."""
     draft, source = subject.once(draft_model), subject.source_path or Path()
     config = read_config(source)
     if is_draft(config):
-        raise Unable(f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them")
+        raise CannotCheck(
+            f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them"
+        )
     target = target_of(config)
-    tally.compared(0, 3)
+    tally.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
         expected = f"states of width {target.hidden}, as the target has them"
@@ -200,7 +177,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     there = [name for name in base.specs if name.endswith(EMBEDDING) and base.specs[name].shape == own.shape]
     if len(there) != 1:
         return
-    tally.compared(own.nbytes)
+    tally.compared(nbytes=own.nbytes)
     here, other = subject.once(draft_files).read([own.name])[own.name], base.read(there)[there[0]]
     if not bool((here.to(other.dtype) == other).all()):
         hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"

@@ -39,14 +39,7 @@ _INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_po
 _INDICES = ("int64", "int32")
 
 
-@check(
-    "CK107",
-    "dtypes are the same in every layer, and fp32 state is fp32",
-    explained_by=("CK203",),
-    rationale="bfloat16 keeps 8 significant bits: a router bias around 6.9 that spans 0.2 falls into 8 distinct "
-    "values, and routing changes.",
-    fix="Convert again from the release with the dtype kept; router biases must stay fp32.",
-)
+@check("CK107", explained_by=("CK203",))
 def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One dtype, that models compute in, for each kind of tensor over all layers; and the dtype that config.json says.
 
@@ -64,7 +57,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
     codes = subject.once(parts_in_floats)
     for names in subject.kinds:
-        tally.compared(0)
+        tally.compared()
         dtypes = {specs[name].dtype for name in names}
         usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
         # Layers may be left out of FP8 and the like, which CK302 and CK306 judge.

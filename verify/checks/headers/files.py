@@ -15,59 +15,53 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, in_words
-from verify.check import Skip, Tally, check, only
+from verify.check import Tally, check, where
 from verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
 from verify.evidence.files import HfFiles
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck, NotApplicable
 
 _NUMBER = re.compile(r"\d+")
 
 
-only_hf = only("hf", "a Megatron checkpoint has no safetensors files")
+only_hf = where(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
-    """Every tensor that headers or `.metadata` name. Raises Skip where there are none to read (CK102, CK103, CK111).
+    """Every tensor that headers or `.metadata` name. Raises CannotCheck where there are none to read.
 
     `listed`: those that the index lists in files that cannot be read will do.
     """
     if subject.is_megatron:
         require_metadata(subject)
         if not subject.specs:
-            raise Skip("not run because there are no weights (CK111)")
+            raise CannotCheck("not run because there are no weights", "CK111")
     else:
         require_weights(subject)
         if not subject.specs and not (listed and subject.hf_files.unknown):
-            raise Skip("not run because no header names a tensor (CK102)")
+            raise CannotCheck("not run because no header names a tensor", "CK102")
     return subject.specs
 
 
 def require_weights(subject: Subject) -> None:
-    """Raises Skip where an HF directory holds no safetensors file and names none, which CK103 reports.
+    """Raises CannotCheck where an HF directory holds no safetensors file and names none, which CK103 reports.
 
     Raises UnsupportedError as `refuse_other_format`.
     """
     refuse_other_format(subject.path)
     if not subject.hf_files.wanted:
-        raise Skip("not run because there are no weights (CK103)")
+        raise CannotCheck("not run because there are no weights", "CK103")
 
 
 def require_metadata(subject: Subject) -> None:
-    """Raises Skip where the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
+    """Raises CannotCheck where the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
     if not subject.megatron_files.readable:
-        raise Skip("not run because .metadata cannot be read (CK111)")
+        raise CannotCheck("not run because .metadata cannot be read", "CK111")
 
 
-@check(
-    "CK101",
-    "config.json describes a supported model",
-    gate=True,
-    rationale="Every expected name and shape follows from the config. A config of another model makes loaders skip or "
-    "misread tensors.",
-    fix="Restore config.json from the release that the weights belong to.",
-)
+@check("CK101", gate=True)
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The config is there, is JSON, is of a supported family, and its sizes make sense.
 
@@ -76,10 +70,10 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if subject.is_megatron:
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
-        raise Skip("not run because config.json is a link that leads nowhere (CK102)")
+        raise CannotCheck("not run because config.json is a link that leads nowhere", "CK102")
     try:
         subject.once(config_of)
-        tally.compared(0)
+        tally.compared()
     except CkptkitError as error:
         # A model that is not known here may be right, and so may its launch.
         wrong = (
@@ -93,15 +87,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("the config of a supported model", problem, error.hint or "", file=file)
 
 
-@check(
-    "CK102",
-    "every shard is there and whole",
-    gate=True,
-    rationale="A truncated shard can be mapped beyond its end and then reads as zeros or garbage; some loaders skip an "
-    "absent one silently.",
-    fix="Download or copy the named file again, or run the conversion again.",
-    unless=only_hf,
-)
+@check("CK102", gate=True, applies_to=only_hf)
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere."""
     files = subject.hf_files
@@ -116,7 +102,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield _together(gone, "the file that the index names", "missing", "copy or download it")
     whole: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
-        tally.compared(0, len(shard.specs) or 1)
+        tally.compared(len(shard.specs) or 1)
         for fault in shard.faults:
             if fault.name is None:
                 whole[fault.expected, fault.actual].append(file)
@@ -147,21 +133,13 @@ def _together(found: Sequence[str], expected: str, actual: str, hint: str = "") 
     return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", hint, count=len(found))
 
 
-@check(
-    "CK103",
-    "the index is sound",
-    gate=True,
-    rationale="Loaders find tensors through model.safetensors.index.json; an entry that points out of the directory "
-    "reads a file of somebody else.",
-    fix="Restore model.safetensors.index.json from the release, or convert again.",
-    unless=only_hf,
-)
+@check("CK103", gate=True, applies_to=only_hf)
 def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index is JSON with a weight_map, and every entry is a file of this directory."""
     if INDEX in subject.hf_files.dangling:
-        raise Skip("not run because the index is a link that leads nowhere (CK102)")
+        raise CannotCheck("not run because the index is a link that leads nowhere", "CK102")
     refuse_other_format(subject.path)
-    tally.compared(0)
+    tally.compared()
     hint = ""
     if not (files := subject.hf_files).wanted and files.index is None:
         # verl keeps config and tokenizer in huggingface/, beside the weights.
@@ -171,25 +149,18 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield replace(issue, hint=hint, file=INDEX)
 
 
-@check(
-    "CK105",
-    "shapes are those of the config",
-    gate=True,
-    rationale="A shape that differs means another model, a wrong merge of gate and up or q, k and v, or a vocabulary "
-    "cut to the tokenizer's size.",
-    fix="Restore the config.json that belongs to these weights, or convert again.",
-)
+@check("CK105", gate=True)
 def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
     specs = names_of(subject)
     expected = require_expected(subject)
     if (spelling := subject.once(spelling_of)) and not spelling.renamed:
-        raise Skip(f"not run because the layers are stored under {spelling.found}* (CK104)")
+        raise CannotCheck(f"not run because the layers are stored under {spelling.found}*", "CK104")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     known = sum(map(specs.__contains__, expected.shapes))
     if not known:
-        raise Skip("not run because no tensor has a name that config.json promises (CK104)")
-    tally.compared(0, known)
+        raise CannotCheck("not run because no tensor has a name that config.json promises", "CK104")
+    tally.compared(known)
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
@@ -209,30 +180,23 @@ def file_of_tensor(subject: Subject, name: str) -> str:
     return str(found[0])
 
 
-def _no_index_needed(subject: Subject) -> str | None:
-    single = subject.is_hf and subject.hf_files.index is None and not subject.hf_files.index_issues
-    return "a single file needs no index" if single else only_hf(subject)
+def _needs_index(subject: Subject) -> None:
+    only_hf(subject)
+    if subject.hf_files.index is None and not subject.hf_files.index_issues:
+        raise NotApplicable("a single file needs no index")
 
 
-@check(
-    "CK106",
-    "total_size is the sum of all tensors in bytes",
-    rationale="Loaders do not read total_size, so it is only a warning. One that is not the sum shows an index that "
-    "was not written with these shards.",
-    fix="Set metadata.total_size in model.safetensors.index.json to the number given, after the other CK1xx checks "
-    "pass.",
-    unless=_no_index_needed,
-)
+@check("CK106", applies_to=_needs_index)
 def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The index's `metadata.total_size` against the headers."""
     files = subject.hf_files
     if not files.index:
-        raise Skip("there is no usable index (CK103)")
+        raise CannotCheck("there is no usable index", "CK103")
     if files.unknown:
-        raise Skip("not run because some shards cannot be read (CK102)")
-    tally.compared(0, len(files.specs))
+        raise CannotCheck("not run because some shards cannot be read", "CK102")
+    tally.compared(len(files.specs))
     if files.index.keys() != files.specs.keys():
-        raise Skip("not run because index and shards name different tensors (CK104)")
+        raise CannotCheck("not run because index and shards name different tensors", "CK104")
     total = sum(one.nbytes for one in (files.specs if files.twice else files.shards).values())
     if files.total_size != total:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
@@ -252,21 +216,13 @@ _ADAPTER_NAMES = (
 _WRAPPER = "base_model.model."
 
 
-@check(
-    "CK108",
-    "shards are numbered as their names promise",
-    rationale="A name like model-00003-of-00048 promises 48 files. An index that was written with a loss agrees with "
-    "that loss; the numbers do not.",
-    fix="Copy or download the shard of the missing number; move shards of an earlier save elsewhere; give a renamed "
-    "one its name back.",
-    unless=only_hf,
-)
+@check("CK108", applies_to=only_hf)
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The numbers 1 to N, or from 0, each once and with one N; and no shard that was only renamed."""
     files = subject.hf_files
     if not files.wanted:
-        raise Skip("there are no shards (CK103)")
-    tally.compared(0, len(files.wanted))
+        raise CannotCheck("there are no shards", "CK103")
+    tally.compared(len(files.wanted))
     series: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for match in filter(None, map(_NUMBERED.fullmatch, files.wanted)):
         series[match[1]][int(match[3])].append(int(match[2]))
@@ -311,18 +267,11 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
         yield Issue(missing, actual, hint, file=missing, count=len(renamed))
 
 
-@check(
-    "CK110",
-    "no LoRA adapter is left unmerged",
-    rationale="An engine that loads the directory without its adapter serves the base model; one that meets adapter "
-    "tensors skips them.",
-    fix="Merge the adapter into the weights (`ckptkit convert BASE DST --merge ADAPTER`), or take its files out of the "
-    "directory.",
-)
+@check("CK110")
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No adapter files beside the weights, no adapter names among the tensors."""
     names = names_of(subject)
-    tally.compared(0, len(_ADAPTER_FILES) + len(names))
+    tally.compared(len(_ADAPTER_FILES) + len(names))
     root = subject.path if subject.is_hf else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():

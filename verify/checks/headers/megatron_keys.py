@@ -6,18 +6,20 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.headers.torch_dist import only_megatron
 from verify.evidence.folding import LAYER, MTP_LAYER
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck, NotApplicable
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 # Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.
@@ -27,51 +29,40 @@ _LINEAR = re.compile(
 _SHARD = re.compile(r"(.+)\._extra_state/shard_([\d.]+)_([\d.]+)")
 
 
-def only_torch_dist(subject: Subject) -> str | None:
+def only_torch_dist(subject: Subject) -> None:
     """For checks of what checkpoints of FSDP runs have no counterpart of."""
-    if (reason := only_megatron(subject)) is not None:
-        return reason
-    try:
-        fsdp = subject.megatron_files.metadata.layout in OF_FSDP
-    except CkptkitError:  # CK111 says why it cannot be read
-        return None
-    return "Megatron-LM names modules as they are under FSDP, and their extra states otherwise" if fsdp else None
+    only_megatron(subject)
+    with suppress(CkptkitError):  # CK111 says why it cannot be read
+        if subject.megatron_files.metadata.layout in OF_FSDP:
+            reason = "Megatron-LM names modules as they are under FSDP, and their extra states otherwise"
+            raise NotApplicable(reason)
 
 
 def _weights(subject: Subject) -> list[str]:
-    """Keys of the weights. Raises Skip where `.metadata` cannot be read or holds none, which CK111 reports."""
+    """Keys of the weights. Raises NotApplicable where `.metadata` cannot be read or holds none, which CK111 reports."""
     names_of(subject)
     return [key for key in subject.megatron_files.metadata.tensors if not NOT_WEIGHTS.fullmatch(key)]
 
 
 def _common(subject: Subject) -> Mapping[str, Any]:
-    """Megatron's common state. Raises Skip where it cannot be read, which CK111 reports."""
+    """Megatron's common state. Raises NotApplicable where it cannot be read, which CK111 reports."""
     try:
         subject.megatron_files.args  # noqa: B018 - a cached property that raises
         return subject.megatron_files.opened.common
     except CkptkitError as error:
-        raise Skip("there is no readable common state (CK111)") from error
+        raise CannotCheck("there is no readable common state", "CK111") from error
 
 
-@check(
-    "CK114",
-    "the stored training arguments promise the layers and experts that are stored",
-    rationale=(
-        "A save of a run that lost a layer agrees with itself everywhere but here. No HF config is needed to see it."
-    ),
-    fix="Save or convert again. If the arguments are wrong, correct the launch script: Megatron builds the model by "
-    "them.",
-    unless=only_megatron,
-)
+@check("CK114", applies_to=only_megatron)
 def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Layers, MTP layers, experts, output layer and vocabulary rows against `args`, where `args` say them."""
     _weights(subject)
     args = _common(subject).get("args")
     stated: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     if not stated:
-        raise Skip("common.pt holds no training arguments, which Megatron accepts")
+        raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
     specs = subject.megatron_files.opened.specs
-    tally.compared(0, len(specs))
+    tally.compared(len(specs))
     where = subject.megatron_files.weights / ".metadata"
     for argument, expected, actual, tensors in _against_args(stated, specs):
         yield Issue(f"{argument}: {expected}", actual, names=tensors or None, together=True, file=where)
@@ -129,14 +120,7 @@ def _numbers(
             yield argument, f"{len(promised)} {what}", which, names
 
 
-@check(
-    "CK115",
-    "the layout of the keys is the one that content_metadata says",
-    rationale="Megatron asks for keys by content_metadata. Under another layout it finds none of them; slime's patch "
-    "then starts from random weights.",
-    fix="Convert or save again; do not copy common.pt from another save.",
-    unless=only_torch_dist,
-)
+@check("CK115", applies_to=only_torch_dist)
 def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """One layout in all keys, and the one of `content_metadata`: layers stacked or apart, experts and gate and up too.
 
@@ -144,7 +128,7 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     keys = _weights(subject)
     common = _common(subject)
-    tally.compared(0, len(keys))
+    tally.compared(len(keys))
     found = {name: [key for key in keys if re.fullmatch(pattern, key)] for name, pattern in _LAYOUTS.items()}
     stated = common.get("content_metadata")
     for want, actual in _layout_faults(
@@ -192,13 +176,7 @@ def _uneven_args(args: Any) -> bool:
     return blocks or any(isinstance(freq, (list, tuple)) or (isinstance(freq, int) and freq > 1) for freq in freqs)
 
 
-@check(
-    "CK116",
-    "the _extra_state objects are there that Megatron's strict load asks for",
-    rationale="Megatron asks for one of every linear layer, also in BF16, and by default stops where one is missing.",
-    fix="Convert again with ckptkit, which writes them, or save again; slime's patched Megatron loads without them.",
-    unless=only_torch_dist,
-)
+@check("CK116", applies_to=only_torch_dist)
 def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """An `_extra_state` for every linear layer that Megatron gives one, with all its shards (layers, experts)."""
     modules = dict.fromkeys(match[1] for key in _weights(subject) if (match := _LINEAR.fullmatch(key)))
@@ -207,8 +185,8 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if match := _SHARD.fullmatch(key):
             shards[match[1]][match[3]].add(match[2])
     if not modules:
-        raise Skip("there is no linear layer to have one")
-    tally.compared(0, len(modules))
+        raise NotApplicable("there is no linear layer to have one")
+    tally.compared(len(modules))
     where = subject.megatron_files.weights / ".metadata"
     lost = [f"{module}._extra_state" for module in modules if module not in shards]
     yield Issue("an _extra_state object", "none", names=lost, file=where)
@@ -218,14 +196,7 @@ def extra_states_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 yield Issue(f"{want} shards of it", f"{len(indices)}", names=[f"{module}._extra_state"], file=where)
 
 
-@check(
-    "CK117",
-    "every stored entry is long enough for its part of the tensor, and files end with their last entry",
-    rationale="An entry that is too short holds another tensor or another dtype. Bytes behind the last entry are those "
-    "of an older, longer file.",
-    fix="Copy the named .distcp file again from the save, or save or convert again into an empty directory.",
-    unless=only_megatron,
-)
+@check("CK117", applies_to=only_megatron)
 def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The length of every entry against the size of its chunk in the dtype of its key; where each file ends."""
     _weights(subject)
@@ -233,7 +204,7 @@ def entries_long_enough(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint, where = "take .metadata and the .distcp files from one save", files.weights / ".metadata"
     for key, stored in files.metadata.tensors.items():
         for chunk in stored.chunks:
-            tally.compared(0)
+            tally.compared()
             need = math.prod(chunk.sizes) * ITEMSIZE[stored.dtype]
             if chunk.blob.length < need:
                 want = f"at least {need} bytes for {list(chunk.sizes)} {stored.dtype}"

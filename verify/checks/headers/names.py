@@ -21,7 +21,7 @@ from converters.passthrough import lost_towers
 from converters.planner import dims_of
 from converters.registry import family_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.checks.headers.files import names_of, only_hf
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
@@ -39,24 +39,16 @@ from verify.evidence.files import HfFiles
 from verify.evidence.folding import LAYER, MTP_LAYER, by_key, layer_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable
+from verify.skip import CannotCheck, NotApplicable
 
 
-@check(
-    "CK104",
-    "index, shards and config name the same tensors",
-    gate=True,
-    rationale="A converter that loses a tensor usually writes an index that agrees with its own loss. Only the config "
-    "tells what should be there.",
-    fix="Convert again from the release. If config.json belongs to another model, restore it.",
-    explained_by=("CK103", "CK110"),
-)
+@check("CK104", gate=True, explained_by=("CK103", "CK110"))
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
     specs = names_of(subject, listed=True)
     config = usable_config(subject)
     expected = subject.once(expected_of)
-    tally.compared(0, len(specs) or len(subject.hf_files.unknown))
+    tally.compared(len(specs) or len(subject.hf_files.unknown))
     if subject.is_hf:
         yield from leftovers(subject.hf_files)
     yield from renamed_layers(subject)
@@ -287,35 +279,25 @@ def _newest(root: Path, files: list[str]) -> str:
     return f"last modified: {last} ({when} UTC)"
 
 
-def _no_tower(subject: Subject) -> str | None:
-    if (reason := only_hf(subject)) is not None:
-        return reason
+def _has_tower(subject: Subject) -> None:
+    only_hf(subject)
     try:
         config = subject.once(stated_config_of)
         towers = family_of(config).towers(config)
-    except Inapplicable as why:
-        return str(why)
-    except (CkptkitError, Skip):
-        return "there is no usable config.json (CK101)"
-    return None if towers else "the class of config.json is a language model alone"
+    except CkptkitError:
+        raise NotApplicable("there is no usable config.json (CK101)") from None
+    if not towers:
+        raise NotApplicable("the class of config.json is a language model alone")
 
 
-@check(
-    "CK730",
-    "the vision tower that the class has is stored",
-    rationale="Engines and transformers build the vision tower of a ...ForConditionalGeneration class whatever is "
-    "stored, and leave it random: answers to images are garbage, with HTTP 200.",
-    fix="Export with `ckptkit convert --hf RELEASE`, where RELEASE has its weights: the tower is taken from there. For "
-    "text alone, take a class and config of the language model alone, where the family has one.",
-    unless=_no_tower,
-)
+@check("CK730", applies_to=_has_tower)
 def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
     config = subject.once(stated_config_of)
     names = {**names_of(subject), **(subject.hf_files.index or {})}
-    tally.compared(0, len(names))
+    tally.compared(len(names))
     if (spelling := subject.once(spelling_of)) and any(name.startswith(spelling.towers) for name in names):
-        raise Skip(f"not run because the tower is stored under {spelling.towers[0]}* (CK104)")
+        raise CannotCheck(f"not run because the tower is stored under {spelling.towers[0]}*", "CK104")
     name = family_of(config).class_of(config)
     expected = f"stored, since SGLang, vLLM and transformers build it for {name}"
     yield Issue(expected, "in no shard", names=lost_towers(config, names))

@@ -15,11 +15,12 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import described, training_state
-from verify.check import Skip, Tally, check, only
+from verify.check import Tally, check, where
 from verify.checks.headers.files import names_of, require_metadata
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck
 
 # Libraries with functions that run what a pickle gives them; Python 2's names stand for those of Python 3.
 _RUN = {*sys.stdlib_module_names, *IMPORT_MAPPING, "torch", "numpy"}
@@ -35,19 +36,10 @@ _BACKEND: Mapping[str, str | int] = {
 TRAINING_STATE = "training state"
 
 
-only_megatron = only("megatron", "an HF directory has no torch_dist files")
+only_megatron = where(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
 
 
-@check(
-    "CK111",
-    "Megatron would find and accept the directory",
-    gate=True,
-    rationale="With a tracker or a file missing Megatron starts from random weights, or from another checkpoint, and "
-    "training goes on.",
-    fix="Convert again, or copy the named file from the original save. Give the directory that holds the tracker, not "
-    "the iteration.",
-    unless=only_megatron,
-)
+@check("CK111", gate=True, applies_to=only_megatron)
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tracker names a directory, in which `.metadata`, `metadata.json` and the common state can be read.
 
@@ -59,7 +51,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         yield Issue("a tracker that names a directory", error.message, error.hint or "", file=TRACKER)
         return
-    tally.compared(0)
+    tally.compared()
     if is_legacy(weights):
         actual = "Megatron's legacy format (mp_rank_*)"
         hint = "Megatron loads it at the same parallel sizes only, and no more is checked: export, and convert that"
@@ -114,23 +106,16 @@ def _backend(weights: Path) -> Iterator[Issue]:
             yield Issue(f"{key} {known}", f"{stated!r}", "save it with --ckpt-format torch_dist", file=where)
 
 
-@check(
-    "CK112",
-    "every stored entry lies inside its .distcp file",
-    gate=True,
-    rationale="`.metadata` is written last and knows nothing of a file that a disk or a copy lost or cut short.",
-    fix="Copy the named .distcp file again from the save, or convert again.",
-    unless=only_megatron,
-)
+@check("CK112", gate=True, applies_to=only_megatron)
 def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """File, offset and length of every entry against the files that are there; entries share bytes only as aliases."""
     require_metadata(subject)
     files = subject.megatron_files
     if not files.blobs:
-        raise Skip("not run because .metadata names no bytes (CK111)")
+        raise CannotCheck("not run because .metadata names no bytes", "CK111")
     gone: dict[Path, list[str]] = {}
     for path, stored in files.blobs.items():
-        tally.compared(0, len(stored))
+        tally.compared(len(stored))
         if path.exists():
             yield from _outside(path, stored)
         else:
@@ -172,21 +157,13 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
         yield Issue(expected, actual, names=shared, together=True, file=path)
 
 
-@check(
-    "CK113",
-    "chunks tile every tensor exactly",
-    gate=True,
-    rationale="A part of a tensor that no chunk holds is left random at load; slime and miles switch off Megatron's "
-    "own check of this.",
-    fix="Convert again, or save again from the training run: the save is incomplete.",
-    unless=only_megatron,
-)
+@check("CK113", gate=True, applies_to=only_megatron)
 def chunks_tile(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No hole, no overlap, nothing outside, for every tensor of `.metadata`."""
     names_of(subject)
     problems: dict[str, str] = {}
     for key, stored in subject.megatron_files.metadata.tensors.items():
-        tally.compared(0)
+        tally.compared()
         if problem := tiling_problem(stored.shape, [(chunk.offsets, chunk.sizes) for chunk in stored.chunks]):
             problems[key] = problem
     where = subject.megatron_files.weights / ".metadata"

@@ -39,7 +39,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     attention: set[str] = set()
     for name in subject.hf_files.specs:
         if match := _SCALE.fullmatch(name):
-            tally.compared(0)
+            tally.compared()
             found[match[1]].update(match[2] or match[3] or "kv")
         elif match := _ATTENTION.fullmatch(name):
             attention.add(match[1])
@@ -86,7 +86,7 @@ def _as_compressed_tensors(
     silent, asked = "transformers computes with memory that nobody wrote", "transformers" in (subject.readers or ())
     for module in attention:
         for part, shape in parts.items():
-            tally.compared(0)
+            tally.compared()
             name, severity = f"{module}.{part}", own
             spec = subject.hf_files.specs.get(name)
             if spec is None and part.endswith("scale"):

@@ -18,7 +18,7 @@ from quant.lint.opening import open_subject
 from quant.lists.table import named_in_lists
 from quant.selection.portable import described
 from quant.selection.readers import refuses_own_format
-from verify.check import Skip, Tally, Unable
+from verify.check import Tally
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.quantization_config import misread_floats
 from verify.evidence.expected import usable_config
@@ -27,6 +27,7 @@ from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_f
 from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck, NotApplicable
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
@@ -50,7 +51,7 @@ def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tall
     floats, weights = subject.once(stored_floats_of)
     hint = "take it in BF16 from the release; no engine has a quantized one"
     for stored in weights:
-        tally.compared(0)
+        tally.compared()
         module = stored.name.removesuffix(".weight")
         asked = module == "lm_head" and floats and floats.of_module and floats.of_module(module) is not None
         if module in forbidden and not asked:
@@ -69,7 +70,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     listed = {*names_of(subject, listed=True), *(files.index or {})}
     taken: set[str] = set()
     for stored in weights:
-        tally.compared(0)
+        tally.compared()
         taken |= {*stored.needed, *stored.inputs}
         yield from _wrong_parts(stored, subject, listed)
         # In another format than config.json states for this very module, where it states several.
@@ -164,7 +165,7 @@ def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     content = quantization_of(subject.hf_files.config)
     labelled = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
     for one in subject.once(float_scales_of):
-        tally.compared(one.nbytes)
+        tally.compared(nbytes=one.nbytes)
         for name, expected, actual in _wrong_scales(one, labelled):
             yield Issue(expected, actual, names=[name])
     yield from _odd_inputs(subject)
@@ -236,10 +237,10 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
     parts = ((module, *module.rpartition(".")[::2]) for module in formats)
     layers = by_key(((parent, fused_of[leaf]), module) for module, parent, leaf in parts if leaf in fused_of)
     # A layer that is stored in one piece is alike in itself.
-    tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in formats))
+    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in formats))
     for modules in layers.values():
         found = {formats[module] for module in modules}
-        tally.compared(0, len(modules))
+        tally.compared(len(modules))
         usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
         expected = f"{usual or 'unquantized'}, as the parts that engines hold in one with it"
         for module in modules:
@@ -256,7 +257,7 @@ def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tall
     worst, wrong = 1.0, list[str]()
     for modules in layers.values():
         found = {module: one.second for module in modules if (one := scales.get(module)) and one.second}
-        tally.compared(0, len(found))
+        tally.compared(len(found))
         if len(set(found.values())) > 1:
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
@@ -270,7 +271,7 @@ def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tall
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `ckptkit lint` finds for the engine, or for the readers of `--reader`. Of others only `lint` tells.
 
-    Raises Skip for a model whose modules are not known, and Unable where the lists cannot be read.
+    Raises NotApplicable for a model whose modules are not known, and CannotCheck where the lists cannot be read.
     """
     where, config = "config.json", usable_config(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
@@ -281,14 +282,14 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         usual, _ = open_subject(subject.path)
     except CkptkitError as error:
-        raise Unable(f"no decision for these lists of unquantized modules: {error.message}") from error
+        raise CannotCheck(f"no decision for these lists of unquantized modules: {error.message}") from error
     try:
         found = open_subject(subject.path, readers)[0] if readers else usual
     except CkptkitError as error:
-        raise Skip(error.message) from error
+        raise NotApplicable(error.message) from error
     if not found.matrices:
-        raise Skip("which modules of this model are Linear layers is not known here")
-    tally.compared(0, len(found.matrices))
+        raise NotApplicable("which modules of this model are Linear layers is not known here")
+    tally.compared(len(found.matrices))
     expected = "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]

@@ -22,7 +22,7 @@ from quant.selection.readers import BY_CLASS, counting
 from quant.selection.reading import read_all
 from quant.selection.tiles import UNPACKED, fused_in_transformers
 from quant.selection.tree import class_tree
-from verify.check import Skip, Tally, Unable, check
+from verify.check import Tally, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
 from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, stores_floats
@@ -43,41 +43,45 @@ from verify.evidence.packed import (
 from verify.evidence.rounding import keeps_scales, names_grid
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck, NotApplicable
 
 _NEVER = {"output_layer.weight": "the output layer", "shared_experts.gate_weight": "the shared expert's gate"}
 _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
 
 
-def not_quantized(subject: Subject) -> str | None:
-    """Why a checkpoint has no quantized weights to check; None: it has."""
+def require_quantized(subject: Subject) -> None:
+    """For checks of quantized weights. Raises NotApplicable where a checkpoint has none."""
     if subject.is_megatron:
-        return "Megatron holds no INT4 weights"
+        raise NotApplicable("Megatron holds no INT4 weights")
     config = usable_config(subject)
-    return None if config is None or is_quantized(config) else describe_quantization(config)
+    if config is not None and not is_quantized(config):
+        raise NotApplicable(describe_quantization(config))
 
 
-def _nothing_declared(subject: Subject) -> str | None:
-    """As `not_quantized`, but None also where only the cache of keys and values is quantized."""
+def _declares_quantization(subject: Subject) -> None:
+    """As `require_quantized`, but a quantized cache of keys and values will do."""
     config = None if subject.is_megatron else usable_config(subject)
-    return not_quantized(subject) if config is None or stated_quantization(config) is None else None
+    if config is None or stated_quantization(config) is None:
+        require_quantized(subject)
 
 
 def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """Config, specs and format. Raises Skip with the reason where there is nothing quantized to look at."""
-    if (reason := not_quantized(subject)) is not None:
-        raise Skip(reason)
+    """Config, specs and format. Raises NotApplicable with the reason where there is nothing quantized to look at."""
+    require_quantized(subject)
     config = subject.once(config_of)
     form = int4_format_of(config)
     if form is None:
-        raise Skip("quantization_config describes no packed integer weights, which is all that is checked here")
+        raise NotApplicable(
+            "quantization_config describes no packed integer weights, which is all that is checked here"
+        )
     return config, subject.checkpoint.specs, form
 
 
 def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """As `_quantized`, and raises Skip where nothing at all is packed, which CK302 judges."""
+    """As `_quantized`, and raises NotApplicable where nothing at all is packed, which CK302 judges."""
     config, specs, form = _quantized(subject)
     if not any(packed_in(specs)):
-        raise Skip("nothing is packed (CK302)")
+        raise CannotCheck("nothing is packed", "CK302")
     return config, specs, form
 
 
@@ -101,17 +105,7 @@ def never_packed(subject: Subject) -> dict[str, str]:
     return found
 
 
-@check(
-    "CK301",
-    "no router, embedding, norm or head is packed",
-    stage="quantization",
-    preflight=True,
-    rationale="Engines build these unquantized, do not know the name weight_packed there and skip it: the router stays "
-    "zero, the server answers garbage.",
-    fix="Add the named module to `ignore` in a spelling that every reader understands, and quantize again with "
-    "`ckptkit quantize`.",
-    unless=not_quantized,
-)
+@check("CK301", stage="quantization", preflight=True, applies_to=require_quantized)
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
     if stores_floats(subject):
@@ -120,7 +114,7 @@ def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
             return
     config, specs, _ = _quantized(subject)
     forbidden = subject.once(never_packed)
-    tally.compared(0, len(forbidden))
+    tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
         hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
@@ -136,17 +130,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     )
 
 
-@check(
-    "CK302",
-    "exactly the modules that a reader expects are packed",
-    stage="quantization",
-    preflight=True,
-    rationale="A module that the reader builds quantized but finds unpacked keeps whatever was in memory, and so does "
-    "the reverse.",
-    fix="Quantize again from the release with `ckptkit quantize`, which writes an ignore list that every reader takes "
-    "alike.",
-    unless=not_quantized,
-)
+@check("CK302", stage="quantization", preflight=True, applies_to=require_quantized)
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
 
@@ -154,17 +138,16 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     the files are as these read the list, and only others take it otherwise, that is a warning with the portable
     spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
     """
-    if (reason := not_quantized(subject)) is not None:
-        raise Skip(reason)
+    require_quantized(subject)
     if subject.once(renamed_of) is not None:
-        raise Skip("not run because the tensors have other names than config.json promises (CK104)")
+        raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
     config, specs = subject.once(config_of), subject.checkpoint.specs
     announced = subject.once(stored_floats_of)[0] is not None and not any(packed_in(specs))
     if announced or (stores_floats(subject) and not packs_integers(subject)):
         yield from float_lists(subject, tally)
         return
     packed = set(packed_in(specs))
-    tally.compared(0, len(packed))
+    tally.compared(len(packed))
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
         if not packed:
             raise _nothing_packed(config, issue.actual)
@@ -175,8 +158,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
-        raise Unable(f"no decision for this quantization_config: {error.message}") from error
-    tally.compared(0, found.looked_at - len(packed))
+        raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
+    tally.compared(found.looked_at - len(packed))
     for issue in found.issues:
         yield replace(issue, file="config.json")
     if not packed and not found.missing:
@@ -198,7 +181,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: Iterable[str]) -> Iterator[Issue]:
     """Packed experts, where transformers is a reader that counts and builds them as one parameter.
 
-    Raises Unable where transformers cannot build the model from config.json.
+    Raises CannotCheck where transformers cannot build the model from config.json.
     """
     experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
     if not experts or "transformers" not in (subject.readers or ()):
@@ -206,37 +189,31 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
     try:
         reason = fused_in_transformers(config)
     except CkptkitError as error:
-        raise Unable(f"what transformers makes of packed experts is not known: {error.message}") from error
+        raise CannotCheck(f"what transformers makes of packed experts is not known: {error.message}") from error
     if reason is not None:
         hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
         yield Issue("experts that transformers loads", reason, hint, names=experts)
 
 
-def _nothing_packed(config: Mapping[str, Any], actual: str) -> Skip:
+def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | CannotCheck:
     """Releases in FP8 and MXFP4 pack nothing; of an unknown format nobody can say what should be packed."""
     from quant.formats.dequantize import format_of as stored_format
 
     try:
         stored_format(config)
     except CkptkitError as error:
-        return Unable(f"no decision for this quantization_config: {error.message}")
-    return Skip(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
+        return CannotCheck(f"no decision for this quantization_config: {error.message}")
+    return NotApplicable(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
 
 
-@check(
-    "CK303",
-    "packed weights, scales and shapes fit the config",
-    stage="quantization",
-    preflight=True,
-    rationale="A scale for another group size or a word too few shifts every weight of a row against its scale.",
-    fix="Quantize again; make group_size in quantization_config the one that was used.",
-    unless=_nothing_declared,
-)
+@check("CK303", stage="quantization", preflight=True, applies_to=_declares_quantization)
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
     yield from second_config(subject.path, subject.readers)
     yield from cache_scales(subject, tally)
-    if not_quantized(subject) is not None:
+    try:
+        require_quantized(subject)
+    except NotApplicable:  # only the cache of keys and values is quantized
         return
     if stores_floats(subject):
         yield from float_parts(subject, tally)
@@ -258,7 +235,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 spec = specs.get(f"{module}.{part}")
                 if spec is None or part not in parts:
                     continue
-                tally.compared(0)
+                tally.compared()
                 if spec.shape != want_shape or spec.dtype not in dtypes:
                     expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
                     yield Issue(expected, actual, hint, names=[spec.name])
@@ -285,17 +262,7 @@ def _by_targets(
     return found
 
 
-@check(
-    "CK304",
-    "scales are finite and not zero, and weight_shape is true",
-    stage="quantization",
-    explained_by=("CK204",),
-    rationale="A scale of zero silences a group of weights, one of NaN poisons it; decompressors take the row length "
-    "from weight_shape. A negative scale is sound where the grid has them, as AutoRound's symmetric one, and turns the "
-    "sign of a group of weights where it has none.",
-    fix="Quantize again from the release.",
-    unless=not_quantized,
-)
+@check("CK304", stage="quantization", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Reads every scale and weight_shape, which are a small part of the checkpoint.
 
@@ -310,7 +277,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     shapes, scales = expected_hf(config), subject.once(read_scales)
     signed = _is_signed(config, form, scales)
     for scale in scales:
-        tally.compared(scale.nbytes)
+        tally.compared(nbytes=scale.nbytes)
         want, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
         if want is not None and scale.shape is not None and scale.shape != want:
             yield Issue(str(list(want)), str(list(scale.shape)), names=[scale.module + SHAPE])

@@ -22,7 +22,7 @@ from verify.evidence.expected import usable_config
 from verify.evidence.packed import int4_format_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.skip import Unable
+from verify.skip import CannotCheck
 
 _FORMATS = (FORMAT, "mixed-precision")
 # How integers are rounded: with these values they are judged.
@@ -34,7 +34,7 @@ _EXPECTED = "a quantization_config that describes the packed weights"
 def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, engine: str = "sglang") -> Issue | None:
     """Why the readers that count cannot read the packed weights by this `quantization_config`; None when they can.
 
-    `asked`, `engine`: as in `severity_of`. Raises Unable for a scheme that is valid
+    `asked`, `engine`: as in `severity_of`. Raises CannotCheck for a scheme that is valid
     compressed-tensors and is not judged here, such as an asymmetric one.
     """
     content = quantization_of(config)
@@ -53,7 +53,7 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, 
                 rounded_usually = _in_usual_rounding(config)
                 if not _are_judged(rounded_usually):
                     stated_scheme(rounded_usually)
-                raise Unable(f"no decision for this quantization_config: {error.message}") from error
+                raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
         return Issue(_EXPECTED, error.message, hint)
     is_read = int4_format_of(config) is not None
     return None if is_read else Issue(_EXPECTED, "its first group spells out no weights", hint)

@@ -18,11 +18,11 @@ from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.selection import tiles
 from quant.selection.tree import ClassTree, class_tree
-from verify.check import Skip, Tally, Unable, check
+from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, stores_floats
-from verify.checks.quantization.int4 import not_quantized, packed_weights, packs_integers
-from verify.checks.values.source import may_differ
+from verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
+from verify.checks.values.source import values_kept
 from verify.evidence.expected import is_quantized, require_config, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.floats.stored import float_scales_of, stored_floats_of
@@ -31,6 +31,7 @@ from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, r
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck, NotApplicable
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
@@ -45,25 +46,22 @@ _PACKED, _UNQUANTIZED = "packed integers", "unquantized"
 _HINT = "quantize again from this source"
 
 
+def _quantized_and_kept(subject: Subject) -> None:
+    values_kept(subject)
+    require_quantized(subject)
+
+
 @check(
     "CK305",
-    "dequantized weights are within half a step of the source, those of GPTQ near it",
     stage="quantization",
     needs=("source",),
     explained_by=("CK202", "CK204", "CK205", "CK304"),
-    rationale="Nibbles in another order, scales of another tensor or a wrong zero point give weights that look like "
-    "weights and are not. In FP8 and MXFP4 half a step is half the distance between the format's numbers around a "
-    "weight.",
-    fix=(
-        "Quantize again from the source. GPTQ is known by `actorder` in config.json, and its rows are only compared by "
-        "their norm. AWQ changes weights before it rounds them, so its output does not pass this check."
-    ),
-    unless=lambda subject: may_differ(subject) or not_quantized(subject),
+    applies_to=_quantized_and_kept,
 )
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every quantized weight against the source; `verify.evidence.rounding` and `floats.rounding` derive the bounds."""
     if subject.source is None:
-        raise Skip("no --source was given")
+        raise NotApplicable("no --source was given")
     plain = not is_quantized(subject.source.config)
     packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats_near_source(subject, tally) if plain and not packed else _int4_near_source(subject, tally)
@@ -73,11 +71,11 @@ def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares weights in floats."""
     stored, specs = subject.once(float_weights), subject.checkpoint.specs
     if stored.unread is not None:
-        raise Unable(f"no decision for this quantization_config: {stored.unread}")
+        raise CannotCheck(f"no decision for this quantization_config: {stored.unread}")
     if not stored.judged and not stored.broken:
-        raise Skip("nothing is stored in floats of 8 or 4 bits that the source has")
+        raise NotApplicable("nothing is stored in floats of 8 or 4 bits that the source has")
     rounding = subject.once(float_rounding_of)
-    tally.compared(sum(specs[name].nbytes for name in stored.parts), len(rounding))
+    tally.compared(len(rounding), nbytes=sum(specs[name].nbytes for name in stored.parts))
     for name, reason in stored.broken.items():
         yield Issue("codes and scales that fit", reason, _HINT, names=[name])
     wrong = {name: one for name, one in rounding.items() if one.wrong}
@@ -103,14 +101,14 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares INT4."""
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
-        raise Skip("the source is quantized itself; CK202 compares the two bit for bit")
+        raise NotApplicable("the source is quantized itself; CK202 compares the two bit for bit")
     rounding, grid = subject.once(rounding_of), grid_of(config)
     if is_gptq(config):
         tally.note(
             "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
         )
     for one in rounding.values():
-        tally.compared(one.nbytes)
+        tally.compared(nbytes=one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
     coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
     for found in group_by_pattern(wrong):
@@ -124,34 +122,26 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)
 
 
-@check(
-    "CK306",
-    "weights that engines hold in one are quantized alike",
-    stage="quantization",
-    rationale="q, k and v, gate and up, and the experts of a layer become one parameter. Where one of them differs, an "
-    "engine drops it or reads it wrongly.",
-    fix="Quantize again with `ckptkit quantize`, with an ignore list that names all parts of a fused layer or none.",
-    unless=not_quantized,
-)
+@check("CK306", stage="quantization", applies_to=require_quantized)
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Packed or not, bits, group size, dtype of scales and zero points, over fused layers and each layer's experts.
 
-    Raises Skip where no engine is among the readers: transformers holds each layer by itself.
+    Raises NotApplicable where no engine is among the readers: transformers holds each layer by itself.
     """
     specs = subject.hf_files.specs
     if subject.readers and not set(_ENGINES) & set(subject.readers):
-        raise Skip(f"--reader {' '.join(subject.readers)} holds no layers in one")
+        raise NotApplicable(f"--reader {' '.join(subject.readers)} holds no layers in one")
     if stores_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
         if not packs_integers(subject):
             return
     if not any(packed_in(specs)):
-        raise Skip("nothing is packed (CK302)")
+        raise CannotCheck("nothing is packed", "CK302")
     parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    tally.compared(0, sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # in one piece as stored
+    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # in one piece as stored
     for module, scheme in _stored_schemes(subject):
         for key, part in _parameters(module, scheme):
-            tally.compared(0)
+            tally.compared()
             parameters[key][part].append(module)
     for schemes in parameters.values():
         usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
@@ -164,11 +154,11 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
     """Every module with a weight, and its scheme: bits by config.json, the rest as stored.
 
     A group has the size that config.json says where there is a scale for each, else that by the number of scales.
-    Packed ones without a scale are for CK104. Raises Skip where config.json does not tell the bits.
+    Packed ones without a scale are for CK104. Raises NotApplicable where config.json does not tell the bits.
     """
     config, specs = usable_config(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
-        raise Skip("config.json does not tell the bits of packed weights (CK101, CK302)")
+        raise CannotCheck("config.json does not tell the bits of packed weights", "CK101", "CK302")
     groups, (_, floats) = groups_of(config), subject.once(stored_floats_of)
     in_floats = {one.name: one.layout.words for one in floats}
     for name in specs:
@@ -208,35 +198,32 @@ def _engine_tp(subject: Subject) -> int:
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
-def _not_cut_for_sglang(subject: Subject) -> str | None:
+def _packed_for_sglang(subject: Subject) -> None:
+    require_quantized(subject)
+    if subject.not_for_sglang:
+        raise NotApplicable(subject.not_for_sglang)
+
+
+def _cut_for_sglang(subject: Subject) -> None:
     """At a size above 1 the groups are cut whoever reads the list, but where another engine serves."""
-    cut = _engine_tp(subject) > 1 and subject.engine == "sglang"
-    if reason := not_quantized(subject) or (None if cut else subject.not_for_sglang):
-        return reason
+    if _engine_tp(subject) > 1 and subject.engine == "sglang":
+        require_quantized(subject)
+    else:
+        _packed_for_sglang(subject)
     config = usable_config(subject)
-    if config is None or int4_format_of(config) is not None:
-        return None
-    return f"no weight is packed as INT4: {describe_quantization(config)}"
+    if config is not None and int4_format_of(config) is None:
+        raise NotApplicable(f"no weight is packed as INT4: {describe_quantization(config)}")
 
 
-@check(
-    "CK309",
-    "SGLang reads the zero points of the experts as they are stored",
-    stage="quantization",
-    preflight=True,
-    rationale="SGLang takes the zero points of packed experts in a layout of its own, so that those of "
-    "compressed-tensors belong to other rows and groups.",
-    fix="Quantize the experts again symmetrically, or with `--reader sglang`.",
-    unless=lambda subject: not_quantized(subject) or subject.not_for_sglang,
-)
+@check("CK309", stage="quantization", preflight=True, applies_to=_packed_for_sglang)
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
     config = usable_config(subject)
     form = int4_format_of(config) if config else None
     names = names_of(subject)
     if not (weights := sum(name.endswith((".weight", PACKED)) for name in names)):
-        raise Skip("no tensor is the weight of a layer (CK104)")
-    tally.compared(0, weights)
+        raise CannotCheck("no tensor is the weight of a layer", "CK104")
+    tally.compared(weights)
     if form is not None and not form.sglang_experts:
         expected = "zero points of experts as SGLang reads them, [groups, rows / 8] in AWQ's order"
         actual = "as compressed-tensors stores them, [rows / 8, groups], which SGLang 0.5.16 and 0.5.23 take for others"
@@ -245,17 +232,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, hint, names=shifted)
 
 
-@check(
-    "CK307",
-    "INT4 weights divide into groups and kernel tiles at the planned tensor parallel size",
-    stage="quantization",
-    preflight=True,
-    rationale="SGLang cuts packed weights by ranks. A group or a Marlin tile that is cut through stops the server "
-    "after minutes, or has no kernel.",
-    fix="Serve with a smaller tensor parallel size, or quantize again with a smaller group size, or leave the named "
-    "layers out.",
-    unless=_not_cut_for_sglang,
-)
+@check("CK307", stage="quantization", preflight=True, applies_to=_cut_for_sglang)
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
 
@@ -263,7 +240,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     config = require_config(subject)
     if int4_format_of(config) is None:
-        raise Skip("there is no usable config.json (CK101)")
+        raise CannotCheck("there is no usable config.json", "CK101")
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
     chosen = [
         TensorSpec(name, shape, subject.hf_files.specs[name.removesuffix(".weight") + PACKED].dtype)
@@ -271,19 +248,19 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if name.removesuffix(".weight") in packed
     ]
     if not chosen:
-        raise Skip("nothing is packed (CK302)")
-    tally.compared(0, len(chosen))
+        raise CannotCheck("nothing is packed", "CK302")
+    tally.compared(len(chosen))
     try:
         tree = class_tree(config)
     except CkptkitError as error:
-        raise Unable(f"no decision for this model: {error.message}") from error
+        raise CannotCheck(f"no decision for this model: {error.message}") from error
     packable = [spec for spec in chosen if spec.name.removesuffix(".weight") in tree.packable]  # others are for CK301
     by_size = by_key(
         (int4_format_in(config, groups, spec.name.removesuffix(".weight")).group, spec) for spec in packable
     )
     dp_attention = _engine_tp(subject) > 1 and subject.arguments and subject.arguments.dp_attention
     if dp_attention and any(spec.name.removesuffix(".weight") not in tree.experts for spec in packable):
-        raise Unable(
+        raise CannotCheck(
             "--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here"
         )
     for size, specs in by_size.items():
@@ -308,15 +285,7 @@ def _tile_issues(
         yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
 
 
-@check(
-    "CK308",
-    "scales are as large as those of the same kind of weight",
-    stage="quantization",
-    rationale="Scales that lost a factor, or belong to another tensor, give weights hundreds of times too large or too "
-    "small; finite they still are.",
-    fix="Quantize again from the release; with --source, CK305 says how far the weights are off.",
-    unless=not_quantized,
-)
+@check("CK308", stage="quantization", applies_to=require_quantized)
 def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 
@@ -326,14 +295,14 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
     if stores_floats(subject):
         for one in subject.once(float_scales_of):
-            tally.compared(one.nbytes)
+            tally.compared(nbytes=one.nbytes)
             if one.median is not None:
                 sizes[one.stored.layout][one.stored.scale] = one.median
     if not stores_floats(subject) or packs_integers(subject):
         config, _, _ = packed_weights(subject)
         groups = groups_of(config)
         for scale in subject.once(read_scales):
-            tally.compared(scale.nbytes)
+            tally.compared(nbytes=scale.nbytes)
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
     for several, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):

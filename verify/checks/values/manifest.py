@@ -12,24 +12,15 @@ from ckptkit.core.progress import progress
 from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
-from verify.check import Tally, check, without
+from verify.check import Tally, check, where
 from verify.checks.headers.files import file_of_tensor
-from verify.checks.values.values import UNREAD
 from verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.skip import Skip
+from verify.skip import CannotCheck
 
 
-@check(
-    "CK120",
-    "tensors and side files are those of the manifest",
-    stage="headers",
-    rationale="A copy or a download can lose or change bytes, and a checkpoint can be edited. The manifest says what "
-    "it held when it was made.",
-    fix="Copy or download the named files again. If the change was meant, make a new manifest with `ckptkit manifest`.",
-    unless=without(lambda subject: subject.options.manifest, "no --manifest was given"),
-)
+@check("CK120", stage="headers", applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"))
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
 
@@ -40,7 +31,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
         actual = "missing" if name not in specs else "the manifest has no tensor of this name"
         if name in specs and name in manifest.tensors:
-            tally.compared(specs[name].nbytes)
+            tally.compared(nbytes=specs[name].nbytes)
             if name not in values.stats:
                 continue  # CK201 says that it cannot be read
             spec, promised = specs[name], manifest.tensors[name]
@@ -67,12 +58,7 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
 
 @check(
     "CK124",
-    "files hold the bytes that were published",
-    rationale="A download can end with the right length, a sound header and other bytes, and no later download repairs "
-    "it: the hub's client takes a file that is there as it is. Its cache names a blob by the hash of the content.",
-    fix="Download the named files again, with --force-download. If they are wrong again, look at disk, memory and "
-    "proxy.",
-    unless=without(
+    applies_to=where(
         lambda subject: subject.once(downloads), "the model hub's client has left no record of a download here"
     ),
 )
@@ -87,9 +73,9 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hashes = subject.once(file_hashes)
     whole = _finished(hashes)
     if not whole:
-        raise Skip(UNREAD)
+        raise CannotCheck("not run because no tensor can be read", "CK201")
     for name in whole:
-        tally.compared(hashes[name].size)
+        tally.compared(nbytes=hashes[name].size)
     differ = [name for name, is_same in whole.items() if not is_same]
     changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
     mirror = _MIRROR if len(whole) == len(differ) > 1 else ""

@@ -14,41 +14,34 @@ from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable
+from verify.skip import NotApplicable
 
 # Arguments with which weights are kept in fewer bits than they are saved in, so that they are no rounded masters.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
 _SQUARES = "exp_avg_sq"
-_UNREAD = "no optimizer state can be read (CK213)"
 SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
 AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not looked into"
 _ADAM = ("exp_avg", "exp_avg_sq")
 
 
-def no_optimizer(subject: Subject) -> str | None:
+def has_optimizer(subject: Subject) -> None:
     """For checks of optimizer state."""
     try:
         stored = subject.is_megatron and not subject.once(state_of).is_empty
     except UnsupportedError:
         stored = False
     except CkptkitError as error:
-        return error.message
-    return None if stored else "no optimizer state is stored"
+        raise NotApplicable(error.message) from error
+    if not stored:
+        raise NotApplicable("no optimizer state is stored")
 
 
-@check(
-    "CK213",
-    "optimizer state can be read, is finite and is not zero",
-    rationale="One NaN in a moment makes the weight NaN at the next step. Moments of zero are those of an optimizer "
-    "that was made anew, whose first steps are as large as the learning rate allows.",
-    fix="Take the last sound checkpoint of the run, or resume without the optimizer (--no-load-optim).",
-    unless=no_optimizer,
-)
+@check("CK213", applies_to=has_optimizer)
 def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Of every tensor of state; this pass also feeds CK214. Second moments are not negative."""
     values = _values(subject)
     for one in values.stats.values():
-        tally.compared(one.nbytes)
+        tally.compared(nbytes=one.nbytes)
     for reason, lost in by_key((reason, name) for name, reason in values.unreadable.items()).items():
         yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
@@ -68,19 +61,11 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _values(subject: Subject) -> OptimizerValues:
     values = subject.once(optimizer_values)
     if not values.stats and not values.unreadable:
-        raise Inapplicable(AS_OBJECTS)
+        raise NotApplicable(AS_OBJECTS)
     return values
 
 
-@check(
-    "CK214",
-    "master weights round to the stored weights",
-    rationale="A step is made on float32 master weights, and the weights are those rounded. Masters of another step or "
-    "of another parameter replace the weights at the first step after a resume.",
-    fix="Take another checkpoint of the run. To go on from the weights of this one, resume with --no-load-optim: "
-    "Megatron then makes master weights of them.",
-    unless=no_optimizer,
-)
+@check("CK214", applies_to=has_optimizer)
 def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each float32 master weight, rounded to the dtype of its weight, is that weight.
 
@@ -90,10 +75,10 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values = _values(subject)
     args = subject.megatron_files.args
     if stated := [name for name in _FEWER_BITS if args.get(name)]:
-        raise Inapplicable(f"the run kept weights in fewer bits ({stated[0]}), so they are no rounded master weights")
+        raise NotApplicable(f"the run kept weights in fewer bits ({stated[0]}), so they are no rounded master weights")
     if not values.compared and not values.weights:
-        raise Inapplicable("no float32 master weights of 16-bit weights are stored")
-    counted(tally, values.compared or values.weights, _UNREAD)
+        raise NotApplicable("no float32 master weights of 16-bit weights are stored")
+    counted(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
     expected = "master weights that round to the stored weights"
     unlike = {name: found for name, found in values.compared.items() if found[0]}
     hint = "weights and optimizer are of different steps, or were mixed up in the save"
@@ -108,24 +93,15 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue(expected, actual, frozen)
 
 
-@check(
-    "CK121",
-    "every parameter has its optimizer state",
-    stage="headers",
-    rationale="A run that resumes without a part of its optimizer state stops, or goes on with moments of zero and a "
-    "learning rate that was chosen for others.",
-    fix="Save again from the run. If the weights alone are wanted, resume with --no-load-optim or convert: `convert` "
-    "leaves the optimizer out.",
-    unless=no_optimizer,
-)
+@check("CK121", stage="headers", applies_to=has_optimizer)
 def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each weight has a master weight and moments of its shape, where others have them; each bucket has all kinds."""
     names_of(subject)
     state = subject.once(state_of)
     if state.opaque and not (state.by_weight or state.buckets):
-        raise Inapplicable(AS_OBJECTS)
+        raise NotApplicable(AS_OBJECTS)
     where = subject.megatron_files.weights / ".metadata"
-    tally.compared(0, len(state.by_weight) + len(state.buckets))
+    tally.compared(len(state.by_weight) + len(state.buckets))
     unnamed = ("state of weights that are stored", "there is no weight of this name", state.unknown)
     for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)

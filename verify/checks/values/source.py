@@ -16,8 +16,8 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from converters.adapter import Adapter
 from quant.formats.part_names import PACKED, packed_in
-from verify.check import Skip, Tally, check, without
-from verify.checks.values.values import PARTS, UNREAD, VOCABULARY, counted
+from verify.check import Tally, check, where
+from verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
 from verify.evidence.compare import TensorDiff
 from verify.evidence.expected import (
     Expected,
@@ -46,22 +46,12 @@ _ANEW, _ANEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
 
 
-def may_differ(subject: Subject) -> str | None:
-    """Why values need not be the source's, or None where they must be."""
-    return "values may differ from the source's with --trained (CK216)" if subject.options.trained else None
-
-
-@check(
-    "CK202",
-    "values equal the source's, bit for bit",
-    needs=("source",),
-    explained_by=("CK124", "CK204", "CK205", "CK702"),
-    rationale="A swap of gate and up, experts off by one, or a layer in the wrong place keeps every name and shape "
-    "right.",
-    fix="Convert again from the source. If the finding says whose values are there instead, the mapping between the "
-    "two is the defect.",
-    unless=may_differ,
+values_kept = where(
+    lambda subject: not subject.options.trained, "values may differ from the source's with --trained (CK216)"
 )
+
+
+@check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
 def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
 
@@ -77,12 +67,13 @@ def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorDiff]]:
-    """What was read, and what differs from the source, but for weights that CK305 judges. Raises Skip for nothing."""
-    values = subject.once(read_values)
-    if not values.stats:
-        raise Skip(UNREAD)
+    """What was read, and what differs from the source, but for weights that CK305 judges.
+
+    Raises as `require_values`.
+    """
+    values = require_values(subject)
     for nbytes in values.compared.values():
-        tally.compared(nbytes)
+        tally.compared(nbytes=nbytes)
     judged = subject.once(float_weights).judged
     return values, {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
 
@@ -280,15 +271,7 @@ def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str
     return f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
 
-@check(
-    "CK203",
-    "dtypes are kept, fp32 state above all",
-    needs=("source",),
-    rationale="A router bias rounded to bfloat16 loses most of its distinct values, and the top-k experts of almost "
-    "every token change.",
-    fix="Convert again with --dtype auto; fp32 state (e_score_correction_bias, expert_bias) must stay fp32, and "
-    "integers and floats of 8 bits mean nothing in another dtype.",
-)
+@check("CK203", needs=("source",))
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning.
 
@@ -314,13 +297,11 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check(
     "CK216",
-    "training moved the source's values by little, and none that it cannot move",
     needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
-    rationale="Values of a trained checkpoint differ from its release, so that swapped experts or a lost layer do not "
-    "show in equal bits. Yet training moves no row of a matrix by as much as its length.",
-    fix="Save or convert again from the training run; name the release that the training started from as --source.",
-    unless=without(lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"),
+    applies_to=where(
+        lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"
+    ),
 )
 def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes are the source's; values may differ, but for those in the module's first lines.

@@ -31,7 +31,7 @@ from ckptkit.storage.regular import read_regular
 from converters.planner import dims_of, rules_of
 from quant.formats.floats.layout import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
-from verify.check import Skip, Tally, check, only, without
+from verify.check import Tally, check, where
 from verify.evidence.expected import (
     Expected,
     expected_of,
@@ -49,6 +49,7 @@ from verify.evidence.reading import Values, read_values
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
 from verify.report import Severity
+from verify.skip import CannotCheck
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")
@@ -76,47 +77,45 @@ _SHARED = "the source holds the same: compare that with the release that it was 
 _LOST = "copy it from the release again; a hole in a file, as after an interrupted copy, reads as zeros"
 _FINITE_SOURCE = "look at the source: if it is finite there, convert again"
 
-UNREAD = "not run because no tensor can be read (CK201)"
+_NONE_READ = "not run because no tensor can be read"
 # What stands beside the words of quantized weights.
 PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS)
 _SCALES = (*PARTS, ".k_zero_point", ".v_zero_point")
 
 
-def counted(tally: Tally, names: Sized, none: str) -> None:
-    """Counts tensors whose bytes CK201 or CK202 has counted. Raises Skip, saying `none`, where there are none."""
+def counted(tally: Tally, names: Sized, none: str = _NONE_READ, *because: str) -> None:
+    """Counts tensors whose bytes CK201 or CK202 has counted. Raises CannotCheck where there are none, which CK201 says.
+
+    `none` and `because` are the words and codes where others say it.
+    """
     if not len(names):
-        raise Skip(none)
-    tally.tensors += len(names)
+        raise CannotCheck(none, *(because or ("CK201",)))
+    tally.compared(len(names))
 
 
-@check(
-    "CK201",
-    "every tensor can be read",
-    rationale="Headers can be whole while the bytes behind them are not, after a disk error or a copy that was cut "
-    "short.",
-    fix="Copy the named file again, or convert again.",
-    explained_by=("CK112", "CK117"),
-)
+def require_values(subject: Subject) -> Values:
+    """The values of a checkpoint. Raises CannotCheck where no tensor can be read, which CK201 says."""
+    values = subject.once(read_values)
+    if not values.stats:
+        raise CannotCheck(_NONE_READ, "CK201")
+    return values
+
+
+@check("CK201", explained_by=("CK112", "CK117"))
 def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
     values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
     for stats in values.values():
-        tally.compared(stats.nbytes)
+        tally.compared(nbytes=stats.nbytes)
     for names in by_key((_AT_BYTE.split(reason)[0], name) for name, reason in unreadable.items()).values():
         yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, together=True)
 
 
-@check(
-    "CK204",
-    "every value is finite",
-    explained_by=("CK124",),
-    rationale="One NaN or infinity in a weight makes every token after it NaN.",
-    fix="Find the last good checkpoint of the run; or copy the file again, if the source is finite.",
-)
+@check("CK204", explained_by=("CK124",))
 def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
     values = subject.once(read_values).stats
-    counted(tally, values, UNREAD)
+    counted(tally, values)
     wrong = [name for name, one in values.items() if not one.finite]
     wrong = [name for name in wrong if not values[name].low == values[name].high == _UNCLIPPED.get(name[-4:])]
     for names, shared in _by_source(wrong, subject.once(read_values)):
@@ -124,18 +123,11 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue("finite values", "NaN or infinity", hint, names=names)
 
 
-@check(
-    "CK205",
-    "no tensor is all zero or constant",
-    explained_by=("CK124", "CK202"),
-    rationale="A router of zeros sends every token to the same experts; the server still answers, fluently and "
-    "wrongly.",
-    fix="Convert again from the release. A hole in a file reads as zeros: compare the file with its source.",
-)
+@check("CK205", explained_by=("CK124", "CK202"))
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
     values = subject.once(read_values).stats
-    counted(tally, values, UNREAD)
+    counted(tally, values)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = usable_config(subject) or {}
     scales = subject.once(scales_in_floats)
@@ -201,15 +193,7 @@ def _by_source(found: Sequence[str], values: Values) -> Iterator[tuple[list[str]
     yield [name for name in found if name not in same], False
 
 
-@check(
-    "CK206",
-    "experts and layers differ from one another",
-    explained_by=("CK202",),
-    rationale="Two experts with the same bytes are an expert read by its rank-local number; two equal layers are an "
-    "offset by a pipeline stage.",
-    fix="Convert again. Only a model whose layers a merge repeated, or whose experts were all copied from one dense "
-    "MLP, and never trained since, may be so.",
-)
+@check("CK206", explained_by=("CK202",))
 def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """By digest: no two experts of a layer and no two layers hold the same matrix, but those that a merge repeated.
 
@@ -217,7 +201,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     read = subject.once(read_values)
     values, same = read.stats, read.compared.keys() - read.differences.keys()
-    counted(tally, values, UNREAD)
+    counted(tally, values)
     others = (subject.once(expected_of) or Expected({})).indices | subject.once(scales_in_floats)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for name, stats in values.items():
@@ -267,12 +251,7 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
 
 @check(
     "CK211",
-    "a tied output layer repeats the embedding",
-    rationale="Where tie_word_embeddings is true, Megatron and most engines use the embedding and never read lm_head; "
-    "some readers load both as they are.",
-    fix="Compare with the release. Set tie_word_embeddings to false for a model with an output layer of its own; "
-    "restore the tensor that is stale otherwise.",
-    unless=without(
+    applies_to=where(
         lambda here: here.is_hf and (tied := tied_head_of(here)) and tied[0] in here.hf_files.specs,
         "no output layer is stored beside tied embeddings",
     ),
@@ -282,10 +261,10 @@ def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tied = tied_head_of(subject)
     stats = subject.once(read_values).stats
     if tied is None or not stats.keys() >= set(tied):
-        raise Skip(UNREAD)
+        raise CannotCheck(_NONE_READ, "CK201")
     head, embedding = tied
     specs = subject.hf_files.specs
-    tally.compared(stats[head].nbytes)
+    tally.compared(nbytes=stats[head].nbytes)
     if stats[head].digest != stats[embedding].digest or specs[head].dtype != specs[embedding].dtype:
         expected = f"the bytes of {embedding}: tie_word_embeddings is true"
         yield Issue(expected, "different bytes", names=[head])
@@ -298,31 +277,17 @@ _SIBLINGS = 3  # fewer have no majority
 _LARGEST = 64.0
 
 
-@check(
-    "CK207",
-    "numbers are not all denormal",
-    rationale="Bytes of another format or byte order, read as floats, are often numbers below 1e-38. They act as "
-    "zeros.",
-    fix="Convert again from the release. Check that the reader took the dtype from the file and did not guess it from "
-    "the width.",
-)
+@check("CK207")
 def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
     stats = subject.once(read_values).stats
-    counted(tally, stats, UNREAD)
+    counted(tally, stats)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
         yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", names=names)
 
 
-@check(
-    "CK208",
-    "matrices are as large as their siblings",
-    explained_by=("CK202", "CK204", "CK205"),
-    rationale="A scale that was lost or applied twice makes a weight about 200 times too large. Memory that was never "
-    "written holds numbers of any size.",
-    fix="Convert again from the release. Of quantized releases, check that every scale was found and applied once.",
-)
+@check("CK208", explained_by=("CK202", "CK204", "CK205"))
 def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The root mean square of each matrix is within 32 times the median of the same matrix in other layers and experts.
 
@@ -330,7 +295,7 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     same bits: then the source is to be asked.
     """
     values = subject.once(read_values)
-    counted(tally, values.stats, UNREAD)
+    counted(tally, values.stats)
     kinds = _kinds(values.stats, subject.once(parts_in_floats))
     medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
     ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
@@ -368,26 +333,17 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
     return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
 
-@check(
-    "CK209",
-    "padded rows of the vocabulary are zero",
-    rationale="Megatron pads the vocabulary to what its ranks can share. Other numbers there are rows of another "
-    "vocabulary, or memory never written.",
-    fix="Convert again. In a checkpoint saved by training, rows of the output layer may have been trained: then the "
-    "warning is harmless.",
-    unless=only("megatron", "an HF checkpoint has no padded vocabulary"),
-)
+@check("CK209", applies_to=where(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))
 def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
-    if not subject.once(read_values).stats:
-        raise Skip(UNREAD)
+    require_values(subject)
     expected = require_expected(subject)
     specs = subject.checkpoint.specs
     severity = warning_if(subject.megatron_files.weights.name != "release")
     for name in sorted(expected.vocab & specs.keys()):
         shape = expected.shapes[name] or ()
         rows = specs[name].shape[0] - shape[0]
-        tally.compared(0)
+        tally.compared()
         # What cannot be read is for CK201 to say.
         with suppress(CkptkitError):
             filled = int(subject.checkpoint.read([name])[name][shape[0] :].bool().any(dim=1).sum()) if rows > 0 else 0
@@ -408,15 +364,7 @@ def _fp32_biases(subject: Subject) -> set[str]:
     return {name for name in _named(subject, "fp32") if "bias" in name}
 
 
-@check(
-    "CK210",
-    "float32 biases were not rounded on the way",
-    explained_by=("CK202",),
-    rationale="A buffer that a training framework cast to bfloat16 and saved as float32 again has the right dtype and "
-    "has lost most of its values.",
-    fix="Take the biases from the release, and keep the buffer in float32 while training.",
-    unless=without(_fp32_biases, "the model has no bias that must be float32"),
-)
+@check("CK210", explained_by=("CK202",), applies_to=where(_fp32_biases, "the model has no bias that must be float32"))
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
 
@@ -425,25 +373,19 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     values, biases = subject.once(read_values), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if name in biases}
-    counted(tally, looked_at, f"{UNREAD}, or none of these biases is there (CK104)")
+    counted(tally, looked_at, f"{_NONE_READ}, or none of these biases is there", "CK201", "CK104")
     same = values.compared.keys() - values.differences.keys()
     hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
     names = [name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same]
     yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=names, severity="warning")
 
 
-@check(
-    "CK215",
-    "tables of experts name experts",
-    rationale="A table that went through bfloat16 has 384 where it had 383: engines read beyond the experts, or stop.",
-    fix="Take the tables from the release, and keep whole numbers whole on the way.",
-    unless=without(lambda subject: _named(subject, "indices"), "the model has no table of experts"),
-)
+@check("CK215", applies_to=where(lambda subject: _named(subject, "indices"), "the model has no table of experts"))
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
     values, tables = subject.once(read_values), set(_named(subject, "indices"))
     looked_at = {name: one for name, one in values.stats.items() if name in tables}
-    counted(tally, looked_at, f"{UNREAD}, or none of these tables is there (CK104)")
+    counted(tally, looked_at, f"{_NONE_READ}, or none of these tables is there", "CK201", "CK104")
     experts = dims_of(require_config(subject)).experts
     for name, one in looked_at.items():
         if one.low < 0 or one.high >= experts:

@@ -4,33 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verify.check import Tally, Unable, check
+from verify.check import Tally, check
 from verify.checks.witnesses.megatron import finished, ranks_named
 from verify.evidence.expected import config_of
+from verify.evidence.side_files import TOKENIZER
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
-from verify.skip import Inapplicable
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.live.run import run_engine_reference
 from verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
 from verify.witnesses.reference.run import prompts_of, run_prediction
 
 
-def _in_megatron(subject: Subject) -> str | None:
-    of_megatron = "megatron" in subject.against and subject.is_megatron and "engine" not in subject.against
-    return "CK606 compares Megatron; --logits alone asks transformers" if of_megatron else None
+def _in_transformers(subject: Subject) -> None:
+    with_engine = "engine" in subject.against
+    if "megatron" in subject.against and subject.is_megatron and not with_engine:
+        raise NotApplicable("CK606 compares Megatron; --logits alone asks transformers")
+    if with_engine and not (subject.path / TOKENIZER).exists():
+        raise NotApplicable("there is no tokenizer.json, so no text can be given to the model")
 
 
-@check(
-    "CK607",
-    "the model predicts text",
-    stage="behaviour",
-    needs=("logits",),
-    rationale="A fault that every layer has, such as norms less one, leaves no layer that differs. The model then "
-    "predicts text no better than one that knows how often words occur.",
-    fix="Run the release the same way. If it predicts text, compare every value: `ckptkit verify CKPT --source "
-    "RELEASE`; else compare config.json and the tokenizer with the release.",
-    unless=_in_megatron,
-)
+@check("CK607", stage="behaviour", needs=("logits",), applies_to=_in_transformers)
 def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Bits a byte of fixed texts in English, Python and Chinese, under the model's own tokenizer, in transformers.
 
@@ -41,10 +35,9 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     with_engine = "engine" in subject.against
     reference = subject.once(run_engine_reference if with_engine else run_prediction)
     predicted = reference.predicted
-    if predicted is None:
-        raise Inapplicable("there is no tokenizer.json, so no text can be given to the model")
+    assert predicted is not None
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
-    tally.compared(0, len(bits))
+    tally.compared(len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
     untrained = "" if trained else "; the weights look untrained, so this is not judged"
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
@@ -59,7 +52,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
     tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
     if not trained:
-        raise Unable("the weights look untrained, so whether they predict text is not judged")
+        raise CannotCheck("the weights look untrained, so whether they predict text is not judged")
 
 
 # Times the noise of the checkpoint's dtype. Megatron in float32 has none of it, but for near ties between experts; in
@@ -67,15 +60,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
 
-@check(
-    "CK606",
-    "Megatron computes what transformers computes",
-    stage="behaviour",
-    needs=("megatron", "logits"),
-    rationale="Every slice can be in its place while Megatron computes something else with it: another rotary base or "
-    "norm, a score function, a layer that another argument turns off, a rank that is left out of a sum.",
-    fix="Compare the arguments that CK701 and CK702 look at with the release; see docs/mappings.md for the model.",
-)
+@check("CK606", stage="behaviour", needs=("megatron", "logits"))
 def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts in the parallel sizes asked for, in units of the noise of the dtype.
 
@@ -93,7 +78,7 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     answers = [answer for judged in run.answers.values() for answer in judged]
     broken, count = not_finite_logprobs(answers)
-    tally.compared(0, count)
+    tally.compared(count)
     if run.reference is None:
         hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
         yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint)

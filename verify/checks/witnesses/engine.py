@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from verify.check import Skip, Tally, Unable, check
+from verify.check import Tally, check
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.subject import Subject
 from verify.issue import Issue, warning_if
+from verify.skip import CannotCheck
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from verify.witnesses.live.run import (
     EngineRun,
@@ -27,15 +28,7 @@ _OF_THE_CACHE = (
 FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md has what sound and broken models measure
 
 
-@check(
-    "CK511",
-    "a live engine answers with numbers",
-    stage="engine",
-    needs=("engine",),
-    rationale="An engine whose log-probabilities are NaN still answers 200, and its process ends with 0.",
-    fix="Verify the same directory with --against-sglang, or --against-vllm: it names what the engine never wrote or "
-    "dropped.",
-)
+@check("CK511", stage="engine", needs=("engine",))
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from verify.witnesses.reference.distance import not_finite_logprobs
@@ -46,7 +39,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_held(report)]
     for name, given in report.passes.items():
         broken, count = not_finite_logprobs(given)
-        tally.compared(0, count)
+        tally.compared(count)
         if broken:
             yield Issue("a finite log-probability for every token", f"{broken} of {count} are not, {name}")
 
@@ -60,28 +53,13 @@ def _held(report: EngineReport) -> list[str]:
     return [held, *(f"change from request to request, not compared: {text}" for text in changing)]
 
 
-@check(
-    "CK512",
-    "loading a second time changes nothing in a live engine",
-    stage="engine",
-    needs=("update",),
-    rationale="A trainer loads the engine anew at every step. What the second load changes is served with 200.",
-    fix="Where only the update by tensor fails, mend the trainer's sender; where both do, the engine cannot reload "
-    "this model: keep to versions and formats whose update this check passes.",
-)
+@check("CK512", stage="engine", needs=("update",))
 def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The whole checkpoint, twice by tensor and twice from disk, the first time over poisoned parameters."""
     yield from _reloads(subject, tally, "updating ")
 
 
-@check(
-    "CK513",
-    "an engine that was released and resumed holds what it held before",
-    stage="engine",
-    needs=("release-resume",),
-    rationale="Released memory comes back with other contents: what no update sends, such as buffers, is lost.",
-    fix="Report it to the engine's project with the tensors named, and release only kv_cache until then.",
-)
+@check("CK513", stage="engine", needs=("release-resume",))
 def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Memory is released and resumed and weights are updated; then every tensor is compared, buffers included."""
     yield from _reloads(subject, tally, RESUMED)
@@ -90,7 +68,7 @@ def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
     if (why := subject.once(no_second_load)) is not None:
-        raise Unable(why)
+        raise CannotCheck(why)
     subject.once(run_engine).require_report()
     runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
     earlier: dict[str, Reload] = {}
@@ -101,14 +79,14 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         tally.facts |= {f"{engine}, {decoding}": _held(run.report)} if decoding else {}
         for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
-                tally.compared(run.report.held_bytes, run.report.held - len(run.report.volatile))
+                tally.compared(run.report.held - len(run.report.volatile), nbytes=run.report.held_bytes)
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
     reasons = [
         _unseen(running_engine(subject).label, decoding, run, kind) for decoding, run in runs.items() if run is not None
     ]
     if any(reasons):
-        raise Unable("; ".join(filter(None, reasons)))
+        raise CannotCheck("; ".join(filter(None, reasons)))
 
 
 def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
@@ -148,26 +126,19 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
     yield Issue(expected, actual, hint, names=by_checker, file=None)
 
 
-@check(
-    "CK601",
-    "a live engine computes what transformers computes",
-    stage="behaviour",
-    needs=("engine", "logits"),
-    rationale="Weights in their places can still be used wrongly: another rotary base, another norm, a kernel's fault.",
-    fix="Compare config.json with the release; then try other kernels (--attention-backend) and report the figures.",
-)
+@check("CK601", stage="behaviour", needs=("engine", "logits"))
 def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 
     passes = subject.once(run_engine).require_report().passes
     if not_finite_logprobs(passes[FIRST])[0]:
-        raise Skip("not run because the engine's answers are not numbers (CK511)")
+        raise CannotCheck("not run because the engine's answers are not numbers", "CK511")
     reference = subject.once(run_engine_reference)
     dtype, exact = reference.dtype, reference.exact
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
-    tally.compared(0, sum(len(answer.tokens) for answer in exact))
+    tally.compared(sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), running_engine(subject).label
     tally.tell("log-probabilities compared with transformers")
     tally.facts["log-probabilities"] = [

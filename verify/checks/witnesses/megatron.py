@@ -11,12 +11,13 @@ from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
 from converters.planner import dims_of, rules_in
-from verify.check import Skip, Tally, Unable, check, without
+from verify.check import Tally, check, where
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER, by_key, chunk_ranges, group_by_pattern
 from verify.evidence.moved import AGAIN, Stages, explain_moves
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
@@ -35,30 +36,24 @@ def _names(subject: Subject) -> list[str]:
 
 
 def finished(subject: Subject) -> MegatronRun:
-    """The run of Megatron. Raises Unable where Megatron could not be asked, Skip where it did not load."""
+    """The run of Megatron.
+
+    Raises CannotCheck where Megatron could not be asked or did not load.
+    """
     run = subject.once(run_megatron)
     if run.unable:
-        raise Unable(run.unable)
+        raise CannotCheck(run.unable)
     if run.failures or run.not_found:
-        raise Skip("a rank did not finish loading, see CK401")
+        raise CannotCheck("a rank did not finish loading", "CK401")
     return run
 
 
-@check(
-    "CK401",
-    "Megatron loads it strictly on every rank",
-    stage="megatron",
-    needs=("megatron",),
-    rationale="A name that Megatron asks for and the checkpoint lacks stays random under the lenient modes that "
-    "trainers run with.",
-    fix="Convert again with this version. If Megatron's own last line names a shape, config.json describes another "
-    "model.",
-)
+@check("CK401", stage="megatron", needs=("megatron",))
 def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
     run = subject.once(run_megatron)
     if run.unable:
-        raise Unable(run.unable)
+        raise CannotCheck(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
     ranks = f"{run.sizes.world} rank(s)"
     if subject.options.megatron.ranks:
@@ -101,22 +96,13 @@ def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> It
     yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
 
 
-@check(
-    "CK402",
-    "every rank holds its slice of the source",
-    stage="megatron",
-    needs=("megatron",),
-    explained_by=("CK202",),
-    rationale="Names and shapes can all be right while a rank holds another layer's, another expert's or another "
-    "slice's values.",
-    fix="Convert again from the source; if it stays, please report it with the megatron-core version.",
-)
+@check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
 def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
     run = finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
-        tally.compared(tensor.nbytes)
+        tally.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
     # Biases of routers in fewer bits than float32, in which Megatron updates them.
     narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
@@ -131,14 +117,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
 
 
-@check(
-    "CK403",
-    "pipeline stages hold every layer exactly once",
-    stage="megatron",
-    needs=("megatron",),
-    rationale="A stage that numbers its layers from 0 again trains the first layers twice and the last ones never.",
-    fix="Choose other --pp and --vpp sizes; if it stays, please report it with the megatron-core version.",
-)
+@check("CK403", stage="megatron", needs=("megatron",))
 def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Global layer numbers, as Megatron counts them, of every pipeline stage."""
     run = finished(subject)
@@ -166,13 +145,9 @@ _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.we
 
 @check(
     "CK404",
-    "every element on disk is read by some rank",
     stage="megatron",
     needs=("megatron",),
-    rationale="Every key can be asked for while a slice of one, an expert or a rank's rows, is read by nobody: those "
-    "weights of the release are not trained.",
-    fix="Please report it with the parallel sizes and the megatron-core version.",
-    unless=without(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
+    applies_to=where(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
 )
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""
@@ -182,7 +157,7 @@ def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for key, shape in _shapes(subject).items():
         if key not in asked:
             continue  # CK401 says so
-        tally.compared(0)
+        tally.compared()
         # Replicas read what another rank owns; a rank's rows may be padding.
         owned = {_inside(box, shape) for box in asked[key] if box.main}
         if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):

@@ -10,12 +10,13 @@ import numpy as np
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.values import language_part
-from verify.check import Tally, Unable, check, without
+from verify.check import Tally, check, where
 from verify.checks.witnesses.engine import FURTHEST
 from verify.evidence.expected import config_of
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.activations import rounds_activations
 from verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
 from verify.witnesses.rollouts.run import (
@@ -63,21 +64,10 @@ def gap(
     return LogprobGap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
 
 
-_no_rollout = without(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
+_has_rollout = where(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
-@check(
-    "CK602",
-    "recorded log-probabilities are those of the checkpoint",
-    stage="behaviour",
-    needs=("sound headers",),
-    unless=_no_rollout,
-    rationale="Training corrects by the ratio of two log-probabilities. Where the engine's are not those of the "
-    "weights, as after a bad update or shifted by one token, it learns from noise, and only the gap in a log says so.",
-    fix="Record a rollout of one weight version with --save-debug-rollout-data and verify the checkpoint of that "
-    "version, with --rollout-temperature. Where the trainer's log-probabilities fit and the engine's do not, verify "
-    "what the engine loads.",
-)
+@check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
 def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Recorded responses again in transformers: the mean difference a token, in units of the format's noise."""
     recording = subject.once(recording_of)
@@ -85,21 +75,25 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     versions = ", ".join(recording.versions) or "not recorded"
     tally.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
     if broken := list(_not_usable(recording, int(language_part(config_of(subject))["vocab_size"]))):
-        tally.compared(0, len(recording.samples))
+        tally.compared(len(recording.samples))
         yield from broken
         return
     if not recording.sides:
-        raise Unable(f"{recording.path} has no log-probabilities: the engine was not asked for any (return_logprob)")
+        raise CannotCheck(
+            f"{recording.path} has no log-probabilities: the engine was not asked for any (return_logprob)"
+        )
     if rounds_activations(quantization_of(read_config(tokenizer_directory(subject))) or {}):
-        raise Unable("the engine rounds activations of this format too, and ckptkit does not know the noise of that")
+        raise CannotCheck(
+            "the engine rounds activations of this format too, and ckptkit does not know the noise of that"
+        )
     unable = []
     for side in recording.sides:
         try:
             yield from _judged(subject, recording, side, tally)
-        except Unable as reason:
+        except CannotCheck as reason:
             unable.append(f"{SIDES[side]}: {reason}")
     if unable:
-        raise Unable("; ".join(unable))
+        raise CannotCheck("; ".join(unable))
 
 
 def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
@@ -130,12 +124,12 @@ def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap
 
 
 def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
-    """One side's log-probabilities. Raises Unable where the gap is too large and may have another reason."""
+    """One side's log-probabilities. Raises CannotCheck where the gap is too large and may have another reason."""
     dtype, every = subject.once(run_recompute)
     rows = [row for row in every if side in row[0].log_probs]
     (apart, noise), who = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
-    tally.compared(0, apart.tokens)
+    tally.compared(apart.tokens)
     tally.tell("recorded log-probabilities compared with transformers")
     facts = tally.facts.setdefault("log-probabilities of the rollout", [])
     facts.append(f"{who} from transformers in float32, {apart.tokens} tokens of {len(rows)} samples: {apart}")
@@ -146,14 +140,14 @@ def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> 
         yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint)
         return
     if not np.isfinite(noise.mean):
-        raise Unable(f"transformers computes no numbers in {dtype}, so the noise of that is not known")
+        raise CannotCheck(f"transformers computes no numbers in {dtype}, so the noise of that is not known")
     if apart.tokens < _FEW:
-        raise Unable(f"{apart.tokens} tokens are too few to judge a mean difference of {apart.mean:.4f} nats by")
+        raise CannotCheck(f"{apart.tokens} tokens are too few to judge a mean difference of {apart.mean:.4f} nats by")
     doubt = _doubt(subject, recording, [part for part, _, _ in rows])
     if apart.mean > FURTHEST * unit:
         times = f"{apart.mean / unit:.1f} times"
         if doubt:
-            raise Unable(f"{times} the noise away ({apart}), but {doubt}")
+            raise CannotCheck(f"{times} the noise away ({apart}), but {doubt}")
         made = f" {recording.versions[0]}" if recording.versions else ""
         jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; " * (apart.k3 < _JITTER)
         hint = f"{jitter}verify the checkpoint that weight version{made} was, in the format that was served"
@@ -164,7 +158,7 @@ def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> 
         part, (one, own) = row[0], _gaps([row], side)
         if one.tokens >= _SHORT and one.mean > FURTHEST_SAMPLE * max(unit, own.mean):
             if doubt:
-                raise Unable(f"sample {part.index} of {who} is not the checkpoint's, but {doubt}")
+                raise CannotCheck(f"sample {part.index} of {who} is not the checkpoint's, but {doubt}")
             expected = f"sample {part.index} of {who} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
             yield Issue(expected, str(one), "other weights or another prompt made it", file=recording.path)
 
@@ -183,32 +177,22 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
     return "; ".join(doubts)
 
 
-def _no_prompts(subject: Subject) -> str | None:
+def _has_prompts(subject: Subject) -> None:
     """The trainer's own files have none."""
-    if (absent := _no_rollout(subject)) or subject.once(recorded_prompts):
-        return absent
-    return "the file of --rollout-data has no prompts that tokens can tell"
+    _has_rollout(subject)
+    if not subject.once(recorded_prompts):
+        raise NotApplicable("the file of --rollout-data has no prompts that tokens can tell")
 
 
-@check(
-    "CK603",
-    "recorded prompts are what the chat template renders",
-    stage="behaviour",
-    needs=("sound headers",),
-    unless=_no_prompts,
-    rationale="A template or tokenizer other than the one the model was trained with gives fluent answers to another "
-    "question. About 0.8 nats a token for an instruct model's own answers is its mark.",
-    fix="Copy tokenizer and chat template from the release, and give the job's --apply-chat-template-kwargs to both "
-    "sides.",
-)
+@check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Prompts through the checkpoint's tokenizer, messages through its chat template too; tokens must be equal."""
     path, home = subject.options.rollout_data, tokenizer_directory(subject)
     files = SideFiles(home)
     if not files.has_vocabulary and not files.sentencepiece:
-        raise Unable(f"{home} has no tokenizer to render the recorded prompts with")
+        raise CannotCheck(f"{home} has no tokenizer to render the recorded prompts with")
     renderings = run_templates(subject)
-    tally.compared(0, len(renderings))
+    tally.compared(len(renderings))
     tally.tell("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
     tally.facts["prompts of the rollout"] = [f"{len(renderings)} different ones rendered by transformers"] + [

@@ -12,7 +12,7 @@ from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from converters.by_class import built_class
 from converters.experts import fuse
-from verify.check import Tally, Unable, check
+from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.evidence.expected import expected_of, is_of_no_family
 from verify.evidence.extremes import same_bytes
@@ -20,6 +20,7 @@ from verify.evidence.folding import by_key, pattern_of
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
 from verify.issue import Issue
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.process.run import ask_meanwhile
 from verify.witnesses.reference.job import NamesJob, NamesReport
 
@@ -28,22 +29,17 @@ _Answer = tuple[NamesReport | None, str]
 _LIMIT_S = 900  # importing transformers on a busy machine, and building a large class
 
 
-def _not_asked(subject: Subject) -> str | None:
+def _is_asked(subject: Subject) -> None:
     if subject.is_megatron:
-        return "transformers reads HF checkpoints"
-    if "transformers" in subject.against:
-        return None
-    return None if subject.once(is_of_no_family) else "--against-transformers was not given"
+        raise NotApplicable("transformers reads HF checkpoints")
+    if "transformers" not in subject.against and not subject.once(is_of_no_family):
+        raise NotApplicable("--against-transformers was not given")
 
 
 @check(
     "CK541",
-    "transformers' class has a tensor for each of its weights, and a place for each tensor",
     stage="transformers",
-    rationale="transformers fills a weight that it finds no tensor for with random numbers, and drops a tensor that it "
-    "has no place for. It goes on with a line in its log.",
-    fix="Take the named tensors and config.json from the release.",
-    unless=_not_asked,
+    applies_to=_is_asked,
     begin=lambda subject: subject.once(_asked),
     explained_by=("CK102", "CK103", "CK104", "CK105"),
 )
@@ -52,14 +48,14 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     specs, asked = subject.once(_asked)
     report, failed = asked.result()
     if report is None:
-        raise Unable(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
+        raise CannotCheck(f"transformers could not be asked, which says nothing about the checkpoint: {failed}")
     if not report.model_class and not report.refused:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
-        raise Unable(
+        raise CannotCheck(
             f"transformers has no class for model_type {subject.hf_files.config.get('model_type')!r} ({named}) without "
             "code that comes with the checkpoint"
         )
-    tally.compared(0, len(specs))
+    tally.compared(len(specs))
     config = subject.path / "config.json"
     if report.refused:
         yield Issue("a config from which transformers builds its class", report.refused, file=config)
@@ -132,11 +128,11 @@ def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
 def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[_Answer]]:
     """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
 
-    Raises Unable where transformers is not installed.
+    Raises CannotCheck where transformers is not installed.
     """
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
-            raise Unable(f"{module} is not installed, so transformers' class was not asked for names and shapes")
+            raise CannotCheck(f"{module} is not installed, so transformers' class was not asked for names and shapes")
     specs = _plain_specs(subject)
     job = NamesJob(without_quantization(subject.hf_files.config), specs)
     return specs, ask_meanwhile(job, _WITNESS, NamesReport, _LIMIT_S)

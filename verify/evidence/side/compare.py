@@ -19,7 +19,7 @@ from verify.evidence.side_files import (
     SideFiles,
     of_keys,
 )
-from verify.skip import Unable
+from verify.skip import CannotCheck
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
 _COMPARED_ELSEWHERE = frozenset(
@@ -56,7 +56,7 @@ _NOT_OF_GENERATION = ("transformers_version", "_from_model_config", "_commit_has
 def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """How the files of `here` differ from those of `there`, named `place` ("in the source").
 
-    Raises CkptkitError for files that cannot be read, Unable as `text_differences`, at the end.
+    Raises CkptkitError for files that cannot be read, CannotCheck as `text_differences`, at the end.
     """
     yield from _generation(here, there, place)
     yield from code_differences(here, there, place)
@@ -68,13 +68,14 @@ def side_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[
 def text_differences(here: SideFiles, there: SideFiles, place: str) -> Iterator[SideDifference]:
     """What puts texts together otherwise, or gives them other ids: chat templates and tokenizers.
 
-    Raises CkptkitError for files that cannot be read and, at the end, Unable for what a library could not be asked.
+    Raises CkptkitError for files that cannot be read and, at the end, CannotCheck for what a library could not be
+    asked.
     """
-    unable: Unable | None = None
+    unable: CannotCheck | None = None
     for differences in (template_differences, tokenizer_differences):
         try:
             yield from differences(here, there, place)
-        except Unable as why:
+        except CannotCheck as why:
             unable = unable or why
     if unable is not None:
         raise unable

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.errors import words_of
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.process.exit_report import PhaseLog, run_job
 from verify.witnesses.process.run import ask
 
@@ -78,12 +78,12 @@ def is_refusal(text: str) -> bool:
 
 
 def render_templates(templates: Sequence[str], tokens: Mapping[str, str]) -> RenderedTemplates | None:
-    """What transformers renders, or None where it is not installed. Raises Unable where it gives no answer."""
+    """What transformers renders, or None where it is not installed. Raises CannotCheck where it gives no answer."""
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return None
     answer, failed = ask(TemplateJob(templates, tokens), __name__, RenderedTemplates, _LIMIT_S)
     if answer is None:
-        raise Unable(f"transformers did not render the chat templates, which are stored in two texts: {failed}")
+        raise CannotCheck(f"transformers did not render the chat templates, which are stored in two texts: {failed}")
     return answer
 
 

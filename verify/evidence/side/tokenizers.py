@@ -21,7 +21,7 @@ from verify.evidence.side_files import (
     show,
 )
 from verify.report import Severity
-from verify.skip import Unable
+from verify.skip import CannotCheck
 
 SPECIAL = ("eos", "bos", "pad", "unk")
 _ANOTHER = "another model's tokenizer: "
@@ -41,8 +41,8 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
     """What gives a text other ids, or ids another text, in `here` than in `there`, named `place` ("in the source").
 
     Where a file differs and the tokens do not, libraries are asked for the ids of texts and the texts of ids: what is
-    stored otherwise and gives the same is no difference. Raises CkptkitError for files that cannot be read, and Unable
-    for two formats that no library reads.
+    stored otherwise and gives the same is no difference. Raises CkptkitError for files that cannot be read, and
+    CannotCheck for two formats that no library reads.
     """
     files = {*here.tokenizer_files, *there.tokenizer_files}
     if all(here.content(name) == there.content(name) for name in files):
@@ -58,7 +58,7 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
     answers, reason = ask_libraries(here.root, there.root, tokens)
     if not answers and here.reads_vocabulary != there.reads_vocabulary:
         both = f"the tokenizers of {here.root} and {there.root}"
-        raise Unable(f"{both} are stored in two formats, which only transformers could compare: {reason}")
+        raise CannotCheck(f"{both} are stored in two formats, which only transformers could compare: {reason}")
     is_explained = bool(by_vocabulary)
     seen = [one for answer in answers for one in _by_answer(answer, here, there, place, is_explained=is_explained)]
     if not answers and here.tokenizer and there.tokenizer:  # whatever is stored otherwise, where both have one
@@ -68,7 +68,9 @@ def tokenizer_differences(here: SideFiles, there: SideFiles, place: str) -> Iter
             seen = [SideDifference(TOKENIZER, "parts of the tokenizer", words)]
     yield from (seen := seen or list(_stated(here, there, place)))
     if not answers and not seen and (words := _settings(here, there)):
-        raise Unable(f"{here.root / TOKENIZER_CONFIG}: {words} {place}, which only transformers can judge: {reason}")
+        raise CannotCheck(
+            f"{here.root / TOKENIZER_CONFIG}: {words} {place}, which only transformers can judge: {reason}"
+        )
     if here.tokenizer_config.get("tokenizer_class") == ONLY_NEW != there.tokenizer_config.get("tokenizer_class"):
         words = f"tokenizer_class is {ONLY_NEW!r}, which transformers 4 does not have, but "
         words += f"{show(there.tokenizer_config.get('tokenizer_class'))} {place}"

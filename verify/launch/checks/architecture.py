@@ -13,18 +13,19 @@ from ckptkit.formats.detect import is_legacy
 from converters.megatron.arguments import comparable_args
 from converters.megatron.hybrid_model import PATTERNS, gpt_only, stored_pattern
 from converters.planner import dims_of
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.checks.config.arguments import differing, mismatches
 from verify.evidence.expected import expected_of
 from verify.evidence.folding import LAYER
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.sides import ENGINE, Side
 from verify.report import Severity
+from verify.skip import NotApplicable
 
 # slime and miles make a critic's output layer anew where its shape is another one.
 _OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")
@@ -44,13 +45,14 @@ def differing_model(arguments: Sequence[str], tensors: int) -> str:
 
 
 def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
-    """The launch's config, and the sides to hold against it; without one against the first of them. Raises Skip.
+    """The launch's config, and the sides to hold against it; without one against the first of them.
 
-    Actor and reference are held against a config by the checks of headers.
+    Actor and reference are held against a config by the checks of headers. Raises NotApplicable where there is no such
+    side.
     """
     job = job_of(subject)
     if not job.stack.one_model:
-        raise Skip("by settings every role is held against the config of its own model")
+        raise NotApplicable("by settings every role is held against the config of its own model")
     config = engine_config(job.hf) if job.hf else {}
     sides: dict[Path, Side] = {}
     for side in job.sides:
@@ -59,25 +61,14 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     if config:
         others = [side for side in sides.values() if side.role in ("critic", "teacher")]
         if not others:
-            raise Skip("the launch loads neither a critic nor a teacher of its own")
+            raise NotApplicable("the launch loads neither a critic nor a teacher of its own")
         return config, others
     if len(sides) < 2:
-        raise Skip("the launch has neither --hf-checkpoint nor two checkpoints to compare")
+        raise NotApplicable("the launch has neither --hf-checkpoint nor two checkpoints to compare")
     return {}, list(sides.values())
 
 
-@check(
-    "CK740",
-    "every role loads a model of the launch's architecture",
-    stage="launch",
-    needs=("sound headers",),
-    rationale=(
-        "slime and miles build one model by one set of arguments and load actor, reference, critic and teacher into "
-        "it: a checkpoint of another architecture stops the job, or loads in part."
-    ),
-    fix="Give the role a checkpoint of the model that the launch trains.",
-    unless=unless_skipped(_roles),
-)
+@check("CK740", stage="launch", needs=("sound headers",), applies_to=_roles)
 def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes of tensors, and stored arguments: of critic and teacher against --hf-checkpoint.
 
@@ -88,7 +79,7 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hf = job_of(subject).hf
     of = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
     for side in sides if config else rest:
-        tally.compared(0)
+        tally.compared()
         if why := _incomparable(side, None if config else first):
             tally.note(f"{why}, so its architecture is not compared")
             continue
@@ -185,27 +176,22 @@ _PROVIDER = "--custom-model-provider-path"
 
 
 def _of_megatron(subject: Subject) -> tuple[Job, Sequence[Side]]:
-    """A launch that says what it builds, and the Megatron checkpoints that it loads. Raises Skip for any other."""
+    """A launch that says what it builds, and the Megatron checkpoints that it loads.
+
+    Raises NotApplicable for any other.
+    """
     job = job_of(subject)
     given = job.arguments
     if not given.describes_model or given.anything or not given.unknown.isdisjoint(PATTERNS):
-        raise Skip("the launch does not say which class of Megatron it builds")
+        raise NotApplicable("the launch does not say which class of Megatron it builds")
     if job.bridge or any(one.name == _PROVIDER for one in options_of(job.text.words)):
-        raise Skip("code of the launch's own builds the model")
+        raise NotApplicable("code of the launch's own builds the model")
     if sides := [side for side in job.sides if side.path and side.is_megatron and not is_legacy(side.path)]:
         return job, sides
-    raise Skip("the launch loads no checkpoint in torch_dist")
+    raise NotApplicable("the launch loads no checkpoint in torch_dist")
 
 
-@check(
-    "CK748",
-    "the launch builds the class of Megatron that its checkpoints hold",
-    stage="launch",
-    rationale="GPTModel and HybridModel name the same tensors differently. The trainer stops, or leaves at random what "
-    "it does not find.",
-    fix="Convert the checkpoint with `ckptkit convert CKPT OUT --dialect`, or correct --hybrid-layer-pattern.",
-    unless=unless_skipped(_of_megatron),
-)
+@check("CK748", stage="launch", applies_to=_of_megatron)
 def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """HybridModel where the launch has a layer pattern, else GPTModel, against the names in each checkpoint.
 
@@ -214,7 +200,7 @@ def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
     job, sides = _of_megatron(subject)
     builds = stored_pattern(job.arguments.values) is not None
     for side in {side.path: side for side in sides if side.path}.values():
-        tally.compared(0)
+        tally.compared()
         yield from _against(side.path or Path(), builds)
     config = engine_config(job.hf) if builds and job.hf else {}
     if config:

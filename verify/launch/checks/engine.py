@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from converters.config.dims import ModelDims
 from converters.registry import named_family_of
-from verify.check import Skip
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.launch.job import Job
+from verify.skip import NotApplicable
 
 
 def job_of(subject: Subject) -> Job:
-    """The job whose launch is looked at. Raises Skip where there is none."""
+    """The job whose launch is looked at. Raises NotApplicable where there is none."""
     if subject.job is None:
-        raise Skip("only preflight looks at a launch")
+        raise NotApplicable("only preflight looks at a launch")
     return subject.job
 
 
 def engine_directory(subject: Subject) -> Path:
-    """The --hf-checkpoint of the launch. Raises Skip where there is none."""
+    """The --hf-checkpoint of the launch. Raises NotApplicable where there is none."""
     if subject.job is None or subject.job.hf is None:
-        raise Skip("only preflight of a launch with --hf-checkpoint looks at it")
+        raise NotApplicable("only preflight of a launch with --hf-checkpoint looks at it")
     return subject.job.hf
 
 
@@ -38,24 +38,14 @@ def engine_config(root: Path) -> Mapping[str, Any]:
 
 
 def engine_dims(config: Mapping[str, Any]) -> ModelDims:
-    """The model of the engine's config. Raises Skip where CK101 says that it is broken, UnsupportedError for others."""
+    """The model of the engine's config.
+
+    Raises NotApplicable where CK101 says that it is broken, UnsupportedError for others.
+    """
     try:
         return named_family_of(config).read_dims(config)
     except UnsupportedError:
         raise
     except (CkptkitError, TypeError, ValueError) as error:
         reason = error.message if isinstance(error, CkptkitError) else error
-        raise Skip(f"there is no usable config.json: {reason}") from error
-
-
-def unless_skipped(look: Callable[[Subject], object]) -> Callable[[Subject], str | None]:
-    """Makes the reason of a `Skip` that `look` raises the reason why a check does not apply."""
-
-    def reason(subject: Subject) -> str | None:
-        try:
-            look(subject)
-        except Skip as skip:
-            return str(skip)
-        return None
-
-    return reason
+        raise NotApplicable(f"there is no usable config.json: {reason}") from error

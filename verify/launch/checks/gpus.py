@@ -14,13 +14,14 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, engine_dims, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_dims, job_of
 from verify.launch.stacks.sizes import Cut, GpuPlacement
 from verify.launch.words import at_places, first_file
 from verify.report import Severity
+from verify.skip import NotApplicable
 
 # Rows of the embedding that SGLang pads to. Source: 0.5.16 `layers/vocab_parallel_embedding.py`; only on a CPU it takes
 # the ranks into account, vLLM everywhere.
@@ -174,22 +175,13 @@ def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterat
 
 
 def _placement(subject: Subject) -> GpuPlacement:
-    """How the sizes of the job go with its GPUs. Raises Skip for a launch that counts none."""
+    """How the sizes of the job go with its GPUs. Raises NotApplicable for a launch that counts none."""
     if (placement := job_of(subject).placement) is None:
-        raise Skip("the launch counts no GPUs")
+        raise NotApplicable("the launch counts no GPUs")
     return placement
 
 
-@check(
-    "CK722",
-    "the GPUs of the launch divide over its parallel sizes",
-    stage="launch",
-    rationale=(
-        "Megatron and SGLang stop with an assertion minutes after the GPUs were booked, or leave some of them idle."
-    ),
-    fix="Choose nodes, GPUs a node, and parallel sizes that divide one another, as the finding says.",
-    unless=unless_skipped(_placement),
-)
+@check("CK722", stage="launch", applies_to=_placement)
 def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Nodes x GPUs against tp x pp x cp and ep x etp x pp of every role; sizes that roles of one process share.
 
@@ -200,9 +192,9 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     roots = [(cut, job.models.get(cut.role, job.hf)) for cut in placement.cuts]
     cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
     if not (groups or placement.issues or cuts):
-        raise Skip("the number of GPUs, or a size, is not known")
+        raise NotApplicable("the number of GPUs, or a size, is not known")
     conditions = len(cuts) + sum(len(group.products) for group in groups)
-    tally.compared(0, max(conditions + len(placement.issues), 1))
+    tally.compared(max(conditions + len(placement.issues), 1))
     for group in groups:
         yield from group.issues()
     yield from placement.issues

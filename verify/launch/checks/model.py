@@ -10,15 +10,16 @@ from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import comparable_args
 from converters.megatron.flags import LLAMA3_FACTOR
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.checks.config.arguments import compared, mismatches
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.options.given import GivenArguments
 from verify.launch.options.tables import MODULES
+from verify.skip import CannotCheck, NotApplicable
 
 # Options that change what an argument of another name comes to.
 _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
@@ -34,28 +35,18 @@ _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def _job(subject: Subject) -> Job:
-    """A launch with model arguments and a config to hold them against. Raises Skip for any other."""
+    """A launch with model arguments and a config to hold them against. Raises NotApplicable for any other."""
     engine_directory(subject)
     job = job_of(subject)
     if not (job.arguments.of_model or job.arguments.refused):
-        raise Skip("the launch gives no model arguments")
+        raise NotApplicable("the launch gives no model arguments")
     if job.bridge:
         how = "miles builds the model from config.json, not from the model arguments"
-        raise Skip(f"--megatron-to-hf-mode bridge: {how}")
+        raise NotApplicable(f"--megatron-to-hf-mode bridge: {how}")
     return job
 
 
-@check(
-    "CK718",
-    "the launch's model arguments describe the model",
-    stage="launch",
-    rationale=(
-        "Training builds its model from these arguments and not from config.json. slime and miles compare a few of "
-        "them at the start; the others train a model that the engine does not serve."
-    ),
-    fix="Correct the model's script: `ckptkit inspect --megatron-args` prints the arguments of a release.",
-    unless=unless_skipped(_job),
-)
+@check("CK718", stage="launch", applies_to=_job)
 def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every argument that describes the model, with Megatron's defaults for those that are not given.
 
@@ -64,19 +55,19 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     job, root = _job(subject), engine_directory(subject)
     given, config = job.arguments, engine_config(root)
     for refused in given.refused:
-        tally.compared(0)
+        tally.compared()
         actual = f"{refused.option} {refused.word.text}, at {refused.word.place}"
         hint = "argparse refuses it, and the trainer stops: give a value of this kind"
         yield Issue(f"{refused.option} with {refused.expected}", actual, hint, file=refused.word.file)
     if not config:
-        raise Skip("--hf-checkpoint has no config.json that can be read (CK714, CK101)")
+        raise CannotCheck("--hf-checkpoint has no config.json that can be read", "CK714", "CK101")
     dims, args = _dims(config, given, tally), dict(given.values)
     expected = comparable_args(dims)
     whole = given.describes_model and not given.anything
     args = args if whole else {name: args.get(name, value) for name, value in expected.items()} | args
     args |= {name: expected.get(name) for name in given.unknown}
     args |= {"rope_scaling_factor": LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
-    tally.compared(0, compared(dims))
+    tally.compared(compared(dims))
     for name, want, found in mismatches(dims, args):
         if given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
             yield _issue(name, want, found, given, root)

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from itertools import islice
 
 from converters.config.values import language_part
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, engine_directory, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_directory, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import last, options_of
 from verify.launch.options.given import GivenArguments
 from verify.launch.options.names import engine_settings, nearest
 from verify.launch.options.tables import OPTIONS
 from verify.launch.words import UnresolvedWord, Word
+from verify.skip import NotApplicable
 
 # Letters that may differ, in a short name and in a long one.
 _FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
@@ -33,28 +34,18 @@ _NAME = re.compile(r"[A-Za-z]\w*")
 def _job(subject: Subject) -> Job:
     job = job_of(subject)
     if not (job.text.words or job.text.issues or job.written):
-        raise Skip("no launch arguments were given")
+        raise NotApplicable("no launch arguments were given")
     return job
 
 
-@check(
-    "CK721",
-    "every line and option of the launch reaches the trainer",
-    stage="launch",
-    rationale=(
-        "Where a line lacks its backslash the options behind it are lost. slime passes over an option that it does not "
-        "know, as NeMo-RL and ROLL do over a setting of a file, and the default counts instead."
-    ),
-    fix="Correct the line, the option or the setting that the finding names.",
-    unless=unless_skipped(_job),
-)
+@check("CK721", stage="launch", applies_to=_job)
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
 
     The finding names the release of which the known name is (`verify/launch/options/names`).
     """
     job = _job(subject)
-    tally.compared(0, len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
+    tally.compared(len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
     yield from job.text.issues
     own = job.stack.names()
     known, seen = own.keys() | OPTIONS | engine_settings(), set[str]()
@@ -86,27 +77,17 @@ def _parts(name: str) -> Iterator[str]:
 
 
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
-    """The combinations that the stack's reader found. Raises Skip where no such rule is known."""
+    """The combinations that the stack's reader found. Raises NotApplicable where no such rule is known."""
     if (issues := job_of(subject).combinations) is None:
         known = "slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
-        raise Skip(f"the launch is not one of {known}")
+        raise NotApplicable(f"the launch is not one of {known}")
     return issues
 
 
-@check(
-    "CK746",
-    "the options of the launch go together",
-    stage="launch",
-    rationale=(
-        "Trainers accept options that contradict one another: samples that no step trains on, a run that ends without "
-        "a step, an adapter that only one of trainer and engine has. Sizes of batches are counted once GPUs are booked."
-    ),
-    fix="Change the options that the finding names.",
-    unless=unless_skipped(_combinations),
-)
+@check("CK746", stage="launch", applies_to=_combinations)
 def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
-    tally.compared(0)
+    tally.compared()
     yield from _combinations(subject)
 
 
@@ -116,29 +97,19 @@ _WHOLE = ("unfused", "local")
 
 
 def _described(subject: Subject) -> GivenArguments:
-    """The arguments of a launch that says what it trains. Raises Skip for any other."""
+    """The arguments of a launch that says what it trains. Raises NotApplicable for any other."""
     given = job_of(subject).arguments
     if not given.describes_model:
-        raise Skip("the launch gives no model arguments")
+        raise NotApplicable("the launch gives no model arguments")
     return given
 
 
-@check(
-    "CK719",
-    "no switch makes training compute another function",
-    stage="launch",
-    rationale=(
-        "Megatron drops 0.1 of hidden states and attention unless it is told not to, and computes in another precision "
-        "or order than the engine: log-probabilities of trainer and engine drift apart."
-    ),
-    fix="Give --attention-dropout 0.0 --hidden-dropout 0.0, and the switches that the finding names.",
-    unless=unless_skipped(_described),
-)
+@check("CK719", stage="launch", applies_to=_described)
 def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
     given = _described(subject)
     yield from (*_dropout(given), *_precision(given, subject), *_attention(given), *_experts(given))
-    tally.compared(0, 6)
+    tally.compared(6)
 
 
 def _warning(given: GivenArguments, name: str, expected: str, actual: str, hint: str) -> Issue:
@@ -195,31 +166,26 @@ _TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
 
 
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
-    """The word that asks for a template, and the ids to stop at. Raises Skip where a launch asks for neither."""
+    """The word that asks for a template, and the ids to stop at.
+
+    Raises NotApplicable where a launch asks for neither.
+    """
     engine_directory(subject)
     options = options_of(job_of(subject).text.words)
     template, stops = last(options, _TEMPLATE), last(options, _STOPS)
     ids = [word for word in stops.values if not isinstance(word, UnresolvedWord)] if stops else []
     if template is None and not ids:
-        raise Skip(f"the launch has neither {_TEMPLATE} nor {_STOPS}")
+        raise NotApplicable(f"the launch has neither {_TEMPLATE} nor {_STOPS}")
     return template.word if template else None, ids
 
 
-@check(
-    "CK724",
-    "the tokenizer has the chat template and the stop tokens that the launch asks for",
-    stage="launch",
-    rationale="Without a template the first rollout stops the job, after the GPUs were booked; with the template or "
-    "the stop tokens of another model, responses never end.",
-    fix="Give the instruct release as --hf-checkpoint, or add its chat_template.jinja; take stop ids from its config.",
-    unless=unless_skipped(_asked),
-)
+@check("CK724", stage="launch", applies_to=_asked)
 def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""
     template, ids = _asked(subject)
     root = engine_directory(subject)
     files = SideFiles(root)
-    tally.compared(0, len(ids) + (template is not None))
+    tally.compared(len(ids) + (template is not None))
     if template is not None and files.has_tokenizer and not files.templates:
         yield Issue(
             f"a chat template, since {template.place} has {_TEMPLATE}",

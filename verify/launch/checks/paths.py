@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from verify.check import Skip, Tally, Unable, check
+from verify.check import Tally, check
 from verify.evidence.expected import weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.sides import PathIssue, Side
+from verify.skip import CannotCheck, NotApplicable
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"
@@ -23,23 +24,23 @@ _UNSET = re.compile(r"(?P<words>.+): \$\{?(?P<name>\w+)\}? \(set neither in the 
 
 
 def _sides(subject: Subject) -> Sequence[Side]:
-    """The sides of a launch. Raises Skip where it names no path that is known."""
+    """The sides of a launch. Raises NotApplicable where it names no path that is known."""
     if not (sides := job_of(subject).sides):
-        raise Skip("the launch names no path that is known")
+        raise NotApplicable("the launch names no path that is known")
     return sides
 
 
-def _check_paths(code: str, title: str, options: Sequence[str], rationale: str, fix: str) -> None:
+def _check_paths(code: str, *options: str) -> None:
     """Registers the check of the paths that these options give, or the settings that do what they do."""
 
     def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
         """What is wrong with a path, once for all sides that load it."""
         sides = _sides(subject)
-        tally.compared(0, len(sides))
+        tally.compared(len(sides))
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
         yield from dict.fromkeys(issue for about, issue in found if about in options)
 
-    check(code, title, stage="launch", rationale=rationale, fix=fix, unless=unless_skipped(_sides))(paths_found)
+    check(code, stage="launch", applies_to=_sides)(paths_found)
 
 
 def _packed(job: Job) -> Iterator[PathIssue]:
@@ -61,70 +62,29 @@ def _packed(job: Job) -> Iterator[PathIssue]:
             yield "--load" if side.role == "actor" else "--ref-load", Issue(expected, actual, hint, file=path)
 
 
-_check_paths(
-    "CK711",
-    "--load is what the actor loads",
-    ["--load"],
-    "Where --load has no tracker file, the actor takes --ref-load silently: "
-    "a resumed run starts again, or from the wrong weights.",
-    "Give the directory that holds latest_checkpointed_iteration.txt, not one of its iterations.",
-)
-_check_paths(
-    "CK712",
-    "--ref-load is what the reference loads",
-    ["--ref-load", "--critic-load", "--opd-teacher-load"],
-    "Of an iteration directory, which has no tracker, Megatron makes random weights with a warning: "
-    "the KL term pulls towards noise. Others stop.",
-    "Give the directory that `ckptkit convert` wrote, the one with latest_checkpointed_iteration.txt.",
-)
-_check_paths(
-    "CK713",
-    "--ckpt-step is an iteration that is there",
-    ["--ckpt-step"],
-    "--ckpt-step replaces what the tracker says; "
-    "an iteration that was deleted since is found missing only after the job started.",
-    "Choose an iteration that is there, or leave --ckpt-step out.",
-)
-_check_paths(
-    "CK714",
-    "--hf-checkpoint is an HF directory",
-    ["--hf-checkpoint"],
-    "The rollout engine and the tokenizer come from it; engine and trainer must hold the same model.",
-    "Give the HF directory of the model that --load or --ref-load was converted from.",
-)
+_check_paths("CK711", "--load")
+_check_paths("CK712", "--ref-load", "--critic-load", "--opd-teacher-load")
+_check_paths("CK713", "--ckpt-step")
+_check_paths("CK714", "--hf-checkpoint")
 
 
 def _words(subject: Subject) -> Job:
     job = job_of(subject)
     if not (job.text.words or job.unread or job.written):
-        raise Skip("no launch arguments were given")
+        raise NotApplicable("no launch arguments were given")
     return job
 
 
-@check(
-    "CK717",
-    "every path and size among the launch arguments is read",
-    stage="launch",
-    rationale=(
-        "A size that only a configuration file or an override says is not the one that was looked at: "
-        "the job may stop after the GPUs were booked."
-    ),
-    fix=(
-        "Give paths and sizes as options of preflight, or as the options of Megatron-LM, slime and SGLang, and set a "
-        "variable that the script does not set in the environment (`NUM_GPUS=8 ckptkit preflight run.sh`); "
-        "the reasons say which words were not read."
-    ),
-    unless=unless_skipped(_words),
-)
+@check("CK717", stage="launch", applies_to=_words)
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     job = _words(subject)
-    tally.compared(0, len(job.text.words) or 1)
+    tally.compared(len(job.text.words) or 1)
     for note in job.notes:
         tally.note(note)
     if lines := job.unread:
         reason, tally.facts[NOT_READ] = _unread(lines)
-        raise Unable(f"not read {job.stack.where}: {reason}")
+        raise CannotCheck(f"not read {job.stack.where}: {reason}")
     yield from ()
 
 

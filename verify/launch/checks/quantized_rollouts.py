@@ -11,17 +11,18 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from quant.formats.compressed import stated_scheme
 from quant.online.served import served
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
-from verify.launch.checks.engine import engine_config, engine_directory, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, engine_directory, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.sides import ENGINE
 from verify.launch.words import Word, at_places, first_file
 from verify.report import Severity
+from verify.skip import CannotCheck, NotApplicable
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
@@ -42,33 +43,23 @@ _VERL_OPTION = "actor_rollout_ref.rollout.quantization"
 
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
-    """The engine's directory and the arguments of a launch whose training rounds weights. Raises Skip for any other."""
+    """The engine's directory and the arguments of a launch whose training rounds weights.
+
+    Raises NotApplicable for any other.
+    """
     root, options = engine_directory(subject), subject.arguments or LaunchArguments()
     if options.qat is False or (options.qat is None and options.qat_group is None):
-        raise Skip(f"{QAT_FLAG} is not set")
+        raise NotApplicable(f"{QAT_FLAG} is not set")
     return root, options
 
 
-@check(
-    "CK709",
-    "training rounds to the INT4 weights that the engine serves",
-    stage="launch",
-    rationale=(
-        "The trainer takes its group size from a variable, the engine its own from quantization_config. "
-        "Where they differ, another policy is served."
-    ),
-    fix=(
-        "Set OPEN_TRAINING_INT4_GROUP_SIZE to group_size of the engine's checkpoint, "
-        "and give an INT4 checkpoint with symmetric groups as --hf-checkpoint."
-    ),
-    unless=unless_skipped(_rounding),
-)
+@check("CK709", stage="launch", applies_to=_rounding)
 def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
     root, options = _rounding(subject)
     config, where = engine_config(root), str(root / "config.json")
     if not config:
-        raise Skip("--hf-checkpoint has no config.json that can be read (CK714, CK101)")
+        raise CannotCheck("--hf-checkpoint has no config.json that can be read", "CK714", "CK101")
     if not is_quantized(config):
         words = {name: word for name, word in _variables(subject).items() if name == QAT_FLAG}
         expected = f"an INT4 checkpoint, since {QAT_FLAG} is set{at_places(words)}"
@@ -77,7 +68,7 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     weights, given = weights_of(config), _variables(subject)
     for key, wanted in (_TRAINED | ({} if options.qat_group is None else {"group_size": options.qat_group})).items():
-        tally.compared(0)
+        tally.compared()
         if weights.get(key) != wanted:
             make = f"make {QAT_GROUP} the group_size of the checkpoint"
             hint = make if key == "group_size" else "quantize the checkpoint again with `ckptkit quantize`"
@@ -95,35 +86,26 @@ def _variables(subject: Subject) -> dict[str, Word]:
 
 
 def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
-    """Directory and config of an INT4 engine that a trainer updates. Raises Skip for any other."""
+    """Directory and config of an INT4 engine that a trainer updates. Raises NotApplicable for any other."""
     root = engine_directory(subject)
     if not job_of(subject).updates:
-        raise Skip("no trainer of this launch updates the engine")
+        raise NotApplicable("no trainer of this launch updates the engine")
     if subject.not_for_sglang:
-        raise Skip(subject.not_for_sglang)
+        raise NotApplicable(subject.not_for_sglang)
     config = engine_config(root)
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
-        raise Skip("--hf-checkpoint holds no INT4 weights of compressed-tensors")
+        raise NotApplicable("--hf-checkpoint holds no INT4 weights of compressed-tensors")
     return root, config
 
 
-@check(
-    "CK715",
-    "the engine takes online updates of its INT4 weights",
-    stage="launch",
-    rationale=(
-        "SGLang can load some INT4 layers only once. An update of them is lost, or lands in memory that nothing reads."
-    ),
-    fix="Quantize the checkpoint that the engine serves again, routed experts only, symmetric: `ckptkit quantize`.",
-    unless=unless_skipped(_updated),
-)
+@check("CK715", stage="launch", applies_to=_updated)
 def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `OnlineQuantizer` refuses: INT4 Linear layers, zero points, layers packed in part, several groups."""
     root, config = _updated(subject)
-    tally.compared(0)
+    tally.compared()
     try:
-        tally.compared(0, len(served(config, stated_scheme(config), root).packed))
+        tally.compared(len(served(config, stated_scheme(config), root).packed))
     except CkptkitError as error:
         expected = "INT4 weights that SGLang can take again at every update"
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
@@ -132,7 +114,7 @@ def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
     """Directory and quantization of an engine that slime, miles, vime or verl updates, and SGLang's own option.
 
-    Raises Skip for any other, and where neither says anything.
+    Raises NotApplicable for any other, and where neither says anything.
     """
     root, job = engine_directory(subject), job_of(subject)
     content = quantization_of(engine_config(root))
@@ -140,35 +122,21 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     if job.stack.name == "verl" and stated and job.sizes[ENGINE].server == "sglang":
         return root, stated, None
     if not job.updates or job.stack.name != "slime":
-        raise Skip("no trainer that is known to pack updates for the engine of this launch")
+        raise NotApplicable("no trainer that is known to pack updates for the engine of this launch")
     option = last(options_of(job.text.words), _SGLANG_OPTION) if subject.engine != "vllm" else None
     if stated is None and option is None:
-        raise Skip("--hf-checkpoint is not quantized")
+        raise NotApplicable("--hf-checkpoint is not quantized")
     return root, stated, option
 
 
-@check(
-    "CK747",
-    "the trainer can send the format that the engine serves",
-    stage="launch",
-    rationale=(
-        "slime, miles and vime pack each update as quantization_config of --hf-checkpoint says. Of a format that they "
-        "do not know, slime and vime send BF16 without an error, and miles stops at the first update. verl sends "
-        "SGLang BF16 unless rollout.quantization says fp8."
-    ),
-    fix=(
-        "Give an --hf-checkpoint in block FP8 or INT4, or in BF16; leave --sglang-quantization out, which SGLang takes "
-        "from the checkpoint."
-    ),
-    unless=unless_skipped(_sent),
-)
+@check("CK747", stage="launch", applies_to=_sent)
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and SGLang's own option.
 
     Source: `megatron_to_hf/processors` of slime, miles and vime; verl `sglang_rollout.py` (update_weights).
     """
     root, content, option = _sent(subject)
-    tally.compared(0)
+    tally.compared()
     if job_of(subject).stack.name == "verl":
         yield from _of_verl(job_of(subject), root, content)
         return
@@ -193,7 +161,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "give a checkpoint in block FP8, INT4 or BF16"
         yield Issue(expected, actual, hint, file=where, severity=severity)
     for key, wanted, default, hint in _ASSERTED if method == "fp8" else ():
-        tally.compared(0)
+        tally.compared()
         if (found := content.get(key, default)) != wanted:
             actual = "not set" if found is None else shortened(found)
             hint = _SAME_FORMAT[1] if found == _SAME_FORMAT[0] else hint

@@ -15,14 +15,15 @@ from ckptkit.transfer.manifest import file_digest, read_manifest
 from converters.ops.basic import Copy
 from converters.planner import dialect_of, dims_of, mappings_of
 from converters.stored import as_stored
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.samples import SamplePair, Stored, samples_of
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.launch.checks.architecture import of_two_models
-from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.sides import ENGINE, Side, is_trained
 from verify.report import Severity
+from verify.skip import NotApplicable
 
 # Facts for the verdict: what was compared of weights, and a line for each two sides that could not be.
 COMPARED, NOT_COMPARED = "weights compared", "weights not compared"
@@ -32,28 +33,19 @@ _Digests: TypeAlias = "tuple[str, TensorDigest | None, TensorDigest | None]"
 
 
 def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
-    """The sides that must hold the same weights, and come from different directories. Raises Skip where none do."""
+    """The sides that must hold the same weights, and come from different directories.
+
+    Raises NotApplicable where none do.
+    """
     job = job_of(subject)
     sides = {side.role: side for side in job.loading()}
     pairs = [(sides[one], sides[other]) for one, other in job.sharing if {one, other} <= sides.keys()]
     if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
-        raise Skip("no two directories of this launch must hold the same weights")
+        raise NotApplicable("no two directories of this launch must hold the same weights")
     return apart
 
 
-@check(
-    "CK723",
-    "sides that start alike hold the same weights",
-    stage="launch",
-    needs=("sound headers",),
-    rationale=(
-        "A run begins with a KL of zero only where actor and reference hold the same weights, and with the policy that "
-        "was served only where the engine's do too. Nothing else tells two checkpoints of one architecture apart, also "
-        "where one of them is of another model."
-    ),
-    fix="Give both sides checkpoints of one release: convert the HF directory that the engine loads.",
-    unless=unless_skipped(_pairs),
-)
+@check("CK723", stage="launch", needs=("sound headers",), applies_to=_pairs)
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of.
 
@@ -65,15 +57,15 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         here, there = locate(one.path or Path()), locate(other.path or Path())
         pairs = _by_digests(here, there)
         if of_two_models(subject, one, other):
-            tally.compared(0)  # CK740 says so
+            tally.compared()  # CK740 says so
         elif pairs is not None:
-            tally.compared(0, len(pairs))
+            tally.compared(len(pairs))
             tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "digests of weights"]
             wrong = [name for name, mine, others in pairs if mine != others]
             unrelated = _unrelated(subject, (one, other)) if wrong else []
             yield from _differing(wrong, len(pairs), (one, other), (here, there), "digests", unrelated)
         elif _made_of(here, there) or _made_of(there, here):
-            tally.compared(0)
+            tally.compared()
             tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "digests of weights"]
         elif here.legacy or there.legacy:
             how = f"`ckptkit diff {here.path} {there.path}` compares them"
@@ -84,7 +76,7 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(f"not compared: {line}")
     tally.facts[NOT_COMPARED] = [*left, *_apart(subject)]
     if left and not tally.tensors:
-        raise Skip(f"not compared: {left[0]}")
+        raise NotApplicable(f"not compared: {left[0]}")
 
 
 def _apart(subject: Subject) -> list[str]:
@@ -135,7 +127,7 @@ def _by_samples(
     if not found.compared:
         left.append(f"{both}: no tensor that both store alike{why}; {how}")
         return
-    tally.compared(found.nbytes, len(found.compared))
+    tally.compared(len(found.compared), nbytes=found.nbytes)
     tally.facts[COMPARED] = [*tally.facts.get(COMPARED, []), "samples of weights"]
     size = f"{found.nbytes / 1e6:.1f} MB of each"
     tally.note(f"{both}: samples of {len(found.compared)} tensors compared, {size}; {how}")

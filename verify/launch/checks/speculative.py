@@ -14,12 +14,13 @@ from ckptkit.formats.hf.reader import read_config
 from converters.config.values import class_of, language_part
 from converters.draft import FUSION, is_draft, sizes_of, target_of
 from converters.engines.registry import registries
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_config, job_of, unless_skipped
+from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.options.speculative import Speculation
 from verify.launch.words import UnresolvedWord
+from verify.skip import CannotCheck, NotApplicable
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
@@ -31,27 +32,17 @@ _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def _speculation(subject: Subject) -> Speculation:
-    """What the launch says of drafting. Raises Skip for one that does not draft."""
+    """What the launch says of drafting. Raises NotApplicable for one that does not draft."""
     job = job_of(subject)
     if job.arguments.get("debug_train_only", False):
-        raise Skip("the launch starts no engine")
+        raise NotApplicable("the launch starts no engine")
     if job.speculation is None:
-        raise Skip("the launch asks for no speculative decoding")
+        raise NotApplicable("the launch asks for no speculative decoding")
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in job.text.words)
     return replace(job.speculation, known=job.speculation.known and not anything)
 
 
-@check(
-    "CK745",
-    "the engine has the draft model that speculative decoding asks for",
-    stage="launch",
-    rationale=(
-        "An engine that should draft and has nothing to draft with stops when it starts, or loads the model itself "
-        "into a draft class and accepts next to nothing of what that proposes."
-    ),
-    fix="Give the draft model, or leave speculative decoding out for a model without multi-token prediction layers.",
-    unless=unless_skipped(_speculation),
-)
+@check("CK745", stage="launch", applies_to=_speculation)
 def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A draft model where the method needs one, of a class and sizes that go with method and served model.
 
@@ -61,7 +52,7 @@ def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     `config/speculative.py` (SpeculativeConfig).
     """
     found = _speculation(subject)
-    tally.compared(0)
+    tally.compared()
     if found.draft is not None:
         draft = Path(found.draft)
         # For vLLM also the name of a method, or of a module.
@@ -93,10 +84,12 @@ def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
         return
     config = engine_config(root) if root else {}
     if root is None or not config:
-        raise Skip("there is no config.json of the engine's model that can be read (CK714, CK101)")
+        raise CannotCheck("there is no config.json of the engine's model that can be read", "CK714", "CK101")
     stored = _stored(subject, root, config)
     if stored is None and config.get("model_type") in _UNSTATED:
-        raise Skip("only the names of the weights tell whether this model has such layers, and there are none (CK104)")
+        raise CannotCheck(
+            "only the names of the weights tell whether this model has such layers, and there are none", "CK104"
+        )
     if stored is False or (stored is None and not _stated(config)):
         expected = "a model with multi-token prediction layers, or a draft model"
         lacks = "its files hold none" if stored is False else "its config.json speaks of none"

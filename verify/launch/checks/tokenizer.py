@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.errors import CkptkitError
-from verify.check import Skip, Tally, check
+from verify.check import Tally, check
 from verify.evidence.side.compare import text_differences
 from verify.evidence.side_files import SideFiles
 from verify.evidence.subject import Subject
 from verify.issue import Issue
-from verify.launch.checks.engine import engine_directory, job_of, unless_skipped
+from verify.launch.checks.engine import engine_directory, job_of
 from verify.launch.options.argv import last, options_of
 from verify.report import Severity
+from verify.skip import NotApplicable
 
 # With these SGLang takes and gives token ids; options of slime and miles, and SGLang's own.
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
@@ -22,31 +23,21 @@ _HINT = "give the HF directory of the model that the trainer's weights were conv
 
 
 def _engine(subject: Subject) -> SideFiles:
-    """The files of --hf-checkpoint. Raises Skip where it is not an HF directory."""
+    """The files of --hf-checkpoint. Raises NotApplicable where it is not an HF directory."""
     root = engine_directory(subject)
     if not (root / "config.json").exists():
-        raise Skip("--hf-checkpoint is not an HF directory (CK714)")
+        raise NotApplicable("--hf-checkpoint is not an HF directory (CK714)")
     return SideFiles(root)
 
 
-@check(
-    "CK716",
-    "engine and trainer have one tokenizer",
-    stage="launch",
-    rationale=(
-        "Engine and trainer take the tokenizer from --hf-checkpoint. "
-        "Where the weights belong to another one, every id means another word."
-    ),
-    fix="Give the HF directory of the model that --load and --ref-load were converted from as --hf-checkpoint.",
-    unless=unless_skipped(_engine),
-)
+@check("CK716", stage="launch", applies_to=_engine)
 def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tokenizer of --hf-checkpoint against the one in `hf/` next to the Megatron weights, as CK708 compares them.
 
     Other chat templates and special tokens are a warning.
     """
     engine = _engine(subject)
-    tally.compared(0)
+    tally.compared()
     if not engine.has_tokenizer:
         yield _none(subject, engine)
         return
@@ -57,7 +48,7 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not trainer.has_tokenizer or engine.root.resolve() == root.resolve():
             continue
         try:
-            tally.compared(0)
+            tally.compared()
             for one in text_differences(trainer, engine, "in --hf-checkpoint"):
                 # Differences of presentation are right where the weights were trained further.
                 hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT, one.severity)

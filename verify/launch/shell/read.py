@@ -265,7 +265,7 @@ def _lost(shell: Shell) -> Iterator[Issue]:
 
 
 def _misspelled(shell: Shell) -> Iterator[Issue]:
-    """Arrays that are set nowhere, where one is that differs in a letter: bash expands them to nothing."""
+    """Arrays that are set nowhere one is that differs in a letter: bash expands them to nothing."""
     for name, file in shell.empty.items():
         meant = nearest(name, (one for one, value in shell.variables.items() if value.array and value.values), 1)
         if meant is not None and len(name) > 3:

@@ -9,7 +9,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import EngineSizes
@@ -36,14 +36,17 @@ class EngineRun:
     failed: str | None = None  # why the report is missing or not complete
 
     def require_report(self) -> EngineReport:
-        """The report. Raises Unable where there is none."""
+        """The report. Raises CannotCheck where there is none."""
         if self.report is None:
-            raise Unable(self.failed or "the engine gave no report")
+            raise CannotCheck(self.failed or "the engine gave no report")
         return self.report
 
 
 def run_engine(subject: Subject) -> EngineRun:
-    """Serves the subject with a real engine and does what was asked. Raises Unable where that cannot be done here."""
+    """Serves the subject with a real engine and does what was asked.
+
+    Raises CannotCheck where that cannot be done here.
+    """
     return _served(subject, draft=False)
 
 
@@ -51,7 +54,7 @@ def run_draft_engine(subject: Subject) -> EngineRun | None:
     """Loads weights again as asked, with the checkpoint's multi-token prediction layers as draft model.
 
     None where it holds no such layers, and for an engine whose draft models are not updated here. This engine answers
-    no prompts: those are the model's own business. Raises Unable where that cannot be done here.
+    no prompts: those are the model's own business. Raises CannotCheck where that cannot be done here.
     """
     if not running_engine(subject).updates_draft or not draft_names(config_of(subject), subject.checkpoint.specs):
         return None
@@ -102,7 +105,7 @@ def no_second_load(subject: Subject) -> str | None:
 
 
 def run_engine_reference(subject: Subject) -> Reference:
-    """What transformers makes of the checkpoint for what the engine was asked. Raises Unable."""
+    """What transformers makes of the checkpoint for what the engine was asked. Raises CannotCheck."""
     run = subject.once(run_engine)
     report = run.require_report()
     check_reference(subject, run.prompts)
@@ -118,16 +121,18 @@ def run_engine_reference(subject: Subject) -> Reference:
 
 
 def _sizes(engine: EngineFacts, subject: Subject) -> EngineSizes:
-    """The engine's sizes. Raises Unable unless an engine can serve the subject here."""
+    """The engine's sizes. Raises CannotCheck unless an engine can serve the subject here."""
     import torch
 
     on_cpu = engine.cpu_package is not None and interpreter_of(engine, subject).release(engine.cpu_package) is not None
     if not on_cpu:
         require(engine, subject)
     if subject.is_megatron:
-        raise Unable("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
+        raise CannotCheck("an engine serves HF directories: export it (`ckptkit convert`) and verify the export")
     if (sizes := engine_sizes(engine, subject)) is None:
-        raise Unable(f"{engine.label} has no such sizes: {engine.sizes}")
+        raise CannotCheck(f"{engine.label} has no such sizes: {engine.sizes}")
     if not on_cpu and torch.cuda.device_count() < sizes.ranks:
-        raise Unable(f"needs CUDA: one GPU a rank for {sizes.ranks}, and there are {torch.cuda.device_count()} here")
+        raise CannotCheck(
+            f"needs CUDA: one GPU a rank for {sizes.ranks}, and there are {torch.cuda.device_count()} here"
+        )
     return sizes

@@ -15,7 +15,7 @@ from converters.registry import family_of
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.plain import plain
 from verify.evidence.subject import Subject
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
 from verify.witnesses.process.codec import load_record, save
@@ -47,8 +47,8 @@ class LoadedBy:
     def __call__(self, subject: Subject) -> LoadRun:
         """On GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
 
-        Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
-        lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
+        Raises CannotCheck where the engine is missing, would take a class or a layout that ckptkit does not know, or
+        would lack tensors that no Megatron model holds; CkptkitError where the config is of no supported family.
         """
         release = require(self.engine, subject)
         config = config_of(subject)
@@ -86,11 +86,14 @@ def interpreter_of(engine: EngineFacts, subject: Subject) -> Interpreter:
 
 
 def require(engine: EngineFacts, subject: Subject) -> str:
-    """The release of an engine. Raises Unable where it is not installed, UsageError for a Python that does not run."""
+    """The release of an engine.
+
+    Raises CannotCheck where it is not installed, UsageError for a Python that does not run.
+    """
     interpreter = interpreter_of(engine, subject)
     if (release := interpreter.release(engine.name)) is None:
         where = f"in the environment of {interpreter.path}" if interpreter.elsewhere else "here"
-        raise Unable(f"{engine.label} is not installed {where}: {engine.install}")
+        raise CannotCheck(f"{engine.label} is not installed {where}: {engine.install}")
     return release
 
 
@@ -157,21 +160,21 @@ def _merged(reports: Sequence[Path]) -> LoadReport:
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
-    """Raises Unable unless the engine has to choose the class that is known here.
+    """Raises CannotCheck unless the engine has to choose the class that is known here.
 
     For a name without a class of its own an engine would take transformers' class, and to find it run the Python files
     that `auto_map` names, which come with the checkpoint.
     """
     wanted, named = family_of(config).architectures, config.get("architectures")
     if named not in [[one] for one in wanted]:
-        raise Unable(
+        raise CannotCheck(
             f"config.json has architectures {named!r:.80}, not ['{wanted[0]}']: {engine.label} would run another "
             "class, or code that comes with the checkpoint"
         )
 
 
 def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
-    """Raises Unable for a Megatron checkpoint of a model with a vision tower that is not at hand.
+    """Raises CannotCheck for a Megatron checkpoint of a model with a vision tower that is not at hand.
 
     The engine builds the tower, and a Megatron language model has no weights for it.
     """
@@ -180,7 +183,7 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
         return
     opened = open_megatron(subject.location, subject.hf_path)
     if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:
-        raise Unable(
+        raise CannotCheck(
             f"Megatron holds no {carried[0]}*, and neither a folder beside it nor {opened.hf_path} has it: give --hf "
             "the release with its weights"
         )

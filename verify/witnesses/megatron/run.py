@@ -25,7 +25,7 @@ from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp
 from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
 from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.interpreter import Interpreter, python_of
@@ -70,18 +70,20 @@ class MegatronRun:
 def sizes_of(subject: Subject) -> ParallelSizes:
     """The parallel sizes asked for, known to be possible; costs nothing, so it can be called before anything is read.
 
-    Raises Unable where Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError where the model
-    does not divide into these sizes.
+    Raises CannotCheck where Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError where the
+    model does not divide into these sizes.
     """
     if subject.is_hf:
-        raise Unable("this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source")
+        raise CannotCheck(
+            "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"
+        )
     if not _has(subject, "megatron") or not _has(subject, "megatron.core"):
-        raise Unable("megatron-core is not installed: pip install megatron-core")
+        raise CannotCheck("megatron-core is not installed: pip install megatron-core")
     if (message := unwitnessed(config_of(subject))) is not None:
-        raise Unable(message)
+        raise CannotCheck(message)
     dims = dims_of(config_of(subject))
     if dims.qk_norm_full and subject.tp > dims.groups:
-        raise Unable(
+        raise CannotCheck(
             f"no norm over all heads of more ranks than query groups is built here: give at most --tp {dims.groups}"
         )
     given = subject.options.megatron
@@ -175,19 +177,19 @@ def run_megatron(subject: Subject) -> MegatronRun:
 
 
 def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None:
-    """Raises Unable where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
+    """Raises CannotCheck where Megatron-LM's `load_checkpoint` is missing, or is not run here in this layout."""
     if not _has(subject, "megatron.training"):
-        raise Unable(
+        raise CannotCheck(
             f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
             "without --trainer-loader megatron-core itself loads"
         )
     plain = ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp)
     if sizes != plain:
-        raise Unable(
+        raise CannotCheck(
             f"{_TRAINER} is run with --tp, --pp, --ep and --etp alone, of layers that divide evenly, not with {sizes}"
         )
     if at_once:
-        raise Unable(
+        raise CannotCheck(
             f"{_TRAINER} needs all {sizes.world} rank(s) at once, which these are not: leave out --ranks, or choose "
             "sizes of fewer ranks that fit into memory"
         )
@@ -233,26 +235,26 @@ def _with_missing(reports: Sequence[RankReport], subject: Subject) -> list[RankR
 
 
 def _check_release(subject: Subject) -> None:
-    """Raises Unable for tensors or a model that the installed megatron-core does not take."""
+    """Raises CannotCheck for tensors or a model that the installed megatron-core does not take."""
     dialect = dialect_of(config_of(subject), subject.checkpoint.specs)
     if (layout := subject.megatron_files.metadata.layout) != "torch_dist":
-        raise Unable(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
+        raise CannotCheck(f"keys are those of {layout}, not of torch_dist: convert it to HF, then that to Megatron")
     if dialect not in (MCORE, HYBRID):
-        raise Unable(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
+        raise CannotCheck(f"these tensors are named for {dialect}'s own modules, which are not part of megatron-core")
     dims, found = dims_of(config_of(subject)), str(megatron_interpreter(subject).release("megatron-core"))
     release = tuple(map(int, found.split(".")[:2]))
     for what, since in needs_release(dims, subject.options.vpp) if dialect == HYBRID else ():
         if release < since:
-            raise Unable(
+            raise CannotCheck(
                 f"the HybridModel of megatron-core {found} has no {what}: install {since[0]}.{since[1]} or later"
             )
     if dims.indexer and release < _INDEXER_SINCE:
-        raise Unable(
+        raise CannotCheck(
             f"the indexer of megatron-core {found} wants other rows than that of 0.19, which this checkpoint is "
             "for; install 0.19"
         )
     if dims.mla and dims.mla.q_rank is None and release >= _QUERY_NORM_SINCE:
-        raise Unable(
+        raise CannotCheck(
             f"megatron-core {found} puts a norm before linear_q_proj, which no model without q_lora_rank has; "
             "install one before 0.19"
         )
@@ -301,13 +303,13 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     """What Megatron makes of prompts (token ids) in the sizes asked for, computing in `dtype`, and transformers.
 
     Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
-    Unable where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
+    CannotCheck where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
     """
     from verify.witnesses.reference.distance import not_finite_logprobs
 
     sizes = sizes_of(subject)
     if reason := _not_computed(dims_of(config_of(subject))):
-        raise Unable(f"{reason}; `verify --logits` without --against-megatron asks transformers alone (CK607)")
+        raise CannotCheck(f"{reason}; `verify --logits` without --against-megatron asks transformers alone (CK607)")
     _check_release(subject)
     check_reference(subject, prompts)
     refuse_foreign_names(subject.location.path, subject.megatron_files.metadata)
@@ -318,7 +320,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     limit_s = time_limit(_START_SECONDS, subject.checkpoint.specs, passes=4)
     reports, failures = run_megatron_ranks(subject, job, range(sizes.world), limit_s)
     if failures:
-        raise Unable(_unable(failures))
+        raise CannotCheck(_unable(failures))
     answers = {report.rank: report.judged for report in reports if report.judged}
     reference = None
     if not any(not_finite_logprobs(judged)[0] for judged in answers.values()):

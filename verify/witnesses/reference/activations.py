@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
-from verify.skip import Unable
+from verify.skip import CannotCheck
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +28,7 @@ def group_of(quantization: Mapping[str, Any]) -> int | None:
     """How many values of a layer's input share a scale in FP8; 0: all of a token's. None: SGLang rounds no inputs.
 
     A scale is the largest magnitude / 448, in float32: SGLang 0.5.16 `fp8_kernel.py`,
-    `sglang_per_token_group_quant_fp8` and `scaled_fp8_quant`. Raises Unable for every other rounding.
+    `sglang_per_token_group_quant_fp8` and `scaled_fp8_quant`. Raises CannotCheck for every other rounding.
     """
     if not rounds_activations(quantization):
         return None
@@ -40,7 +40,7 @@ def group_of(quantization: Mapping[str, Any]) -> int | None:
     sizes = {int(one.get("group_size") or 0) for one in inputs}
     if len(sizes) == 1 and all(known.items() <= one.items() and one.get("strategy") != "tensor" for one in inputs):
         return sizes.pop()
-    raise Unable("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
+    raise CannotCheck("SGLang rounds activations of this format too, and ckptkit does not know the noise of that")
 
 
 def _of_groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:

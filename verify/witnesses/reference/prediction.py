@@ -13,7 +13,7 @@ import numpy as np
 from ckptkit.core.errors import words_of
 from converters.config.values import language_part
 from verify.evidence.side_files import TOKENIZER
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.reference.job import Ids, Predicted
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _TINY = 1e-30
 def tokenizer_of(path: Path) -> Any | None:
     """The tokenizer of an HF directory by its tokenizer.json alone, so that no code runs; None without that file.
 
-    Raises Unable for a file that is not a tokenizer.
+    Raises CannotCheck for a file that is not a tokenizer.
     """
     from transformers import PreTrainedTokenizerFast
 
@@ -57,7 +57,7 @@ def tokenizer_of(path: Path) -> Any | None:
     except Exception as error:
         if type(error) is not Exception:  # the only class that tokenizers' own code raises for a file
             raise
-        raise Unable(f"{file} is not a tokenizer ({words_of(error)}): take it from the release") from error
+        raise CannotCheck(f"{file} is not a tokenizer ({words_of(error)}): take it from the release") from error
     named = [token for _, token in tokenizer.added_tokens_decoder.items() if token.special]
     tokenizer.add_special_tokens({"additional_special_tokens": [str(token) for token in named]})
     return tokenizer
@@ -66,16 +66,16 @@ def tokenizer_of(path: Path) -> Any | None:
 def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
     """Token ids of TEXTS, as the tokenizer begins a text, and once more behind the token that begins one.
 
-    Raises Unable without a tokenizer, and where its ids are beyond the vocabulary.
+    Raises CannotCheck without a tokenizer, and where its ids are beyond the vocabulary.
     """
     if tokenizer is None:
-        raise Unable("there is no tokenizer.json, so no text can be given to the model: take it from the release")
+        raise CannotCheck("there is no tokenizer.json, so no text can be given to the model: take it from the release")
     text_config = language_part(config)
     plain = [list(tokenizer.encode(text)) for text in TEXTS]
     begin = text_config.get("bos_token_id", config.get("bos_token_id"))
     found = plain + [ids if begin in ids[:1] or not isinstance(begin, int) else [begin, *ids] for ids in plain]
     if any(len(ids) < 2 or max(ids) >= text_config["vocab_size"] for ids in found):
-        raise Unable("the tokenizer's ids of a plain text are not in the model's vocabulary (CK707)")
+        raise CannotCheck("the tokenizer's ids of a plain text are not in the model's vocabulary (CK707)")
     return found
 
 

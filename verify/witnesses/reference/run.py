@@ -15,7 +15,7 @@ from converters.planner import expected_hf
 from converters.registry import family_of
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.subject import Subject
-from verify.skip import Unable
+from verify.skip import CannotCheck
 from verify.witnesses.process.memory import free_memory, memory_limit
 from verify.witnesses.process.run import ask, time_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
@@ -31,20 +31,20 @@ _WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
 
 
 def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
-    """What transformers makes of a job. Raises Unable where it cannot say."""
+    """What transformers makes of a job. Raises CannotCheck where it cannot say."""
     specs = subject.checkpoint.specs
     operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
     limit_s = time_limit(_START_S, specs, _PASSES) + operations / _OPERATIONS_A_SECOND
     found, failed = ask(job, _WITNESS, Reference, limit_s)
     if failed or found is None:
-        raise Unable(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
+        raise CannotCheck(f"transformers gave no reference, which says nothing about the checkpoint: {failed}")
     return found
 
 
 def run_prediction(subject: Subject) -> Reference:
     """What transformers alone makes of fixed texts, in float32 where that fits into memory.
 
-    Raises Unable where it cannot say, also because memory does not hold the model.
+    Raises CannotCheck where it cannot say, also because memory does not hold the model.
     """
     config = config_of(subject)
     home = Path(getattr(subject.checkpoint, "hf_path", subject.path))
@@ -57,7 +57,7 @@ def run_prediction(subject: Subject) -> Reference:
     sizes = {dtype: int(_WITH_ROOM * (width + twice) * numbers) for dtype, width in (("float32", 4), (None, 2))}
     fitting = [dtype for dtype, size in sizes.items() if not free or size <= memory_limit(free)]
     if not fitting:
-        raise Unable(
+        raise CannotCheck(
             f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are "
             "free: run it on a larger machine, or an engine on GPUs (--engine --logits)"
         )
@@ -66,17 +66,17 @@ def run_prediction(subject: Subject) -> Reference:
 
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
-    """Raises Unable where transformers is known to compute another model for prompts."""
+    """Raises CannotCheck where transformers is known to compute another model for prompts."""
     config = config_of(subject)
     why = family_of(config).unlike_transformers(config, max(map(len, prompts)))
     if why:
-        raise Unable(f"transformers is not a reference for this model: {why}")
+        raise CannotCheck(f"transformers is not a reference for this model: {why}")
 
 
 def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Reference:
     """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own.
 
-    Raises Unable.
+    Raises CannotCheck.
     """
     path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
     hf = str(subject.hf_path.absolute()) if subject.hf_path else None

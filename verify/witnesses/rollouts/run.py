@@ -10,7 +10,7 @@ from typing import TypeAlias
 from converters.config.values import language_part
 from verify.evidence.expected import config_of
 from verify.evidence.subject import Subject
-from verify.skip import Skip, Unable
+from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.process.run import ask
 from verify.witnesses.reference.job import ReferenceJob
 from verify.witnesses.reference.run import run_reference
@@ -49,9 +49,12 @@ class RenderedPrompts:
 
 
 def recording_of(subject: Subject) -> Recording:
-    """The recording in the subject's `rollout_data`. Raises Skip without one, CkptkitError as `read_recording`."""
+    """The recording in the subject's `rollout_data`.
+
+    Raises NotApplicable without one, CkptkitError as `read_recording`.
+    """
     if subject.options.rollout_data is None:
-        raise Skip("--rollout-data was not given")
+        raise NotApplicable("--rollout-data was not given")
     return read_recording(subject.options.rollout_data)
 
 
@@ -63,7 +66,7 @@ def tokenizer_directory(subject: Subject) -> Path:
 def parts_of(subject: Subject) -> Sequence[RecordedSample]:
     """The parts to compute again: samples evenly spread over the file, of each as much as fits into 4096 tokens.
 
-    Raises Unable where no sample has log-probabilities that can be computed again.
+    Raises CannotCheck where no sample has log-probabilities that can be computed again.
     """
     recording, given = subject.once(recording_of), subject.options.rollout_temperature
     longest = min(_MAX_TOKENS, language_part(config_of(subject)).get("max_position_embeddings") or _MAX_TOKENS)
@@ -72,7 +75,7 @@ def parts_of(subject: Subject) -> Sequence[RecordedSample]:
     if not usable:
         reasons = dict.fromkeys(filter(None, (one.skip_reason for one in recording.samples)))
         why = "; ".join(reasons) or f"none has written and recorded tokens among its first {longest}"
-        raise Unable(f"no sample of {recording.path} can be computed again: {why}")
+        raise CannotCheck(f"no sample of {recording.path} can be computed again: {why}")
     spread = (_spread(usable, count) for count in range(_SAMPLES, 0, -1))
     return next(parts for parts in spread if sum(len(part.tokens) for part in parts) <= _TOKENS)
 
@@ -100,7 +103,7 @@ def _spread(every: Sequence[RecordedSample], most: int) -> Sequence[RecordedSamp
 
 
 def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
-    """The dtype of an engine, and the parts with their log-probabilities. Raises Unable as `run_reference`."""
+    """The dtype of an engine, and the parts with their log-probabilities. Raises CannotCheck as `run_reference`."""
     parts = subject.once(parts_of)
     job = ReferenceJob(
         str(subject.path.absolute()),
@@ -124,9 +127,9 @@ def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
 
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
-    """The prompts as the checkpoint's own tokenizer renders them. Raises Unable where it gives none."""
+    """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck where it gives none."""
     job = RolloutJob(str(tokenizer_directory(subject).absolute()), subject.once(recorded_prompts))
     found, failed = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, _START_S)
     if failed or found is None:
-        raise Unable(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
+        raise CannotCheck(f"prompts could not be rendered, which says nothing about the checkpoint: {failed}")
     return found.renderings
