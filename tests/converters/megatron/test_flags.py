@@ -94,7 +94,7 @@ def test_queries_scaled_by_position_are_said_by_inspect_and_convert(tmp_path: Pa
     done = CliRunner().invoke(cli, ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"])
     assert done.exit_code == 0
     told = " ".join(done.output.split())
-    assert text_with("16 queries") in told
+    assert told == text_with("16 queries")
     unscaled = config | {"rope_parameters": config["rope_parameters"] | {"llama_4_scaling_beta": 0}}
     assert not [line for line in comments(tmp_path, unscaled) if line.startswith("queries")]
 
