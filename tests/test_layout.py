@@ -6,6 +6,7 @@ import ast
 import graphlib
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -74,3 +75,56 @@ def test_no_public_name_in_verify_means_two_things() -> None:
                 homes[one.name].append(file.relative_to(ROOT))
     assert {name: files for name, files in homes.items() if len(files) > 1 and name not in INTERFACES} == {}
     assert all(len(homes[name]) > 1 for name in INTERFACES)
+
+
+# Four words that messages of ours share with what is none: other programs' words, names of facts, steps and cases.
+NOT_OURS = {
+    *("object has no attribute", "most recent call last", "at least one of", "what would be loaded", "of q k and"),
+    *("updating by tensor again", "updating by tensor over", "by tensor over poison", "q k and v", "does not load the"),
+    *("updating from disk again", "updating from disk over", "from disk over poison", "one key a layer"),
+    *("the names of the", "names of the release"),
+}
+OF_WORDING = ("core", "reports", "triage")  # folders of tests/verify/ that test the wording itself
+
+
+def fours(text: str) -> Iterator[str]:
+    """All runs of four plain words of a text, outside of backticks."""
+    words = [word.strip(".,;:()?!\"'") for word in re.sub(r"`[^`]*`", "`", text).split()]
+    for four in zip(words, words[1:], words[2:], words[3:], strict=False):
+        if all(re.fullmatch(r"[a-z]+(?:'[a-z]+)?", word) for word in four):
+            yield " ".join(four)
+
+
+def phrases(file: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of all `fours` in a file's strings. Docstrings do not count, nor do keys of dicts, subscripts,
+    names of cases and reasons of skips."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    skipped = {key for node in nodes if isinstance(node, ast.Dict) for key in node.keys}
+    skipped |= {node.value for node in nodes if isinstance(node, ast.Expr)}
+    skipped |= {node.slice for node in nodes if isinstance(node, ast.Subscript)}
+    named = [node.value for node in nodes if isinstance(node, ast.keyword) and node.arg in ("id", "ids", "reason")]
+    skipped |= {one for node in named for one in ast.walk(node)}
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in skipped:
+            yield from ((node.lineno, four) for four in fours(node.value))
+
+
+def test_no_test_repeats_the_wording_of_a_finding() -> None:
+    """Rewording a finding changes the file of its check, and pages that are made of it.
+
+    Of a finding a test asserts code, severity, tensors, count, file and rank, and of its texts the data: numbers,
+    shapes, dtypes, names, options, versions, commands; by `in`, or by `support.messages.text_with`. Where no data tells
+    two outcomes apart, one key word does. The same goes for notes, reasons and errors of verify, preflight, lint and
+    diff. Tests of the wording itself are in `OF_WORDING`.
+    """
+    program = [*(ROOT / "verify").rglob("*.py"), *(ROOT / "quant/lint").rglob("*.py")]
+    program = [file for file in program if not {"reports", "triage"} & {*file.relative_to(ROOT).parts}]
+    ours = {four for file in program for _, four in phrases(file)} - NOT_OURS
+    ours |= {*fours((ROOT / "verify/catalogue.toml").read_text())} - NOT_OURS
+    assert len(ours) > 5000
+    of_wording = [ROOT / "tests/verify" / folder for folder in OF_WORDING]
+    tests = [file for file in (ROOT / "tests").rglob("*.py") if not any(map(file.is_relative_to, of_wording))]
+    found = [
+        f"{file.relative_to(ROOT)}:{line}: {four}" for file in tests for line, four in phrases(file) if four in ours
+    ]
+    assert found == []

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from support.fixture_types import PathOf
+from support.messages import text_with
 
 from ckptkit.app.api import quantize
 from quant.schemes.w4a16 import int4_scheme
@@ -125,7 +126,7 @@ def test_what_computes_with_weights_names_the_line_that_installs_it(
 def test_values_that_cannot_be_looked_at_are_inconclusive(program: Path, base: Path, releases: PathOf) -> None:
     code, text = run([program], base, "verify", releases("qwen3_moe"))
     assert code == 2
-    assert f"torch is not installed here: {INSTALL}" in text
+    assert text == text_with(f"torch not installed {INSTALL}")
     assert "report it" not in text
 
 
@@ -135,8 +136,8 @@ def test_diff_compares_headers_and_says_that_it_read_no_values(
     moe = releases("qwen3_moe")
     code, text = run([program], base, "diff", moe, converted("qwen3_moe"))
     assert code == 2
-    assert f"values were not read: torch is not installed here: {INSTALL}" in text
-    assert "INCONCLUSIVE  names and shapes are alike" in text
+    assert text == text_with(f"not read torch {INSTALL}")
+    assert "INCONCLUSIVE  names and shapes" in text
     code, text = run([program], base, "diff", moe, releases("qwen2-tied"))
     assert code == 1
     assert "mlp.gate.weight" in text
@@ -146,7 +147,7 @@ def test_diff_compares_headers_and_says_that_it_read_no_values(
 def test_a_witness_that_is_not_installed_is_inconclusive(program: Path, base: Path, releases: PathOf) -> None:
     code, text = run([program], base, "verify", releases("qwen3_moe"), "--against-sglang")
     assert code == 2
-    assert "SGLang is not installed here" in text
+    assert "SGLang is not installed" in text
 
 
 def test_doctor_says_what_is_left_to_install(program: Path, base: Path) -> None:

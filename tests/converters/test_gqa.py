@@ -40,7 +40,7 @@ def without(config: Config, *keys: str) -> Config:
 def test_llama3_rope_scaling_with_other_numbers_than_megatrons_own_is_refused(change: Config) -> None:
     config = config_of(CASES["llama-tied"])
     assert megatron_args(dims_of(config))["rope_scaling_factor"] == 32.0
-    with pytest.raises(CkptkitError, match="rope scaling 'llama3' as it stands there has no Megatron arguments"):
+    with pytest.raises(CkptkitError, match="llama3.*Megatron"):
         megatron_args(dims_of(config | {"rope_parameters": LLAMA3_ROPE | change}))
 
 

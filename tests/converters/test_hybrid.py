@@ -264,7 +264,5 @@ def test_experts_are_fused_only_where_the_release_has_them_so() -> None:
 def test_experts_of_qwen3_vl_as_transformers_saves_them_are_refused(tmp_path: Path) -> None:
     """The release stores [experts, hidden, 2 x ffn], transformers [experts, 2 x ffn, hidden] under the same names."""
     save("vl", replace(four_layers("qwen3_vl_moe"), stored=None), tmp_path / "hf", torch.bfloat16)
-    with pytest.raises(
-        CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16: the config promises shape \[96, 128\]"
-    ):
+    with pytest.raises(CkptkitError, match=r"experts\.0\.gate_proj\.weight \[64, 192\] bfloat16.*\[96, 128\]"):
         convert(tmp_path / "hf", tmp_path / "megatron")

@@ -43,7 +43,7 @@ def changed(release: Path, root: Path, place: int, value: float) -> Path:
 def test_state_behind_the_heads_that_is_not_zero_is_not_dropped(value: float, release: Path, tmp_path: Path) -> None:
     """The release has 96 heads and room for 128. Megatron has no place for the rest, which must be bits of 0."""
     broken = changed(release, tmp_path / "broken", 96, value)
-    with pytest.raises(CkptkitError, match=rf"{STATE}: the values behind the first 96 are padding"):
+    with pytest.raises(CkptkitError, match=f"{STATE}.*96"):
         convert(broken, tmp_path / "megatron", unwitnessed=True)
     assert "CK202" in {finding.code for finding in verify(broken, source=release).findings}
 

@@ -66,7 +66,7 @@ def test_gemma3_as_released_leaves_defaults_out() -> None:
 
 def test_biased_experts_are_not_cut() -> None:
     check_sizes(ParallelSizes(tp=2, ep=2), dims_of(GPT_OSS_20B))
-    with pytest.raises(CkptkitError, match="--etp 2, but the experts of this model have biases"):
+    with pytest.raises(CkptkitError, match="--etp 2"):
         check_sizes(ParallelSizes(tp=2, etp=2), dims_of(GPT_OSS_20B))
 
 
@@ -81,7 +81,7 @@ def test_biased_experts_are_not_cut() -> None:
 )
 def test_rope_scaling_without_arguments_is_refused(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
     """Covers an attention factor, a missing length, YaRN over half of a head, and a fractional factor."""
-    with pytest.raises(CkptkitError, match="as it stands there has no Megatron arguments"):
+    with pytest.raises(CkptkitError, match="Megatron.*arguments"):
         megatron_args(dims_of({**config, "rope_scaling": config.get("rope_scaling", {}) | rope}))
 
 
@@ -97,7 +97,7 @@ def test_fused_gate_up_op_keeps_rows_and_shards_both_halves() -> None:
 )
 def test_fused_experts_with_other_axes_are_refused(name: str, shape: tuple[int, ...], axes: str) -> None:
     source = models.InMemory(GPT_OSS_20B, {f"a.mlp.experts.{name}": torch.zeros(shape)})
-    with pytest.raises(CkptkitError, match=f"fused experts must have {axes}"):
+    with pytest.raises(CkptkitError, match=axes):
         unfuse(source.specs, GPT_OSS_20B, "here")
 
 

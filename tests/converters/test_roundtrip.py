@@ -30,7 +30,7 @@ from verify.run import verify
 
 def test_convert_back_from_a_moved_iteration_needs_hf(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "run" / "iter_0000007"))
-    with pytest.raises(CkptkitError, match="HF config of this model is not stored beside it"):
+    with pytest.raises(CkptkitError, match="HF.*stored"):
         convert(moved, tmp_path / "back")
     convert(moved, tmp_path / "back", hf=releases("qwen3_moe"))
     assert models.unequal(tmp_path / "back", releases("qwen3_moe")) == []

@@ -101,13 +101,11 @@ def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) ->
     """Or refused, where no reader packs it."""
     config = HfCheckpoint(release).config
     if FAMILIES[config["model_type"]].release is None:
-        with pytest.raises(CkptkitError, match="which of its tensors are Linear layers is not known"):
+        with pytest.raises(CkptkitError, match="tensors.*Linear"):
             quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
         return
     if FAMILIES[config["model_type"]].release.fp8_only:
-        with pytest.raises(
-            CkptkitError, match="deepseek_v4 is not supported: the classes of SGLang and vLLM load it in"
-        ):
+        with pytest.raises(CkptkitError, match="deepseek_v4.*SGLang.*vLLM"):
             quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
         return
     quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
@@ -181,11 +179,7 @@ def test_a_router_and_a_table_of_deepseek_v4_in_fp8_are_found(tmp_path: Path) ->
 def test_megatrons_names_are_refused_unless_asked_for(
     release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    hint = (
-        "next: --unwitnessed converts by the names of"
-        if release.name in NAMED
-        else "its names are not settled upstream"
-    )
+    hint = "--unwitnessed" if release.name in NAMED else "upstream"
     monkeypatch.setattr(sys, "argv", ["ckptkit", "convert", str(release), str(tmp_path / "megatron")])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -195,7 +189,7 @@ def test_megatrons_names_are_refused_unless_asked_for(
     if release.name in UNNAMED:
         family = FAMILIES[HfCheckpoint(release).config["model_type"]]
         assert ("quantize take the HF checkpoint" in stderr) == (family.release is not None)
-        with pytest.raises(UnsupportedError, match="its names are not settled upstream"):
+        with pytest.raises(UnsupportedError, match="upstream"):
             convert(release, tmp_path / "megatron", unwitnessed=True)
         return
     done = convert(release, tmp_path / "megatron", unwitnessed=True)

@@ -130,7 +130,7 @@ def test_views_that_are_not_aligned_or_contiguous_and_what_has_no_kernel() -> No
 def test_what_is_not_finite_is_refused_by_name(block: tuple[int, int | None], value: float) -> None:
     weights = [torch.ones((130, 160), dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     weights[1][129, 159] = value
-    with pytest.raises(CkptkitError, match="second holds NaN or infinity"):
+    with pytest.raises(CkptkitError, match="second.*NaN"):
         quantize_fp8_matrices(weights, block, "online", NAMES)
 
 

@@ -148,13 +148,13 @@ def test_nothing_to_quantize(shape: tuple[int, int]) -> None:
 def test_refuses_what_is_not_finite(scheme: QuantScheme, value: float) -> None:
     weights = [torch.ones((16, 256), dtype=torch.bfloat16, device="cuda") for _ in range(3)]
     weights[1][15, 255] = value
-    with pytest.raises(CkptkitError, match="the second holds NaN or infinity"):
+    with pytest.raises(CkptkitError, match="the second.*NaN"):
         quantize_pack(weights, scheme, ["the first", "the second", "the third"])
 
 
 def test_refuses_scales_that_overflow() -> None:
     weight = torch.full((8, 128), 1e30, dtype=torch.bfloat16, device="cuda")
-    with pytest.raises(CkptkitError, match="w holds weights so large that a scale overflows float16"):
+    with pytest.raises(CkptkitError, match="float16"):
         quantize_pack([weight], QuantScheme(32, "minmax", scale_dtype=torch.float16), ["w"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_broken_weights_are_named_at_the_first_look_and_the_next_call_is_sound(p
     broken[place][1][-1, -1] = value
     broken[-1][1][0, 0] = value
     for _ in range(2):
-        with pytest.raises(CkptkitError, match=f"{broken[place][0]} holds NaN or infinity".replace(".", r"\.")):
+        with pytest.raises(CkptkitError, match=re.escape(broken[place][0]) + ".*NaN"):
             [*online.quantize(broken)]
         same(on_the_cpu(online.quantize(named)), expected(named))
 
@@ -208,7 +209,7 @@ def test_a_layer_in_fp8_takes_a_launch_for_each_shape_and_a_broken_weight_is_nam
     assert len(launched(online, named)) == FP8[kind][3]
     named[50][1][-1, -1] = torch.nan
     bucket = online.quantize(named)
-    with pytest.raises(CkptkitError, match=f"{named[50][0]} holds NaN or infinity".replace(".", r"\.")):
+    with pytest.raises(CkptkitError, match=re.escape(named[50][0]) + ".*NaN"):
         list(bucket)
 
 

@@ -114,7 +114,7 @@ def _run(words: Sequence[str], root: Path) -> dict[str, Any]:
         _child(words, root)
     _, status, used = os.wait4(child, 0)
     said = "".join((root / name).read_text(errors="replace") for name in ("stdout", "stderr"))
-    seen = json.loads((root / "seen").read_text()) if (root / "seen").exists() else ["it did not end by itself"]
+    seen = json.loads((root / "seen").read_text()) if (root / "seen").exists() else ["not ended by itself"]
     for name in ("stdout", "stderr", "seen"):
         (root / name).unlink(missing_ok=True)
     return {

@@ -251,7 +251,7 @@ OTHERS: list[tuple[str, str, Change]] = [
         "eos_token_id is 302 but [302, 300]",
         settings("generation_config.json", eos_token_id=302),
     ),
-    ("generation_config.json", "the file is missing", lost("generation_config.json")),
+    ("generation_config.json", "missing", lost("generation_config.json")),
     ("tokenizer_config.json", "chat template 'default'", settings(chat_template=TEMPLATE + "x")),
     ("chat_template.jinja", "chat template 'default'", added("chat_template.jinja")),
     ("additional_chat_templates/tool_use.jinja", "'tool_use'", added("additional_chat_templates/tool_use.jinja")),
@@ -374,7 +374,7 @@ def test_without_the_libraries_values_decide(source: Path, tmp_path: Path, monke
     tokenizer(pre_tokenizer={"type": "Whitespace"})(copy)
     (found,) = side_differences(SideFiles(copy), SideFiles(source), "in the source")
     assert (found.severity, found.file) == ("error", "tokenizer.json")
-    assert "no text was tried: the library tokenizers is not installed" in found.words
+    assert "tokenizers" in found.words
 
 
 def test_equal_files_ask_no_library(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

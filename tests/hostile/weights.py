@@ -238,12 +238,8 @@ FLOODS: dict[str, bytes] = {
 }
 _OBJECTS = "objects, and at most 20000000 are read"
 # Values of every other instruction, which stay on the stack.
-STACKS = {
-    "None": b"N",
-    "copies": b"2",
-    "values below marks": b"(" + b"N" * 999,
-}
-_STACK = "more than 1000000 values that are not in a container"
+STACKS = {"None": b"N", "copies": b"2", "values below marks": b"(" + b"N" * 999}
+_STACK = "1000000 values"
 ROOTS: dict[str, Any] = {"None": None, "a pair": (1, 2), "a dict": {}}
 _MEGATRON = ("inspect", "convert", "verify", "preflight", "after_save")
 

@@ -85,7 +85,7 @@ def missed(mutation: Mutation, named: str, report: Report) -> str | None:
     if not severities:
         return f"no finding of {mutation.code} names {named}: {[said(finding) for finding in found]}"
     if mutation.severity == "error" and "error" not in severities:
-        return f"{mutation.code} is only a warning"
+        return f"{mutation.code} only warns"
     cheapest = min((level_of(code) for code in codes), key=LEVELS.index)
     if cheapest != mutation.level:
         return f"the level is {cheapest} ({', '.join(codes)}), the registry says {mutation.level}"

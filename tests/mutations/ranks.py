@@ -114,7 +114,7 @@ MUTATIONS = {
         {MEGATRON: "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of a pipeline of 2"},
     ),
     "stored experts under local numbers": Mutation(
-        "F8", "CK206", local_experts, at("experts {0..5} and {6..11} hold the same bytes", MEGATRON3, MEGATRON_GLM)
+        "F8", "CK206", local_experts, at("experts {0..5} and {6..11}", MEGATRON3, MEGATRON_GLM)
     ),
     "stored gate and up swapped in one slice": Mutation(
         "F7", "CK202", stored(second_slice_swapped, named="model.layers.3.mlp.gate_proj.weight"), {MEGATRON: FC1}

@@ -289,9 +289,7 @@ MUTATIONS = {
     "content_metadata says experts apart": Mutation(
         "F20", "CK115", layout_said(singleton_local_shards=True), {GLM: "experts", QWEN: "linear_fc1"}
     ),
-    "one layer stacked, the others not": Mutation(
-        "F20", "CK115", metadata(stacked, "all layers stacked, or one key each"), {QWEN: FC1}
-    ),
+    "one layer stacked, the others not": Mutation("F20", "CK115", metadata(stacked, "all layers stacked"), {QWEN: FC1}),
     "extra states lost": Mutation("F20", "CK116", extra_states_lost, at("_extra_state", QWEN, GLM)),
     "one extra state lost": Mutation(
         "F20",

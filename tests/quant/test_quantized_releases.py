@@ -13,6 +13,7 @@ import torch
 from families import CASES
 from families.case import save, tokens
 from support import models, quantized
+from support.messages import text_with
 from support.nightly import daily
 from support.published import KIMI_LIST
 from transformers import AutoModelForCausalLM
@@ -75,14 +76,14 @@ RELEASES = {
         linear,
         quantized.fp8_blocks(32, 32, torch.bfloat16),
         FP8 | {"weight_block_size": [32, 32], "modules_to_not_convert": ["lm_head"]},
-        "FP8 (float8_e4m3fn, one scale for each block of 32 x 32)",
+        "FP8 float8_e4m3fn 32 32",
     ),
     "DeepSeek V3.1": Release(
         "deepseek_v3",
         linear,
         quantized.fp8_blocks(128, 128, torch.float8_e8m0fnu),
         FP8 | {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
-        "FP8 (float8_e4m3fn, one scale for each block of 128 x 128)",
+        "FP8 float8_e4m3fn 128 128",
     ),
     "MiniMax": Release(
         "minimax_m2",
@@ -94,14 +95,14 @@ RELEASES = {
             "weight_block_size": [50, 70],
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
-        "FP8 (float8_e4m3fn, one scale for each block of 50 x 70)",
+        "FP8 float8_e4m3fn 50 70",
     ),
     "GLM, with a quantized copy of the output layer": Release(
         "glm4_moe-mtp",
         lambda name: linear(name) or name.endswith(("eh_proj.weight", "shared_head.head.weight")),
         quantized.fp8_blocks(1, 0, torch.bfloat16, "_scale"),
         CHANNEL,
-        "FP8 (float8_e4m3fn, one scale for each row)",
+        "FP8 float8_e4m3fn",
         copies={"model.layers.12.shared_head.head.weight": "lm_head.weight"},
         unpacked="model.layers.12.eh_proj.weight, model.layers.12.shared_head.head.weight",
     ),
@@ -110,7 +111,7 @@ RELEASES = {
         lambda name: ".mlp.experts." in name,
         quantized.int4(symmetric=True, strategy="group", group_size=32),
         quantized.compressed_config("pack-quantized", strategy="group", group_size=32) | {"ignore": K25_LIST},
-        "INT4 (compressed-tensors pack-quantized, symmetric, one scale for each 32 weights)",
+        "INT4 32",
         inside=True,
     ),
     "asymmetric INT4": Release(
@@ -118,7 +119,7 @@ RELEASES = {
         lambda name: "_proj.weight" in name,
         quantized.int4(symmetric=False, strategy="group", group_size=32),
         quantized.compressed_config("pack-quantized", strategy="group", group_size=32, symmetric=False),
-        "INT4 (compressed-tensors pack-quantized, asymmetric, one scale for each 32 weights)",
+        "INT4 32",
     ),
     "gpt-oss": Release(
         "gpt_oss-v4",
@@ -128,7 +129,7 @@ RELEASES = {
             "quant_method": "mxfp4",
             "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
         },
-        "MXFP4 (4-bit floats, one power of two for each 32 weights)",
+        "MXFP4 4-bit 32",
     ),
 }
 
@@ -152,13 +153,10 @@ def test_quantized_release_converted_to_megatron_and_back_is_dequantized(name: s
     said = json.loads((tmp_path / "plain/config.json").read_text())
 
     written = convert(tmp_path / "release", tmp_path / "megatron")
-    assert written.dequantized == release.words
+    assert written.dequantized == text_with(release.words)
     count = sum(map(release.wanted, meant))
     assert count > 0
-    assert (
-        inspect(tmp_path / "release")["quantization"]
-        == f"{release.words}: {count} tensors; `ckptkit convert` dequantizes them"
-    )
+    assert inspect(tmp_path / "release")["quantization"] == text_with(f"{release.words} {count} ckptkit convert")
 
     meant |= {copy: meant[original] for copy, original in release.copies.items()}
     megatron = TorchDistCheckpoint(tmp_path / "megatron/release")

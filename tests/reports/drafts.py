@@ -109,23 +109,23 @@ CASES = {
     ),
     "NeMo-RL#3960": Case(
         "qwen3-untied/",
-        ("max_position_embeddings 256, as the target", "64, for as many positions"),
+        ("max_position_embeddings 256, as the target", "64"),
         on_checkpoint(lambda path: edit_config(path, max_position_embeddings=64)),
         _draft("SpecForge"),
         "ckptkit verify CKPT --source RELEASE",
     ),
     "sglang#21272": Case(
-        names=("EAGLE3, for a draft model of EAGLE3", "EAGLE, at"),
+        names=("EAGLE3", "EAGLE, at"),
         damage=said("speculative-algorithm EAGLE3", "speculative-algorithm EAGLE"),
         prepare=_drafting(),
     ),
     "sglang#24051": Case(
-        names=("vocab_size 152064, as the served model", "151936"),
+        names=("vocab_size 152064", "151936"),
         damage=_draft_says(vocab_size=151936),
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "STANDALONE"), architectures=["LlamaForCausalLM"]),
     ),
     "sglang#33966": Case(
-        names=("LlamaForCausalLM, the class of a language model", "LlamaForCausalLMEagle"),
+        names=("LlamaForCausalLM", "LlamaForCausalLMEagle"),
         damage=_draft_says(architectures=["LlamaForCausalLM"]),
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "EAGLE"), "EAGLE"),
         twin=SCRIPT,
@@ -137,19 +137,19 @@ CASES = {
         twin=SCRIPT,
     ),
     "sglang#40630": Case(
-        names=("a draft model for DSPARK", "config.json of speculators"),
+        names=("DSPARK", "config.json of speculators"),
         damage=_of_speculators,
         prepare=_drafting(_OPTIONS.replace("EAGLE3", "DSPARK"), architectures=["Qwen3DSparkModel"]),
         twin=SCRIPT,
     ),
     "vllm#43369": Case(
-        names=("vocab_size 152064, as the served model", "201088"),
+        names=("vocab_size 152064", "201088"),
         damage=_draft_says(vocab_size=201088),
         prepare=_vllm("method=eagle3", "model=DRAFT", "num_speculative_tokens=3"),
         twin=SCRIPT,
     ),
     "vllm#49646": Case(
-        names=("Qwen3DSparkModel, the class of a draft model for dspark",),
+        names=("Qwen3DSparkModel",),
         damage=said("method=dspark", "method=dflash"),
         prepare=_vllm("method=dspark", "model=DRAFT", "num_speculative_tokens=7", architectures=["Qwen3DSparkModel"]),
         twin=SCRIPT,
@@ -168,13 +168,10 @@ CASES = {
         SCRIPT,
     ),
     "vllm#35548": Case(
-        "glm4_moe/hf",
-        ("its files hold none",),
-        on_checkpoint(_without_own_layer),
-        _vllm("method=mtp", "num_speculative_tokens=1"),
+        "glm4_moe/hf", ("files",), on_checkpoint(_without_own_layer), _vllm("method=mtp", "num_speculative_tokens=1")
     ),
     "spark-vllm-docker#378": Case(
-        names=("a model with layers of DSpark", "its config.json speaks of none"),
+        names=("DSpark", "its config.json speaks of none"),
         damage=on_checkpoint(lambda path: edit_json(path / "config.json", lambda one: one.pop("dspark_block_size"))),
         prepare=_bundled,
     ),
@@ -182,7 +179,7 @@ CASES = {
     "sglang#21274": Case("qwen3-untied/", prepare=_draft("SpecForge")),
     "speculators#1065": Case(
         "qwen3-untied/",
-        ("4 states of a target", "fc.weight", "[128, 384]"),
+        ("4 states", "fc.weight", "[128, 384]"),
         on_checkpoint(lambda path: edit_config(path, eagle_aux_hidden_state_layer_ids=[2, 6, 9, 11])),
         _of_three_states,
     ),

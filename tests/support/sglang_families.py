@@ -32,21 +32,13 @@ if release("sglang") < (0, 5, 23):
 # What SGLang's class does not read of config.json, and so leaves out: tensors, of which and of how many.
 LEFT_OUT = {
     # mlp_bias
-    "llama-biases": ("model.layers.0.mlp.up_proj.bias", "it was given to load_weights and written nowhere", 36),
+    "llama-biases": ("model.layers.0.mlp.up_proj.bias", "load_weights nowhere", 36),
     # head_dim: it takes the hidden size divided by the heads
-    "mixtral": ("model.layers.0.self_attn.q_proj.weight", "only 15360 of its 40960 elements were written", 48),
-    "qwen2_moe": ("model.layers.0.self_attn.q_proj.weight", "only 15360 of its 40960 elements were written", 84),
+    "mixtral": ("model.layers.0.self_attn.q_proj.weight", "15360 40960", 48),
+    "qwen2_moe": ("model.layers.0.self_attn.q_proj.weight", "15360 40960", 84),
     # decoder_sparse_step, mlp_only_layers
-    "qwen2_moe-dense-between": (
-        "model.layers.0.mlp.up_proj.weight",
-        "it was given to load_weights and written nowhere",
-        105,
-    ),
-    "qwen3_moe-dense-between": (
-        "model.layers.0.mlp.up_proj.weight",
-        "it was given to load_weights and written nowhere",
-        27,
-    ),
+    "qwen2_moe-dense-between": ("model.layers.0.mlp.up_proj.weight", "load_weights nowhere", 105),
+    "qwen3_moe-dense-between": ("model.layers.0.mlp.up_proj.weight", "load_weights nowhere", 27),
 }
 # What SGLang's own loader raises where experts are shared out between two ranks.
 _NOT_SHARED_OUT = "The size of tensor a (6) must match the size of tensor b (12) at non-singleton dimension 0"
@@ -72,7 +64,7 @@ DRAFTS = {
 if release("sglang") >= (0, 5, 23):
     DRAFTS |= {"qwen3_5_moe_text": "Qwen3_5ForCausalLMMTP", "glm5_next": "Glm5NextForConditionalGenerationNextN"}
 # What is said where no draft model is built.
-NO_DRAFT = dict.fromkeys(("step3p5", "step3p7"), "SGLang builds a Step3p5MTP for each such layer")
+NO_DRAFT = dict.fromkeys(("step3p5", "step3p7"), "Step3p5MTP")
 OF_DRAFT = re.compile(r"model\.(language_model\.)?layers\.12\..*|mtp\..*")
 EXPERT_OF_DRAFT = re.compile(
     r"(model\.(language_model\.)?layers\.12\.mlp|mtp\.layers\.0\.mlp|mtp\.layers\.1\.mixer|mtp\.0\.ffn)\.experts\.[45]\..*"

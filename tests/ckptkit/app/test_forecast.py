@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from click.testing import CliRunner
+from support.messages import text_with
 
 import ckptkit
 from ckptkit.app.cli import cli
@@ -130,22 +131,20 @@ def test_seconds_of_a_search_are_those_of_the_cores(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (RunOptions("convert", "src", "s3://bucket/dst"), "the network is not measured"),
-        (RunOptions("convert", "hf://model", Path("/tmp/dst")), "the network is not measured"),
-        (RunOptions("convert", "src", Path("/tmp/dst"), ray="auto"), "the cluster is not measured"),
+        (RunOptions("convert", "src", "s3://bucket/dst"), "network"),
+        (RunOptions("convert", "hf://model", Path("/tmp/dst")), "network"),
+        (RunOptions("convert", "src", Path("/tmp/dst"), ray="auto"), "measured"),
     ],
 )
 def test_no_time_where_this_machine_does_not_decide(options: RunOptions, reason: str) -> None:
     size, time = lines(forecast(options, PLAN))
     assert size.startswith(SIZE)
-    assert time == f"no estimate of time: {reason}"
+    assert time == text_with(f"{reason}")
 
 
 def test_no_time_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.app.forecast.disk_rates", disk_rates)
-    assert lines(forecast(RunOptions("convert", "src", Path("/proc/dst")), PLAN))[1].startswith(
-        "no estimate of time: /proc: "
-    )
+    assert lines(forecast(RunOptions("convert", "src", Path("/proc/dst")), PLAN))[1] == text_with("/proc")
 
 
 def test_measuring_the_disk_leaves_nothing_there(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from families import case
 from mutations.edits import edit_config, replace, tensor
 from support import floats, models, quantized
 from support.fixture_types import PathOf
+from support.messages import text_with
 from support.sglang_sizes import widened
 
 from ckptkit.app.api import convert, inspect, quantize
@@ -28,7 +29,7 @@ from verify.run import verify
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [100, 60]}
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
-WORDS = "FP8 (float8_e4m3fn, one scale for each block of 100 x 60)"
+WORDS = "FP8 float8_e4m3fn 100 60"
 
 
 def says(path: Path, content: Any) -> Path:
@@ -58,9 +59,9 @@ def run(*arguments: str | Path) -> str:
 
 
 def test_the_command_line_says_what_it_dequantizes(fp8: Path, tmp_path: Path) -> None:
-    assert f"quantization: {WORDS}: 84 tensors; `ckptkit convert` dequantizes them" in run("inspect", fp8)
-    assert f" MB, dequantized from {WORDS}\n" in run("convert", fp8, tmp_path / "megatron", "--dry-run")
-    assert json.loads(run("convert", fp8, tmp_path / "megatron", "--json"))["dequantized"] == WORDS
+    assert run("inspect", fp8) == text_with(f"quantization {WORDS} 84 ckptkit convert")
+    assert run("convert", fp8, tmp_path / "megatron", "--dry-run") == text_with(f"dequantized {WORDS}")
+    assert json.loads(run("convert", fp8, tmp_path / "megatron", "--json"))["dequantized"] == text_with(WORDS)
     assert json.loads(run("convert", tmp_path / "megatron", tmp_path / "back", "--json"))["dequantized"] is None
     assert inspect(tmp_path / "back")["quantization"] is None
 
@@ -72,7 +73,7 @@ def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
     convert(tmp_path / "megatron", tmp_path / "plain")
     quantize(tmp_path / "plain", tmp_path / "expected", scheme)
     convert(tmp_path / "megatron", tmp_path / "by Megatron", hf=fp8, quantize=scheme)
-    assert quantize(fp8, tmp_path / "int4", scheme).dequantized == WORDS
+    assert quantize(fp8, tmp_path / "int4", scheme).dequantized == text_with(WORDS)
     stated = read_scheme(json.loads((tmp_path / "expected/config.json").read_text()))
     for way in ("int4", "by Megatron"):
         assert models.unequal(tmp_path / way, tmp_path / "expected") == []
@@ -85,7 +86,7 @@ def test_a_format_that_is_not_known(
 ) -> None:
     source = says(copy_of(releases("qwen2-tied")), content)
     message = f"quantization method '{content['quant_method']}' is not supported"
-    assert inspect(source)["quantization"] == f"not to be dequantized here: config.json: {message}"
+    assert inspect(source)["quantization"] == text_with(f"config.json {message}")
     jobs: list[Callable[[], Any]] = [
         lambda: convert(source, tmp_path / "out"),
         lambda: quantize(source, tmp_path / "out", QuantScheme(32, "qmax7")),
@@ -96,7 +97,7 @@ def test_a_format_that_is_not_known(
         with pytest.raises(CkptkitError, match=message) as error:
             job()
         read = "fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors"
-        assert error.value.hint == f"ckptkit reads {read}: start from the unquantized release"
+        assert error.value.hint == text_with(f"{read}")
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
 
 
@@ -104,9 +105,9 @@ def test_quantized_weights_of_which_the_config_says_nothing(
     fp8: Path, copy_of: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     source = says(copy_of(fp8), None)
-    with pytest.raises(CkptkitError, match="a weight must be bfloat16, float16 or float32") as error:
+    with pytest.raises(CkptkitError, match="bfloat16, float16.*float32") as error:
         convert(source, tmp_path / "out")
-    assert "a quantized source must say so in config.json" in str(error.value.hint)
+    assert "config.json" in str(error.value.hint)
 
 
 def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def gpt_oss_in_mxfp4(releases: PathOf, target: Path) -> dict[str, torch.Tensor]:
 def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: PathOf, tmp_path: Path) -> None:
     meant = gpt_oss_in_mxfp4(releases, tmp_path / "mxfp4")
     printed = run("quantize", tmp_path / "mxfp4", tmp_path / "bf16", "--scheme", "none")
-    assert ", dequantized from MXFP4 (4-bit floats, one power of two for each 32 weights)\n" in printed
+    assert printed == text_with("MXFP4 4-bit 32")
     assert models.unequal(tmp_path / "bf16", meant) == []
     assert "quantization_config" not in json.loads((tmp_path / "bf16/config.json").read_text())
     command = json.loads((tmp_path / "bf16/ckptkit.json").read_text())["command"]
@@ -143,7 +144,7 @@ def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: Pat
     assert [str(finding) for finding in report.findings] == []
     assert {check.code: check.tensors_compared for check in report.checks}["CK202"] >= len(meant)
     for scheme in (FloatScheme("fp8-block", "deepgemm"), FloatScheme("mxfp8"), QuantScheme(32, "qmax7")):
-        with pytest.raises(CkptkitError, match="gpt_oss is not supported: its experts are one tensor a layer") as error:
+        with pytest.raises(CkptkitError, match="gpt_oss") as error:
             quantize(tmp_path / "mxfp4", tmp_path / "other", scheme)
         assert "--scheme none" in str(error.value.hint)
         assert "2880 features" in str(error.value.hint)
@@ -181,7 +182,7 @@ def test_compressed_tensors_mxfp4_becomes_bf16_exactly_and_fp8_with_every_rounde
 
 
 def test_nothing_to_dequantize_is_refused(releases: PathOf, fp8: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="is not quantized: there is nothing to dequantize"):
+    with pytest.raises(CkptkitError, match="dequantize"):
         quantize(releases("qwen2-tied"), tmp_path / "out", None)
     for words in (["--group-size", "32"], ["--rounding", "slime"], ["--ignore", "lm_head"], ["--tp", "2"]):
         done = CliRunner().invoke(cli, ["quantize", str(fp8), str(tmp_path / "out"), "--scheme", "none", *words])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from support.messages import text_with
 from support.remote_servers import KEYS, Bucket, Request, breaking, free_port, refusing, serving, use_s3
 from support.whole_files import whole
 
@@ -93,7 +94,7 @@ def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, use: Use) -> None:
         pytest.raises(CkptkitError, match="Could not connect to the endpoint URL") as error,
     ):
         use("s3://bucket/model")
-    assert error.value.hint == "check the network, and AWS_ENDPOINT_URL if it is set; then run again"
+    assert error.value.hint == text_with("AWS_ENDPOINT_URL")
 
 
 @pytest.fixture
@@ -151,7 +152,7 @@ def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, url: s
 
 @BOTH
 def test_a_kind_of_url_that_nothing_reads(use: Use) -> None:
-    with pytest.raises(CkptkitError, match="nosuch:// is no store that is read here") as error:
+    with pytest.raises(CkptkitError, match="nosuch://") as error:
         use("nosuch://bucket/model")
     assert error.value.hint == "give s3://, gs://, hf:// or az://, or download it"
 
@@ -163,7 +164,7 @@ def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.ls", cannot)
     with pytest.raises(CkptkitError) as error:
         writing("memory://x/y")
-    assert error.value.hint == "this kind of store cannot do that; use another, or a local directory"
+    assert error.value.hint == text_with("kind")
 
 
 @pytest.mark.parametrize(
@@ -171,11 +172,9 @@ def test_a_store_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None
 )
 def test_megatron_checkpoint_at_a_url_is_refused(bucket: Bucket, key: str) -> None:
     bucket.put(f"model/{key}", b"x")
-    with pytest.raises(
-        CkptkitError, match="is a Megatron checkpoint, and only HF directories are read from URLs"
-    ) as error:
+    with pytest.raises(CkptkitError, match="Megatron.*HF.*directories.*URLs") as error:
         reading(bucket.url("model"))
-    assert error.value.hint == "copy it to a local disk first"
+    assert error.value.hint == text_with("disk")
 
 
 def test_a_directory_without_a_config_is_not_downloaded(bucket: Bucket) -> None:
@@ -188,7 +187,7 @@ def test_a_directory_without_a_config_is_not_downloaded(bucket: Bucket) -> None:
 def test_what_takes_only_paths_says_so(path: str | Path) -> None:
     with pytest.raises(CkptkitError, match=r"^(s3://bucket|hf://org)/model is a URL, which is not read here") as error:
         locate(path)
-    assert "copy it to a local disk" in str(error.value.hint)
+    assert "disk" in str(error.value.hint)
 
 
 CHAIN, UNKNOWN = "is a chain of URLs, which is not read", "is no store that is read here"
@@ -224,7 +223,7 @@ def test_a_file_of_a_store_that_is_too_large_is_refused_before_it_is_read() -> N
     store = Store("memory://bounded")
     store.write("config.json", b"x" * 100)
     assert store.read("config.json", 100) == b"x" * 100
-    with pytest.raises(CkptkitError, match="config.json: 100 bytes, and at most 99 are read"):
+    with pytest.raises(CkptkitError, match="config.json: 100.*99"):
         store.read("config.json", 99)
 
 
@@ -233,7 +232,7 @@ def test_a_side_file_of_a_store_that_is_too_large_is_not_downloaded(monkeypatch:
     for name, content in (("config.json", b"{}"), ("tokenizer.json", b"x" * 1000)):
         store.write(name, content)
     monkeypatch.setattr(remote, "MAX_BYTES", 999)
-    with pytest.raises(CkptkitError, match="tokenizer.json: 1000 bytes, and at most 999 are read"):
+    with pytest.raises(CkptkitError, match="tokenizer.json: 1000.*999"):
         reading(store.url)
 
 
@@ -277,7 +276,7 @@ def test_no_room_for_the_file_that_goes_up_next(
     monkeypatch.setattr(files.WrittenFile, "write", full)
     with pytest.raises(CkptkitError, match="writing s3://.*/out: .*No space left on device") as error:
         quantize(small_release, bucket.url("out"), int4_scheme(group_size=32))
-    assert f"in {tempfile.gettempdir()} before they go up: make room there, or set TMPDIR" in str(error.value.hint)
+    assert str(error.value.hint) == text_with(f"{tempfile.gettempdir()} TMPDIR")
     assert bucket.listed() == []
 
 
@@ -314,10 +313,10 @@ def test_a_source_that_changes_meanwhile(
         return False
 
     out = str(tmp_path / "out") if to == "disk" else bucket.url("out")
-    changed = pytest.raises(CkptkitError, match=r"models/qwen changed while it was read: tokenizer_config\.json")
+    changed = pytest.raises(CkptkitError, match=r"tokenizer_config\.json")
     with serving(breaking(s3_address, [], change)) as address, use_s3(monkeypatch, address), changed as error:
         quantize(stored, out, int4_scheme(group_size=32))
-    assert error.value.__notes__ == ["nothing was left behind"]
+    assert error.value.__notes__ == [text_with("behind")]
     assert list(tmp_path.iterdir()) == []
     assert bucket.listed() == before
 
@@ -332,7 +331,7 @@ SHARED = "copy to such a file system, or leave out --ray"
         ({"dst": "s3://b/out", "ray": "auto"}, "--ray works on .*, and s3://b/out is a URL", SHARED),
         ({"src": "s3://b/src", "ray": "auto"}, "--ray works on .*, and s3://b/src is a URL", SHARED),
         ({"hf": "s3://b/hf", "ray": "auto"}, "--ray works on .*, and s3://b/hf is a URL", SHARED),
-        ({"dst": "memory://out"}, "memory://out: only HF directories", "write it to a disk, and copy it there"),
+        ({"dst": "memory://out"}, "memory://out: only HF directories", "disk"),
     ],
 )
 def test_convert_options_that_urls_do_not_support_are_refused(
@@ -340,7 +339,7 @@ def test_convert_options_that_urls_do_not_support_are_refused(
 ) -> None:
     with pytest.raises(CkptkitError, match=message) as error:
         convert(**({"src": small_release, "dst": tmp_path / "out"} | how))
-    assert error.value.hint == hint
+    assert error.value.hint == text_with(hint)
 
 
 @pytest.mark.parametrize(
@@ -356,6 +355,6 @@ def test_convert_options_that_urls_do_not_support_are_refused(
 )
 @pytest.mark.parametrize("kind", [str, Path])
 def test_what_reads_no_urls_says_so(use: Callable[[Any], object], kind: type) -> None:
-    with pytest.raises(CkptkitError, match="^s3://bucket/model is a URL, which is not read here") as error:
+    with pytest.raises(CkptkitError, match="^s3://bucket/model.*URL") as error:
         use(kind("s3://bucket/model"))
-    assert error.value.hint == "copy it to a local disk; inspect, convert and quantize read HF directories from URLs"
+    assert error.value.hint == text_with("HF directories URLs")

@@ -58,7 +58,7 @@ def test_a_call_in_common_pt_is_refused_before_megatron_starts(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"args": EVIL}, release / "common.pt")
-    with pytest.raises(CkptkitError, match=r"common\.pt holds posix\.system, which is not plain data"):
+    with pytest.raises(CkptkitError, match=r"common\.pt.*posix\.system"):
         refuse_foreign_names(release)
     report = verify(release.parent, against=frozenset({"megatron"}))
     assert {finding.code for finding in report.findings} == {"CK111", "CK701"}  # nor are these the model's arguments
@@ -156,7 +156,7 @@ def test_metadata_that_python_3_11_2_pickled_is_let_through(release: Path, more:
         AsPython3112(file).dump(metadata)
     assert b"getattr" in (release / ".metadata").read_bytes()
     if refused:
-        with pytest.raises(UnsupportedError, match=rf"\.metadata names .*{refused}, which torch does not write"):
+        with pytest.raises(UnsupportedError, match=refused):
             refuse_foreign_names(release)
     else:
         refuse_foreign_names(release)

@@ -258,7 +258,7 @@ def test_members_of_enums_named_by_getattr_are_let_through_and_nothing_else(
     with zipfile.ZipFile(copied / "common.pt", "w") as archive:
         archive.writestr("archive/data.pkl", OF_PYTHON_3_11_2.replace(written, instead))
     if refused:
-        with pytest.raises(CkptkitError, match=f"holds .*{refused}, which is not plain data"):
+        with pytest.raises(CkptkitError, match=refused):
             refuse_foreign_names(copied)
     else:
         refuse_foreign_names(copied)

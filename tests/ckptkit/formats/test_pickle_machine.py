@@ -96,7 +96,7 @@ _HASH_BOMB = _in_a_dict(b")" + b"2\x86" * 40)  # DUP, TUPLE2: a pair of what was
         pytest.param(_HASH_BOMB, "too many parts", id="hash of 2^40 steps"),
         pytest.param(_in_a_dict(b"]"), "a key", id="list as key"),
         pytest.param(_in_a_dict(b"\x8a\x09" + b"\xff" * 8 + b"\x00"), "a key", id="key of 2^64 - 1"),
-        pytest.param(b"\x80\x04\x8f(]\x90.", "an element of a set", id="list in a set"),
+        pytest.param(b"\x80\x04\x8f(]\x90.", "element", id="list in a set"),
         pytest.param(b"\x80\x02\x8b" + struct.pack("<i", 10**6) + b"\1" * 10**6 + b".", "1000000 bytes", id="integer"),
         pytest.param(b"\x80\x02I" + b"9" * 100_000 + b"\n.", "not allowed here", id="integer in digits"),
         pytest.param(b"\x80\x04\x8c\x03\xed\xa0\x80.", "not UTF-8", id="surrogate"),
@@ -114,7 +114,7 @@ def test_what_no_real_pickle_has_is_refused(content: bytes, words: str) -> None:
 
 
 def test_an_index_of_the_memo_takes_no_memory() -> None:
-    with pytest.raises(pickle.UnpicklingError, match="place 4294967295 of the memo, which has 0"):
+    with pytest.raises(pickle.UnpicklingError, match="4294967295.*0"):
         unpickle.loads(b"\x80\x02]r\xff\xff\xff\xff0j\xff\xff\xff\xff.")
 
 
@@ -170,7 +170,7 @@ def test_as_many_objects_as_the_bound_are_read_and_no_more(made: bytes, monkeypa
     end = b"N." if made == b"(" else b"."
     count = 50 if made.startswith(b"h") else 100  # an instance counts twice
     assert unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * count + end) is not NotImplemented
-    with pytest.raises(pickle.UnpicklingError, match="about 10[12] objects, and at most 100 are read"):
+    with pytest.raises(pickle.UnpicklingError, match="10[12].*100"):
         unpickle.loads(b"\x80\x02cm\nn\nq\0" + made * (count + 1) + end)
 
 
@@ -180,17 +180,17 @@ def test_more_values_than_wait_in_any_pickle_are_refused(made: bytes, monkeypatc
     monkeypatch.setattr(unpickle, "_PIECE", 8)
     begin, count = b"\x80\x02Nq\0", 50 if made.startswith(b"(") else 100
     assert unpickle.loads(begin + made * (count - 1) + b".") is not NotImplemented
-    with pytest.raises(pickle.UnpicklingError, match="more than 100 values that are not in a container"):
+    with pytest.raises(pickle.UnpicklingError, match="100.*container"):
         unpickle.loads(begin + made * (count + 10) + b".")
 
 
 def test_marks_and_a_memo_without_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickle, "_PIECE", 8)
     assert len(unpickle.loads(b"\x80\x02" + b"(" * 9_000 + b"l" * 9_000 + b".")) == 1
-    with pytest.raises(pickle.UnpicklingError, match="not in a container"):
+    with pytest.raises(pickle.UnpicklingError, match="container"):
         unpickle.loads(b"\x80\x02" + b"(" * 10_010 + b"N.")
     monkeypatch.setattr(unpickle, "MAX_OBJECTS", 100)
-    with pytest.raises(pickle.UnpicklingError, match="more than 100 objects in its memo"):
+    with pytest.raises(pickle.UnpicklingError, match="100.*memo"):
         unpickle.loads(b"\x80\x04N" + b"\x94" * 120 + b".")
 
 
@@ -280,5 +280,5 @@ def test_an_attribute_of_a_dict_other_than_metadata_is_refused() -> None:
     kept._metadata = OrderedDict(version=1)  # type: ignore[attr-defined]
     assert unpickle.loads(pickle.dumps(kept)) == {"a": 1}
     kept.weight = 2  # type: ignore[attr-defined]
-    with pytest.raises(pickle.UnpicklingError, match="not `_metadata` of a state dict"):
+    with pytest.raises(pickle.UnpicklingError, match="_metadata"):
         unpickle.loads(pickle.dumps(kept))

@@ -18,6 +18,7 @@ import torch
 from support import models
 from support.fixture_types import CopyOf, PathOf
 from support.fsdp_saves import save_fsdp
+from support.messages import text_with
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint import save as dcp_save
 
@@ -59,17 +60,17 @@ def of_megatron_lm(prefix: str, rng_state: object, model: str) -> dict[str, Any]
 SAVED: dict[str, tuple[dict[str, Any], str]] = {
     "fsdp_dtensor in pipeline chunks": (
         of_megatron_lm("module.", {"(0, 0)": [{"random_rng_state": (3, (1, 2), None)}]}, "model0"),
-        "is a checkpoint of Megatron-FSDP in pipeline chunks",
+        "Megatron-FSDP",
     ),
     "with arguments": (
         {"args": Namespace(epochs=3), "checkpoint_version": 1.0, "model": HF},
-        "is a checkpoint of torch.distributed.checkpoint (DCP)",
+        "torch.distributed.checkpoint DCP",
     ),
-    "nested": ({"model": HF, "optimizer": {"step": 3}}, "is a checkpoint of torch.distributed.checkpoint (DCP)"),
-    "flat": (HF, "is a checkpoint of torch.distributed.checkpoint (DCP)"),
+    "nested": ({"model": HF, "optimizer": {"step": 3}}, "torch.distributed.checkpoint DCP"),
+    "flat": (HF, "torch.distributed.checkpoint DCP"),
     "of a Megatron model": (
         {"embedding.word_embeddings.weight": torch.ones(8, 4), "decoder.layers.0.mlp.linear_fc2.weight": torch.ones(4)},
-        "is a checkpoint of torch.distributed.checkpoint (DCP)",
+        "torch.distributed.checkpoint DCP",
     ),
 }
 
@@ -92,8 +93,7 @@ def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], be
     for verb in verbs:
         with pytest.raises(UnsupportedError) as refused:
             verb(root / below)
-        assert f"{root / 'iter_0000005'} {name}" in refused.value.message
-        assert "which ckptkit does not read" in refused.value.message
+        assert refused.value.message == text_with(f"{root / 'iter_0000005'} {name}")
         assert "keep this directory" in str(refused.value.hint)
         assert "cut short" not in str(refused.value)
     assert not (tmp_path / "out").exists()
@@ -104,7 +104,7 @@ def test_preflight_does_not_judge_it(by_torch: tuple[Path, str], releases: PathO
     report = preflight(hf_checkpoint=releases("qwen2-tied"), load=root)
     assert [str(one) for one in report.findings if one.code.startswith("CK1")] == []
     assert report.status == "inconclusive"
-    assert any(name in reason and "cut short" not in reason for reason in report.reasons)
+    assert any(text_with(name) == reason and "cut short" not in reason for reason in report.reasons)
 
 
 def test_other_planners_of_torch_are_told_by_names(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_a_source_of_this_kind_is_named(by_torch: tuple[Path, str], releases: Pa
     root, name = by_torch
     report = verify(releases("qwen2-tied"), source=root)
     assert (report.status, report.errors) == ("inconclusive", 0)
-    assert any(name in reason for reason in report.reasons)
+    assert any(text_with(name) == reason for reason in report.reasons)
 
 
 @pytest.mark.parametrize("lost", [["common.pt"], ["metadata.json"], ["common.pt", "metadata.json"]])

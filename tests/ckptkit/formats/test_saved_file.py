@@ -101,7 +101,7 @@ def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     place = content.index(BUFFER[1000:1010].numpy().tobytes())
     content[place] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CkptkitError, match="do not match their checksum"):
+    with pytest.raises(CkptkitError, match="match"):
         read(path, name)
 
 
@@ -135,7 +135,7 @@ def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pyt
 def test_torchs_old_format_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"it": BUFFER}, path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CkptkitError, match="the format that torch wrote before 1.6"):
+    with pytest.raises(CkptkitError, match="1.6"):
         SavedFile(path)
 
 
@@ -161,14 +161,14 @@ class Pickler(pickle.Pickler):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((Storage(), 0, (13,), (1,), False, {}), "the bytes of it are not in it"),
-        ((Storage(), 6, (7,), (1,), False, {}), "the bytes of it are not in it"),
-        ((Storage(), 0, (2, 2), (12, 1), False, {}), "the bytes of it are not in it"),
-        ((Storage(), 0, (1 << 50,), (0,), False, {}), "the bytes of it are not in it"),
-        ((Storage(), -1, (2,), (1,), False, {}), "in a way that torch does not write"),
-        ((Storage(), 0, (2,), (1, 1), False, {}), "in a way that torch does not write"),
-        ((Storage(), 0, ("2",), (1,), False, {}), "in a way that torch does not write"),
-        (("no storage", 0, (2,), (1,), False, {}), "in a way that torch does not write"),
+        ((Storage(), 0, (13,), (1,), False, {}), "bytes"),
+        ((Storage(), 6, (7,), (1,), False, {}), "bytes"),
+        ((Storage(), 0, (2, 2), (12, 1), False, {}), "bytes"),
+        ((Storage(), 0, (1 << 50,), (0,), False, {}), "bytes"),
+        ((Storage(), -1, (2,), (1,), False, {}), "write"),
+        ((Storage(), 0, (2,), (1, 1), False, {}), "write"),
+        ((Storage(), 0, ("2",), (1,), False, {}), "write"),
+        (("no storage", 0, (2,), (1,), False, {}), "write"),
     ],
 )
 def test_descriptions_that_reach_beyond_the_file(tmp_path: Path, arguments: Any, said: str) -> None:
@@ -250,7 +250,7 @@ def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
 
 
 def test_a_dtype_without_a_storage_class_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="output_layer.weight .* has a dtype that no Megatron checkpoint holds"):
+    with pytest.raises(CkptkitError, match="output_layer.weight.*Megatron"):
         TorchDistFiles({"output_layer.weight": TensorSpec("output_layer.weight", (2, 2), "float8_e4m3fn")}, {})
 
 

@@ -146,7 +146,7 @@ def test_a_checksum_that_does_not_hold(
     (extent,) = extents(path, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes // 2)
     monkeypatch.setattr(blob, "AT_ONCE", size)
-    with pytest.raises(CkptkitError, match=f"{what} do not match their checksum"):
+    with pytest.raises(CkptkitError, match=what):
         convert(path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -186,7 +186,7 @@ def test_a_padded_vocabulary(
 def test_a_checksum_is_of_the_padding_too(padded: Path, in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
     (extent,) = extents(padded, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes - 1)
-    with pytest.raises(CkptkitError, match="the bytes of model.embed_tokens.weight do not match their checksum"):
+    with pytest.raises(CkptkitError, match="model.embed_tokens.weight"):
         convert(padded, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

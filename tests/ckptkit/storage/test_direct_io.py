@@ -241,7 +241,7 @@ def test_unreadable_ranges_are_skipped_by_load_and_raised_by_read(file: Path, tm
     assert loaded(reader, file, 10 * MIB, end + 1) is None
     assert len(reader.read(ByteRange(file, 10 * MIB, end + 1))) == 77
     assert len(reader.read(ByteRange(file, 11 * MIB, 12 * MIB))) == 0
-    with pytest.raises(OSError, match="the file ends too early"):
+    with pytest.raises(OSError, match="early"):
         FileExtent(file, 10 * MIB, 78).read(reader, 0, 78)
     with pytest.raises(FileNotFoundError):
         reader.read(absent)

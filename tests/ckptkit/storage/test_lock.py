@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from support.fixture_types import PathOf
+from support.messages import text_with
 from support.models import content
 from support.processes import ckptkit, environment
 
@@ -84,10 +85,7 @@ def test_lock_of_a_live_run_refuses_the_second_and_of_a_killed_one_does_not(
         before = content(tmp_path / "out.partial")
         second = ckptkit(*words, how)
         assert (second.returncode, second.stdout) == (2, ""), second.stderr
-        assert (
-            f"another run is writing there: pid {process.pid} on {socket.gethostname()} "
-            f"holds {tmp_path / LOCK}\n  next: " in second.stderr
-        )
+        assert second.stderr == text_with(f"{process.pid} {socket.gethostname()} {tmp_path / LOCK}")
         assert content(tmp_path / "out.partial") == before
     assert (tmp_path / LOCK).exists()
     third = ckptkit(*words, how)
@@ -108,7 +106,7 @@ def test_lock_of_a_live_run_refuses_every_other_verb_and_option(releases: PathOf
     ]
     with writing("convert", source, out, "--max-shard-size", "1MB") as process:
         for call in refused:
-            with pytest.raises(CkptkitError, match=f"another run is writing there: pid {process.pid} on "):
+            with pytest.raises(CkptkitError, match=f"{process.pid}"):
                 call()
 
 
@@ -139,11 +137,7 @@ def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
 
     (tmp_path / LOCK).touch()
     monkeypatch.setattr(fcntl, "flock", ended_meanwhile)
-    with (
-        locked(tmp_path / LOCK),
-        pytest.raises(CkptkitError, match="another run is writing there"),
-        locked(tmp_path / LOCK),
-    ):
+    with locked(tmp_path / LOCK), pytest.raises(CkptkitError, match="writing"), locked(tmp_path / LOCK):
         pass
 
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.transfer.ray import connected
@@ -35,9 +36,9 @@ def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_address_where_nothing_answers(closed_port: int) -> None:
     pytest.importorskip("ray")
     error = refused(f"127.0.0.1:{closed_port}")
-    assert error.message.startswith(f"no connection to the Ray cluster at 127.0.0.1:{closed_port}: ")
+    assert error.message == text_with(f"Ray 127.0.0.1:{closed_port}")
     assert error.message.endswith("Connection refused")
-    assert error.hint == "give the address that `ray start --head` printed, or --ray alone"
+    assert error.hint == text_with("ray start --head --ray")
 
 
 def test_an_address_from_the_environment(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,13 +50,13 @@ def test_an_address_from_the_environment(closed_port: int, monkeypatch: pytest.M
 def test_an_address_of_rays_client() -> None:
     pytest.importorskip("ray")
     error = refused("ray://head:10001")
-    assert error.message == "ray://head:10001 is an address for Ray's client"
-    assert error.hint == "run this on a node of the cluster, with --ray host:port or --ray alone"
+    assert error.message == text_with("ray://head:10001")
+    assert error.hint == text_with("--ray --ray")
 
 
 def test_an_address_that_is_none() -> None:
     pytest.importorskip("ray")
-    assert refused("head").message.startswith("no connection to the Ray cluster at head: ")
+    assert refused("head").message == text_with("connection Ray")
 
 
 def test_a_cluster_of_its_own_ends_with_the_work() -> None:

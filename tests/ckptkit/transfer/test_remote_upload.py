@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 import fsspec
 import pytest
+from support.messages import text_with
 from support.remote_servers import Bucket, Request, breaking, serving, use_s3
 from support.whole_files import whole
 
@@ -110,16 +111,16 @@ def test_discard_leaves_nothing(local: Path, bucket: Bucket) -> None:
     upload = Upload(bucket.url("out"))
     for name in FILES:
         upload.put(local / name, name)
-    assert upload.discard() == "nothing was left behind"
+    assert upload.discard() == text_with("behind")
     assert bucket.listed() == ["beside/config.json"]
 
 
 @pytest.mark.parametrize(
     ("files", "why"),
     [
-        (("thesis.tex",), "what is not part of a checkpoint.*: thesis.tex"),
-        (("thesis.tex", "config.json", "model.safetensors"), "what is not part of a checkpoint.*: thesis.tex"),
-        (("config.json", "README.md"), "not a checkpoint.*: it has no weights"),
+        (("thesis.tex",), "checkpoint.*: thesis.tex"),
+        (("thesis.tex", "config.json", "model.safetensors"), "checkpoint.*: thesis.tex"),
+        (("config.json", "README.md"), "no weights"),
         (("model.safetensors",), "not a checkpoint.*model_type"),
         (("config.json", "model.safetensors", "model-00002-of-00002.safetensors/junk"), "model-00002-of.*/junk"),
         (("release/.metadata", "release/__0_0.distcp"), "not a checkpoint.*: release/.metadata is not safetensors"),
@@ -137,14 +138,14 @@ def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket, files: tuple[st
 def test_weights_without_a_header_are_never_replaced(bucket: Bucket, content: bytes) -> None:
     bucket.put("out/config.json", whole("config.json"))
     bucket.put("out/model.safetensors", content)
-    with pytest.raises(CkptkitError, match="not a checkpoint.*: model.safetensors has no header of safetensors"):
+    with pytest.raises(CkptkitError, match="checkpoint.*: model.safetensors"):
         Upload(bucket.url("out"), overwrite=True)
     assert bucket.get("out/model.safetensors") == content
 
 
 def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bucket) -> None:
     Upload(bucket.url("out")).put(local / "1.safetensors", "1.safetensors")
-    with pytest.raises(CkptkitError, match="holds an upload that did not finish, or is not finished yet"):
+    with pytest.raises(CkptkitError, match="upload"):
         Upload(bucket.url("out"))
     again = Upload(bucket.url("out"), overwrite=True)
     for name in ("config.json", "2.safetensors"):
@@ -217,7 +218,7 @@ def test_discard_when_bucket_is_gone_says_what_may_be_left(local: Path, bucket: 
     bucket.client.delete_object(Bucket=bucket.name, Key="out/1.safetensors")
     bucket.client.delete_object(Bucket=bucket.name, Key=PARTIAL)
     bucket.client.delete_bucket(Bucket=bucket.name)
-    assert upload.discard() == f"{bucket.url('out')} may still hold files of it: replace them with --overwrite"
+    assert upload.discard() == text_with(f"{bucket.url('out')} --overwrite")
 
 
 def test_an_object_of_another_size_is_noticed(local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +226,5 @@ def test_an_object_of_another_size_is_noticed(local: Path, bucket: Bucket, monke
     filesystem, _ = store.Store(bucket.url("out"))._opened
     monkeypatch.setattr(filesystem, "put_file", lambda file, path, **options: filesystem.pipe_file(path, b"t"))
     size = len(FILES["1.safetensors"])
-    with pytest.raises(CkptkitError, match=rf"out/1\.safetensors has 1 bytes after the upload of {size}"):
+    with pytest.raises(CkptkitError, match=rf"out/1\.safetensors.*1.*{size}"):
         upload.put(local / "1.safetensors", "1.safetensors")

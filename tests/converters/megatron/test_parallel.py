@@ -105,7 +105,7 @@ def test_uneven_pipeline_gives_its_stages_or_is_refused() -> None:
     assert sizes.pipeline(DIMS).stages == ((tuple(range(2)),), (tuple(range(2, 8)),), (tuple(range(8, 12)),))
     assert str(sizes) == "TP1 PP3, first stage 2 layers, last stage 4 layers"
     assert str(ParallelSizes(pp=2, layout="Et*8|t*4L")) == "TP1 PP2, Et*8|t*4L"
-    with pytest.raises(CkptkitError, match="9 layers do not divide over the 2 other stages"):
+    with pytest.raises(CkptkitError, match="9.*2.*stages"):
         check_sizes(ParallelSizes(pp=3, last=3), DIMS)
 
 

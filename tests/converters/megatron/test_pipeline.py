@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
@@ -24,27 +25,27 @@ def test_layers_of_each_stage_and_chunk() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "said"),
     [
-        (Pipeline(7, 2), "the layers do not divide over the stages: num_layers 7, pipeline_model_parallel_size 2"),
-        (Pipeline(8, 3, first=1), "7 layers do not divide over the 2 other stages"),
-        (Pipeline(6, 2, vpp=2), "stages of 3, 3 layers do not divide into 2 chunks"),
-        (Pipeline(8, 2, vpp=2, first=4, last=4), "chunks need a stage between"),
-        (Pipeline(6, vpp=2), "in a pipeline of one"),
+        (Pipeline(7, 2), "num_layers 7 pipeline_model_parallel_size 2"),
+        (Pipeline(8, 3, first=1), "7 2 stages"),
+        (Pipeline(6, 2, vpp=2), "3 3 2 chunks"),
+        (Pipeline(8, 2, vpp=2, first=4, last=4), "chunks"),
+        (Pipeline(6, vpp=2), "pipeline"),
         (Pipeline(6, 0, layout="EL"), "make no pipeline"),
-        (Pipeline(7, 3, first=1, loss=True), "embedding or loss count as layers"),
-        (Pipeline(4, 2, layout="Ett|ttL", first=2), "together with other pipeline arguments"),
-        (Pipeline(4, 2, layout="Ett|tt"), "does not begin with its only E and end with its only L"),
+        (Pipeline(7, 3, first=1, loss=True), "loss"),
+        (Pipeline(4, 2, layout="Ett|ttL", first=2), "arguments"),
+        (Pipeline(4, 2, layout="Ett|tt"), "begin E L"),
         (Pipeline(5, 2, layout="Ett|ttL"), "layout has 4 layers and 0 for multi-token prediction, the model 5 and 0"),
         (Pipeline(4, 2, layout="Ett|t|tL"), "the layout has 3 stages"),
-        (Pipeline(4, 2, layout="Etm|tttL", mtp=1), "not together behind all others"),
-        (Pipeline(4, 2, layout="Etx|tttL"), "is not a layout"),
-        (Pipeline(4, 2, layout=7), "is not a layout"),
+        (Pipeline(4, 2, layout="Etm|tttL", mtp=1), "behind"),
+        (Pipeline(4, 2, layout="Etx|tttL"), "layout"),
+        (Pipeline(4, 2, layout=7), "layout"),
         (Pipeline(4, 2, layout="E(t)*99999999999|L"), "too long"),
     ],
 )
 def test_pipeline_that_megatron_refuses_is_refused(pipeline: Pipeline, said: str) -> None:
     with pytest.raises(CkptkitError) as error:
         pipeline.stages  # noqa: B018 - a cached property that raises
-    assert said in error.value.message
+    assert error.value.message == text_with(said)
 
 
 def test_pipeline_stages_follow_from_training_arguments() -> None:

@@ -13,6 +13,7 @@ from support import models
 from support.fixture_types import CopyOf, PathOf
 from support.forking import run_module
 from support.installed import require_megatron
+from support.messages import text_with
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptkit.app.api import convert
@@ -118,13 +119,13 @@ def test_megatron_is_not_asked_for_keys_that_it_does_not_look_for(nemo: Path) ->
     require_megatron()
     report = verify(nemo, against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert "keys are those of NeMo, not of torch_dist" in report.reasons[0]
+    assert report.reasons[0] == text_with("NeMo torch_dist")
 
 
 def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo: Path) -> None:
     (nemo / "weights" / ".metadata").unlink()
     for verb in (inspect, verify):
-        with pytest.raises(UnsupportedError, match="is a checkpoint of NeMo 2 whose weights are not in torch_dist"):
+        with pytest.raises(UnsupportedError, match="NeMo 2.*torch_dist"):
             verb(nemo)
 
 
@@ -132,7 +133,7 @@ def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo: Path) -> None:
     ("text", "why"),
     [
         ("model: [1, 2", "line|expected|parsing"),
-        ("train: {}", "has no settings of a model"),
+        ("train: {}", "settings"),
         ("model: {a: 1, a: 2}", "stands twice"),
         ("a: &a [1]\nmodel: " + "[" * 70 + "]" * 70, "more than 64 levels"),
     ],

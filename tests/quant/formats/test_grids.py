@@ -175,5 +175,5 @@ def test_packing_is_that_of_compressed_tensors() -> None:
 def test_refuses_what_is_not_finite(scheme: QuantScheme, value: float) -> None:
     weight = torch.ones(8, 64, dtype=torch.bfloat16)
     weight[7, 63] = value
-    with pytest.raises(CkptkitError, match=r"layers\.0\.q holds NaN or infinity"):
+    with pytest.raises(CkptkitError, match=r"layers\.0\.q.*NaN"):
         quantize(weight, scheme, "layers.0.q")

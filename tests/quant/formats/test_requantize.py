@@ -123,7 +123,7 @@ def test_empty(shape: tuple[int, int]) -> None:
 
 def test_refuses_scales_of_another_shape() -> None:
     before = Packed(torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 1), None)
-    with pytest.raises(CkptkitError, match=r"a: the reference has scales \[1, 1\], not \[1, 2\]"):
+    with pytest.raises(CkptkitError, match=r"\[1, 1\].*\[1, 2\]"):
         requantize(torch.ones(1, 64), before, QuantScheme(32, "qmax7"), "a")
 
 

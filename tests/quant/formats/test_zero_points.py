@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import models
+from support.messages import text_with
 from support.quantized import small_groups_allowed
 
 from ckptkit.app.api import inspect, quantize
@@ -34,7 +35,7 @@ def test_by_hand() -> None:
 
 
 def test_refuses_rows_that_fill_no_word() -> None:
-    with pytest.raises(CkptkitError, match=r"a: 12 output features do not fill words of 8 zero points"):
+    with pytest.raises(CkptkitError, match="12.*features.*8"):
         for_sglang_experts(torch.zeros(2, 1, dtype=torch.int32), 12, "a")
 
 
@@ -44,29 +45,21 @@ def test_who_may_have_it() -> None:
     assert not check_zero_point_layout(ASYMMETRIC, False, ("sglang", "vllm"))
     assert check_zero_point_layout(ROWS, True, ("sglang",))
     assert check_zero_point_layout(replace(ASYMMETRIC, group_size=64), True, ("sglang",))
-    with pytest.raises(
-        CkptkitError, match=r"groups of 32: SGLang's kernel reads those of one group in 64 inputs or more"
-    ) as misread:
+    with pytest.raises(CkptkitError, match="32: SGLang's.*64") as misread:
         check_zero_point_layout(ASYMMETRIC, True, ("sglang",))
-    assert misread.value.hint == "--group-size 128 or channel; or quantize symmetrically"
+    assert misread.value.hint == text_with("--group-size 128")
     assert is_expert("model.layers.0.mlp.experts.3.up_proj.weight")
     assert not is_expert("model.layers.0.mlp.shared_experts.up_proj.weight")
     assert not check_zero_point_layout(ASYMMETRIC, True, ("vllm",))
     for readers in [("sglang", "vllm"), ("slime", "vllm"), ("slime",), ()]:
-        with pytest.raises(
-            CkptkitError, match="SGLang reads the zero points of routed experts in another layout"
-        ) as error:
+        with pytest.raises(CkptkitError, match="SGLang.*points") as error:
             check_zero_point_layout(ASYMMETRIC, True, readers)
-        assert (
-            error.value.hint == "quantize symmetrically; or, for one engine alone, use --reader sglang or --reader vllm"
-        )
+        assert error.value.hint == text_with("--reader --reader")
 
 
 def test_a_shared_expert_that_sglang_keeps_among_the_routed_ones(releases: Callable[..., Path], tmp_path: Path) -> None:
     """Its loader gives up on zero points of a Linear there: see test_sglang_formats.py, which leaves it out."""
-    with pytest.raises(
-        CkptkitError, match=r"shared_experts\.\w+\.weight: SGLang keeps a packed shared expert"
-    ) as error:
+    with pytest.raises(CkptkitError, match=r"shared_experts\.\w+\.weight: SGLang") as error:
         quantize(releases("glm4_moe"), tmp_path / "out", ROWS, readers=("sglang",))
     assert "--ignore 're:.*\\.mlp\\.shared_experts\\..*'" in error.value.hint
     assert not (tmp_path / "out").exists()
@@ -93,9 +86,7 @@ def test_a_mixture_of_experts(releases: Callable[..., Path], tmp_path: Path) -> 
         assert after[f"{module}.weight_zero_point"].shape == (
             (weight.shape[1] // 32, weight.shape[0] // 8) if special else packed.shape
         )
-    assert inspect(tmp_path / "out")["quantization"].startswith(
-        "INT4 (compressed-tensors pack-quantized, asymmetric, one scale for each 32 weights): "
-    )
+    assert inspect(tmp_path / "out")["quantization"] == text_with("INT4 32")
 
 
 def test_for_vllm_alone_experts_have_compressed_tensors_own_layout(

@@ -13,6 +13,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from compressed_tensors.quantization.lifecycle.forward import dequantize
+from support.messages import text_with
 from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 
@@ -98,7 +99,7 @@ def test_after_a_fork() -> None:
     else:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        pytest.fail("the child waits for threads that it does not have")
+        pytest.fail("the child waits for threads")
     assert os.waitstatus_to_exitcode(status) == 0
 
 
@@ -149,7 +150,7 @@ def test_refuses_what_is_not_finite_by_name(dtype: torch.dtype, grid: str, symme
     for group_size, columns in [(32, 64), (None, 40)]:
         weight = torch.ones(8, columns, dtype=dtype)
         weight[7, columns - 1] = value
-        with pytest.raises(CkptkitError, match=r"^layers\.1\.q holds NaN or infinity"):
+        with pytest.raises(CkptkitError, match=r"^layers\.1\.q.*NaN"):
             quantize_pack(
                 [torch.ones_like(weight), weight],
                 QuantScheme(group_size, grid, (), symmetric),
@@ -162,21 +163,21 @@ def test_refuses_what_is_not_finite_by_name(dtype: torch.dtype, grid: str, symme
     [QuantScheme(32, "qmax7", scale_dtype=torch.float16), QuantScheme(32, "minmax", scale_dtype=torch.float16)],
 )
 def test_refuses_scales_that_overflow(scheme: QuantScheme) -> None:
-    with pytest.raises(CkptkitError, match="a holds weights so large that a scale overflows float16") as error:
+    with pytest.raises(CkptkitError, match="float16") as error:
         quantize_pack([torch.full((1, 32), 1e38)], scheme, ["a"])
-    assert error.value.hint == "use symmetric scales, or --scale-dtype float32, or ignore it"
+    assert error.value.hint == text_with("--scale-dtype float32")
 
 
 def test_refuses_a_range_that_overflows() -> None:
     weight = torch.tensor([[3e38, -3e38]]).repeat(1, 16)
-    with pytest.raises(CkptkitError, match="a holds weights so large that a scale overflows float32"):
+    with pytest.raises(CkptkitError, match="float32"):
         quantize_pack([weight], QuantScheme(32, "minmax", (), symmetric=False), ["a"])
 
 
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (torch.ones(8, 96), "^b: 96 input features do not divide into groups of 64"),
+        (torch.ones(8, 96), "96.*features.*64"),
         (torch.ones(8, 64, dtype=torch.float64), r"^b is \[8, 64\] float64"),
         (torch.ones(64), r"^b is \[64\] float32"),
         (torch.ones(8, 64, device="meta"), "^b lies on meta, a on cpu"),

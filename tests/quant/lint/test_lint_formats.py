@@ -96,10 +96,9 @@ def test_vllm_reads_only_ignored_layers_of_mxfp8(tmp_path: Path) -> None:
     path = write(tmp_path, QWEN, {**MXFP8, "modules_to_not_convert": ["lm_head", *ROUTERS]}, qwen_names())
     report = lint(path)
     assert ("warning", "exposed", (ROUTER,), VLLM) in found(report)
-    assert {one.message.partition(", ")[2] for one in report.findings if one.readers == VLLM} == {
-        "because it does not read `modules_to_not_convert`; it must not be: Qwen3MoeTopKRouter is not a Linear",
-        "because it does not read `modules_to_not_convert`",
-    }
+    messages = [one.message for one in report.findings if one.readers == VLLM]
+    assert all("`modules_to_not_convert`" in one for one in messages)
+    assert {"Qwen3MoeTopKRouter" in one for one in messages} == {True, False}
     lint(path, fix=True)
     content = json.loads((path / "config.json").read_text())["quantization_config"]
     assert content["ignored_layers"] == content["modules_to_not_convert"]
@@ -266,7 +265,7 @@ def test_a_trainer_is_judged_as_an_error_only_where_it_is_asked_for(tmp_path: Pa
 
 def test_names_of_another_format_are_refused_for_a_reader_that_has_none(tmp_path: Path) -> None:
     path = write(tmp_path, GLM, {"quant_method": "quark", "exclude": []})
-    with pytest.raises(CkptkitError, match="reads no list of quark checkpoints"):
+    with pytest.raises(CkptkitError, match="quark"):
         lint(path, readers=["slime"])
 
 

@@ -6,6 +6,7 @@ The kernels are replaced by the formulas, so that no GPU is needed; tests/gpu/te
 from __future__ import annotations
 
 import pickle
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -184,9 +185,7 @@ def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> Non
 def test_a_matrix_that_cannot_be_quantized_is_named() -> None:
     named = layer()
     named[50] = (named[50][0], torch.ones(16, 40))
-    with pytest.raises(
-        CkptkitError, match=r"experts\.16\.up_proj\.weight: 40 input features do not divide into groups of 32"
-    ):
+    with pytest.raises(CkptkitError, match=r"experts\.16\.up_proj\.weight: 40.*32"):
         quantizer(layer()).quantize(named)
 
 
@@ -250,7 +249,7 @@ def test_a_broken_weight_is_named_in_fp8_too(launches: list[int]) -> None:
     broken[150][1][-1, -1] = torch.inf
     bucket = online.quantize(broken)
     assert launches == [200, 100]
-    with pytest.raises(CkptkitError, match=f"^{broken[150][0]} holds NaN or infinity".replace(".", r"\.")):
+    with pytest.raises(CkptkitError, match="^" + re.escape(broken[150][0]) + ".*NaN"):
         list(bucket)
 
 

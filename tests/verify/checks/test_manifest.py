@@ -14,6 +14,7 @@ from blake3 import blake3
 from click.testing import CliRunner
 from support import models
 from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.messages import text_with
 from torch import Tensor
 
 from ckptkit.app.api import convert, make_manifest, quantize
@@ -126,7 +127,7 @@ def test_tensor_with_another_dtype_or_shape_than_the_manifest_is_found(
 
 
 def test_manifest_with_missing_or_extra_tensors_is_found(releases: PathOf, manifests: PathOf, alone: RunAlone) -> None:
-    tied, untied, unknown = "qwen2-tied", "qwen2-untied", "the manifest has no tensor of this name"
+    tied, untied, unknown = "qwen2-tied", "qwen2-untied", text_with("manifest")
     for name, other, actual in ((tied, untied, "missing"), (untied, tied, unknown)):
         _, findings = alone("CK120", releases(name), manifest=manifests(other))
         assert ("lm_head.weight", actual) in [(one.tensor, one.actual) for one in findings]
@@ -171,7 +172,7 @@ def test_file_that_loaders_read_and_the_manifest_does_not_name_is_found(
     (path / name).write_text("{}")
     _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
     assert (finding.severity, finding.file) == ("error", str(path / name))
-    assert "no file of this name" in finding.actual
+    assert "file" in finding.actual
 
 
 def test_files_that_no_loader_reads_may_be_added(manifests: PathOf, fresh: PathOf, alone: RunAlone) -> None:
@@ -238,7 +239,7 @@ def test_manifest_command_output_is_verified_by_the_verify_command(fresh: PathOf
 def test_manifest_under_a_name_that_loaders_read_is_refused(fresh: PathOf, name: str) -> None:
     model = fresh("qwen2-tied")
     before = {path.name: path.read_bytes() for path in model.iterdir()}
-    with pytest.raises(CkptkitError, match=f"{name} has a name that loaders read"):
+    with pytest.raises(CkptkitError, match=name):
         make_manifest(model, model / name)
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before
 
@@ -251,7 +252,7 @@ def test_what_is_there_is_never_replaced_by_a_manifest(releases: PathOf, copy_of
     else:
         (model / "ckptkit.json").write_text('{"notes": "of a user"}')
     before = (model / "ckptkit.json").read_bytes()
-    with pytest.raises(CkptkitError, match="exists already, and no manifest is replaced"):
+    with pytest.raises(CkptkitError, match="exists"):
         make_manifest(model)
     assert (model / "ckptkit.json").read_bytes() == before
 

@@ -97,7 +97,7 @@ def test_a_file_of_the_checkpoint_that_changes_ends_the_run_and_no_other(
     path = copy_of((releases if kind == "hf" else converted)("qwen2-tied"))
     meanwhile(lambda: change(path))
     if is_own:
-        with pytest.raises(ChangedError, match="changed while it was read"):
+        with pytest.raises(ChangedError, match="changed"):
             verify(path)
     else:
         report = verify(path)
@@ -111,7 +111,7 @@ def test_a_source_counts_as_the_checkpoint_does(
     meanwhile(lambda: log(source))
     assert verify(releases("qwen2-tied"), source=source).status == "passed"
     meanwhile(lambda: touched("*.safetensors")(source))
-    with pytest.raises(CkptkitError, match="changed while it was read"):
+    with pytest.raises(CkptkitError, match="changed"):
         verify(releases("qwen2-tied"), source=source)
 
 

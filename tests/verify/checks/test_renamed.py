@@ -16,6 +16,7 @@ from mutations.int4 import packed
 from safetensors.torch import save_file
 from support import models
 from support.fixture_types import OnlyFinding, PathOf
+from support.messages import text_with
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
@@ -50,10 +51,10 @@ FURTHER = {
     "model.": ("an extra prefix `model.`", ""),
     "language_model.language_model.": ("an extra prefix `language_model.language_model.`", ""),
     "base_model.model.": ("an extra prefix `base_model.model.`", "merge_and_unload()"),
-    "module.": ("`module.` is part of their names", "model.module"),
-    "_orig_mod.": ("`_orig_mod.` is part of their names", "model._orig_mod"),
-    "_fsdp_wrapped_module.": ("`_fsdp_wrapped_module.` is part of their names", "full state dict"),
-    "_checkpoint_wrapped_module.": ("`_checkpoint_wrapped_module.` is part of their names", ""),
+    "module.": (text_with("module names"), "model.module"),
+    "_orig_mod.": (text_with("_orig_mod"), "model._orig_mod"),
+    "_fsdp_wrapped_module.": (text_with("_fsdp_wrapped_module"), "full state dict"),
+    "_checkpoint_wrapped_module.": (text_with("_checkpoint_wrapped_module"), ""),
 }
 
 
@@ -79,7 +80,7 @@ def test_names_of_the_inner_model_are_one_finding(saved: Renamed, only: OnlyFind
 def test_wrapper_inside_some_names_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
     finding = only(verify(saved(lambda name: name.replace(".0.mlp.", ".0.mlp._fsdp_wrapped_module."))))
     assert (finding.code, finding.count) == ("CK104", 3)
-    assert finding.actual == "`_fsdp_wrapped_module.` is part of their names"
+    assert finding.actual == text_with("_fsdp_wrapped_module")
 
 
 def test_what_is_lost_beside_it_is_found_too(saved: Renamed) -> None:
@@ -99,7 +100,7 @@ def test_index_of_other_names_alone_is_enough(releases: PathOf, tmp_path: Path) 
     content["weight_map"] = {f"module.{name}": file for name, file in content["weight_map"].items()}
     (path / index).write_text(json.dumps(content))
     found = [one for one in verify(path).findings if one.code == "CK104"]
-    assert [(one.actual, one.count) for one in found] == [("`module.` is part of their names", 147)]
+    assert [(one.actual, one.count) for one in found] == [(text_with("module names"), 147)]
 
 
 def test_parts_of_a_packed_weight_stand_for_it() -> None:
@@ -127,7 +128,7 @@ def test_other_names_are_not_called_renamed(names: list[str]) -> None:
 
 def test_a_part_that_is_repeated_inside_the_names_is_one_finding(saved: Renamed, only: OnlyFinding) -> None:
     finding = only(verify(saved(lambda name: name.replace("model.layers.", "model.layers.layers."))))
-    assert (finding.code, finding.actual) == ("CK104", "`layers.` is repeated inside their names")
+    assert (finding.code, finding.actual) == ("CK104", text_with("layers repeated"))
     assert "num_hidden_layers" not in finding.hint
 
 

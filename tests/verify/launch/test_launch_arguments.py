@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from support.fixture_types import OnlyFinding, PathOf
 from support.launch_words import arguments_of
+from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.pipeline import Pipeline
@@ -65,15 +66,15 @@ SIZES = ("--tensor-model-parallel-size", "--expert-tensor-parallel-size", "--rol
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (f"{RANKS} ${{PP}}", r"\$\{PP\} among the launch arguments is not a number"),
+        (f"{RANKS} ${{PP}}", r"\$\{PP\}"),
         (RANKS, "has no value"),
         (f"{LAYOUT} --swiglu", "has no value"),
-        (f"--mtp-num-layers {'9' * 5000}", "is not a number"),
-        *((f"{name} 0", f"{name} 0 among .* is not a number of ranks") for name in (*SIZES, "--sglang-ep-size")),
-        (f"{CHUNK} 3", "92 layers over 4 stages do not divide into chunks"),
-        (f"{CHUNK} 0", "do not divide into chunks"),
-        (f"{CHUNK} 1 --decoder-last-pipeline-num-layers 2", "with a first or last stage of its own size"),
-        (f"{CHUNK} 1 {STAGES} 2", "more than one of"),
+        (f"--mtp-num-layers {'9' * 5000}", "number"),
+        *((f"{name} 0", f"{name} 0 ") for name in (*SIZES, "--sglang-ep-size")),
+        (f"{CHUNK} 3", "92.*4.*chunks"),
+        (f"{CHUNK} 0", "chunks"),
+        (f"{CHUNK} 1 --decoder-last-pipeline-num-layers 2", "stage"),
+        (f"{CHUNK} 1 {STAGES} 2", "more"),
     ],
 )
 def test_values_that_are_none_and_what_megatrons_arguments_refuse(given: str, said: str) -> None:
@@ -95,8 +96,8 @@ def test_options_that_megatron_would_refuse_are_a_finding(releases: PathOf, only
     hf, words = releases("glm4_moe"), ["--decoder-last-pipeline-num-layers", "3"]
     finding = only(preflight(hf_checkpoint=hf, pp=3, arguments=words))
     assert (finding.code, finding.severity) == ("CK703", "error")
-    said = "9 layers do not divide over the 2 other stages: num_layers 12, pipeline_model_parallel_size 3"
-    assert finding.actual.startswith(said)
+    said = "9 2 num_layers 12 pipeline_model_parallel_size 3"
+    assert finding.actual == text_with(said)
     finding = only(preflight(hf_checkpoint=hf, pp=2, arguments=[LAYOUT, "Et*6|t*5L"]))
     assert "the layout has 11 layers" in finding.actual
 
@@ -115,10 +116,10 @@ def test_layers_left_over(releases: PathOf, tmp_path: Path, only: OnlyFinding) -
 
 
 def test_a_size_given_twice(releases: PathOf, only: OnlyFinding) -> None:
-    with pytest.raises(CkptkitError, match="--tp 4, but it is 8 among the launch arguments"):
+    with pytest.raises(CkptkitError, match="--tp 4.*8"):
         preflight(hf_checkpoint=releases("glm4_moe"), tp=4, arguments=GLM45)
     finding = only(preflight(hf_checkpoint=releases("glm4_moe"), arguments=["--expert-model-parallel-size", "5"]))
-    assert (finding.code, finding.actual) == ("CK703", "the number of experts = 12")
+    assert (finding.code, finding.actual) == ("CK703", text_with("= 12"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.launch_scripts import loads
+from support.messages import text_with
 from support.processes import python
 
 from ckptkit.app.api import quantize
@@ -121,8 +122,7 @@ def test_a_save_directory_that_is_not_there_yet_is_a_warning(
     assert "so --ref-load is taken" in loads(report)[0]
     report = preflight(load=tmp_path / "save")  # nothing to fall back to
     assert (only(report).code, only(report).severity) == ("CK711", "error")
-    why = "holds no checkpoint and --ref-load is not given, so slime and miles stop"
-    assert loads(report) == [f"actor cannot start: --load {tmp_path / 'save'} {why}"]
+    assert loads(report) == [text_with(f"actor cannot start --load {tmp_path / 'save'} --ref-load slime miles")]
 
 
 def test_a_run_whose_tracker_is_missing(run_of: Path, converted: PathOf, only: OnlyFinding) -> None:
@@ -137,20 +137,19 @@ def test_a_run_whose_tracker_is_missing(run_of: Path, converted: PathOf, only: O
 def test_an_iteration_instead_of_its_parent(run_of: Path, converted: PathOf, only: OnlyFinding) -> None:
     finding = only(preflight(load=run_of / "iter_0000010", ref_load=converted(NAME)))
     assert (finding.code, finding.severity) == ("CK711", "error")
-    assert finding.hint.startswith(f"give its parent: --load {run_of} --ckpt-step 10 (verl loads it itself")
+    assert finding.hint == text_with(f"--load {run_of} --ckpt-step 10")
 
 
 def test_a_reference_iteration_instead_of_its_parent(converted: PathOf, only: OnlyFinding) -> None:
     report = preflight(ref_load=converted(NAME) / "release")
     finding = only(report)
     assert finding.code == "CK712"
-    assert finding.hint.startswith(f"give its parent: --ref-load {converted(NAME)} (verl loads it itself")
+    assert finding.hint == text_with(f"--ref-load {converted(NAME)}")
     # slime and miles know an iteration by its name alone, and release/ is no such name.
-    said = "cannot start: {}--ref-load {} has no tracker; slime and miles stop, since they read it as an HF directory"
-    path = converted(NAME) / "release"
-    assert [line.partition("; Megatron-LM")[0] for line in loads(report)] == [
-        "actor " + said.format("--load is not given; ", path),
-        "reference " + said.format("", path),
+    said = f"--ref-load {converted(NAME) / 'release'} tracker slime miles HF Megatron-LM"
+    assert loads(report) == [
+        text_with(f"actor cannot start --load {said}"),
+        text_with(f"reference cannot start {said}"),
     ]
 
 
@@ -159,9 +158,8 @@ def test_a_reference_called_iteration_is_random_in_megatron(run_of: Path, only: 
     path = run_of / "iter_0000010"
     report = preflight(ref_load=path)
     assert only(report).code == "CK712"
-    why = "Megatron finds no tracker and only prints a warning"
-    said = f"starts from RANDOM weights: {{}}--ref-load {path} has no tracker; {why}"
-    assert loads(report) == ["actor " + said.format("--load is not given; "), "reference " + said.format("")]
+    said = f"--ref-load {path} tracker Megatron"
+    assert loads(report) == [text_with(f"actor RANDOM --load {said}"), text_with(f"reference RANDOM {said}")]
 
 
 @pytest.mark.parametrize("made", [True, False])
@@ -171,8 +169,7 @@ def test_an_empty_reference_stops_the_trainers(made: bool, tmp_path: Path, only:
         path.mkdir()
     report = preflight(ref_load=path)
     assert only(report).code == "CK712"
-    why = "slime and miles stop, since it is empty or not there"
-    assert loads(report)[1] == f"reference cannot start: --ref-load {path} has no tracker; {why}"
+    assert loads(report)[1] == text_with(f"reference cannot start --ref-load {path} tracker slime miles")
 
 
 def test_a_step_beside_a_release_in_load_is_a_warning(converted: PathOf, run_of: Path, only: OnlyFinding) -> None:
@@ -198,7 +195,7 @@ def test_what_does_not_apply_is_listed(releases: PathOf, converted: PathOf) -> N
     listed = {code for line in lines for code in line.partition(": ")[0].split(", ")}
     assert {"CK703", "CK709", "CK718", "CK722", "CK740"} <= listed
     assert listed.isdisjoint(check.code for check in report.checks)
-    assert "CK718, CK719: the launch gives no model arguments" in lines
+    assert text_with("CK718 CK719") in lines
     assert report.to_json()["facts"]["not applicable"] == lines
 
 
@@ -208,7 +205,7 @@ def test_a_wrong_path_is_one_finding(releases: PathOf, converted: PathOf, only: 
     assert (finding.code, finding.severity, finding.file) == ("CK701", "error", str(converted(NAME) / "release"))
     assert finding.expected == f"the model of {releases('qwen3_moe')}/config.json"
     assert "num_layers" not in finding.actual
-    for part in ("another one: ", "rotary_percent = 0.5", "more arguments", "tensors with other names or shapes"):
+    for part in ("another one: ", "rotary_percent = 0.5", "more arguments", "names or shapes"):
         assert part in finding.actual
     folded = report.facts["of another model"]
     assert len(folded) > 15
@@ -234,7 +231,7 @@ def test_tracker_that_names_no_stored_iteration_is_found(text: str, run_of: Path
 def test_a_directory_of_the_other_format(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
     report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
     assert report.findings == []
-    assert loads(report)[0] == f"actor loads {releases(NAME)} (HF): --load has no tracker but a supported config.json"
+    assert loads(report)[0] == text_with(f"{releases(NAME)} HF --load config.json")
     assert only(preflight(hf_checkpoint=converted(NAME))).code == "CK714"
 
 
@@ -357,7 +354,7 @@ def test_secrets_that_a_python_launcher_names_are_not_shown(secrets: None, value
     )
     assert_hidden(tmp_path / "run.py")
     done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "run.py")])
-    assert "value may be a secret" in done.output  # the launcher was read to its end
+    assert "secret" in done.output  # the launcher was read to its end
 
 
 @pytest.mark.parametrize(

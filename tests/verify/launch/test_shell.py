@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.messages import text_with
 
 from verify.launch.shell.read import read_script
 from verify.launch.words import UnresolvedWord, known_words
@@ -13,14 +14,14 @@ from verify.launch.words import UnresolvedWord, known_words
 UNKNOWN = [
     ("python3 train.py --load $(hostname)", "$(hostname)", "the output of `hostname`"),
     ("N=$(nproc)\npython3 train.py --load $N", "${N}", "the output of `nproc`"),
-    ("python3 train.py --load $NOBODY/x", "$NOBODY/x", "set neither in the script"),
-    ("python3 train.py --load $RANDOM", "$RANDOM", "known only when the script runs"),
-    ("python3 train.py --load a{1,2}", "a{1,2}", "braces are not expanded here"),
+    ("python3 train.py --load $NOBODY/x", "$NOBODY/x", "neither"),
+    ("python3 train.py --load $RANDOM", "$RANDOM", "script runs"),
+    ("python3 train.py --load a{1,2}", "a{1,2}", "braces"),
     ("python3 train.py --load $((N / 0))", "$((N / 0))", "divides by zero"),
-    ("python3 train.py --load $(echo a | tr a b)", "$(echo a | tr a b)", "the output of other commands"),
-    ("[ -d /x ] && A=1 || A=2\npython3 train.py --load $A", "$A", "depends on a condition at"),
-    ("for f in $(ls); do A=$f; done\npython3 train.py --load $A", "$A", "depends on a loop at"),
-    ("declare -A A=([x]=1)\npython3 train.py --load ${A[x]}", "$A", "an array with indices"),
+    ("python3 train.py --load $(echo a | tr a b)", "$(echo a | tr a b)", "other commands"),
+    ("[ -d /x ] && A=1 || A=2\npython3 train.py --load $A", "$A", "a condition at"),
+    ("for f in $(ls); do A=$f; done\npython3 train.py --load $A", "$A", "a loop at"),
+    ("declare -A A=([x]=1)\npython3 train.py --load ${A[x]}", "$A", "indices"),
     ("A=1\nread A < file\npython3 train.py --load $A", "$A", "read at"),
     ("mapfile -t A < file\npython3 train.py --load ${A[0]}", "$A[@]", "mapfile at"),
     ("A=${B:?no}\npython3 train.py --load $A", "$A", "the script stops"),
@@ -94,16 +95,16 @@ INT4 = "OPEN_TRAINING_INT4_GROUP_SIZE"
         *((f"python3 train.py {option} $X", "$X") for option in ("--decoder-last-pipeline-num-layers", "--tp")),
         *((f"python3 train.py {words}$X", "$X") for words in ("--megatron-config-path ", "--load=")),
         (f"export {INT4}=$SIZE\npython3 train.py --lr 1", INT4),
-        ("ray job submit --runtime-env-json '{' -- python3 train.py --lr 1", "its text is not known, or is not JSON"),
+        ("ray job submit --runtime-env-json '{' -- python3 train.py --lr 1", "text JSON"),
     ],
 )
 def test_what_matters_and_is_not_known_is_never_passed_over(text: str, said: str) -> None:
     (line,) = read_script(None, text, environment={}).unresolved
-    assert said in line
+    assert line == text_with(said)
 
 
 def test_relative_paths_follow_the_scripts_directory(tmp_path: Path) -> None:
     read = read_script(None, f"cd {tmp_path}\npython3 train.py --load run --ref-load=/a --lr x", environment={})
     assert [word.text for word in read.words] == ["--load", f"{tmp_path}/run", "--ref-load=/a", "--lr", "x"]
     read = read_script(None, "cd $NOWHERE\npython3 train.py --load run", environment={})
-    assert "relative to a directory that is not known" in read.unresolved[0]
+    assert "relative" in read.unresolved[0]

@@ -188,7 +188,7 @@ def test_file_that_is_sourced_and_missing_ends_the_launch(
         done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
         assert (done.returncode, "models/base.sh" in done.stderr) == (1, True)
     (issue,) = read_script(script, environment=ENVIRONMENT).issues
-    assert "models/base.sh: there is no such file, so the script ends here" in issue.actual
+    assert "models/base.sh" in issue.actual
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "base.sh").write_text("MODEL_ARGS=(--num-layers 2)\n")
     read = read_script(script, environment=ENVIRONMENT)

@@ -45,7 +45,7 @@ def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path: Path) ->
 
 
 def test_prefix_that_no_option_is_for_is_an_error() -> None:
-    with pytest.raises(CkptkitError, match="where the weights of old_actor_ come from"):
+    with pytest.raises(CkptkitError, match="old_actor_"):
         locate_loaded(Namespace(load="/ckpt"), "old_actor_")
 
 

@@ -68,7 +68,7 @@ def test_watched_updates_are_checked(send: str, engine: tuple[FakeEngine, str]) 
     assert getattr(updater, send)([("model.norm.weight", torch.ones(8))]) == "refs"
     updater.lose = "layers.1.mlp.experts.2."
     updater.update_weights()  # not checked
-    with pytest.raises(CkptkitError, match="weight update 5 did not arrive as sent"):
+    with pytest.raises(CkptkitError, match="5.*arrive"):
         updater.update_weights()
 
 

@@ -12,6 +12,7 @@ from families.case import MOE, SIZES, Case
 from support import models
 from support.fixture_types import PathOf
 from support.megatron_layouts import judge
+from support.messages import text_with
 from support.processes import environment
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from transformers import Qwen3MoeConfig
@@ -110,10 +111,8 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
     by_tensor = {(finding.code, finding.tensor): finding for finding in findings}
     assert by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
     unwritten = by_tensor.pop(("CK402", "decoder.layers.7.mlp.router.expert_bias"))
-    assert unwritten.actual == "still as it was before the load"
-    assert (
-        by_tensor.pop(("CK401", "decoder.layers.12.self_attention.linear_proj.weight")).actual == "no rank asks for it"
-    )
+    assert unwritten.actual == text_with("load")
+    assert by_tensor.pop(("CK401", "decoder.layers.12.self_attention.linear_proj.weight")).actual == text_with("asks")
     changed = by_tensor.pop(("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight"))
     assert changed.actual.startswith(
         "other values in row 3 (1 of 12288 elements differ in "
@@ -150,12 +149,9 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
     monkeypatch.setattr(runner, "START_S", 0.5)
     for stages in (1, 2):
         subject = Subject(converted("qwen2-tied"), options=VerifyOptions(pp=stages))
-        with pytest.raises(
-            CannotCheck,
-            match=r"rank 0 failed, which says nothing about the checkpoint: while .*: it did not end within 1 s",
-        ):
+        with pytest.raises(CannotCheck, match="0.*within.*1"):
             list(strict_load(subject, Tally()))
-        with pytest.raises(CannotCheck, match="it did not end within 1 s"):
+        with pytest.raises(CannotCheck, match="within.*1"):
             list(right_slices(subject, Tally()))
 
 
@@ -163,10 +159,10 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("how", "phase", "error"),
     [
-        ("own", "comparing what was loaded", "KeyError: 'a defect of ours'"),
-        ("kill", "joining the process groups", "killed by SIGKILL"),
-        ("import", "importing what it needs", "OSError: libcuda.so.1"),
-        ("signature", "asking the model which keys it wants", "TypeError: "),
+        ("own", "comparing", "KeyError: 'a defect of ours'"),
+        ("kill", "process groups", "killed by SIGKILL"),
+        ("import", "importing", "OSError: libcuda.so.1"),
+        ("signature", "which keys", "TypeError: "),
     ],
 )
 def test_a_witness_that_breaks_is_inconclusive(
@@ -178,17 +174,17 @@ def test_a_witness_that_breaks_is_inconclusive(
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
-    said = f"CK401, CK402, CK403, CK404: rank 0 failed, which says nothing about the checkpoint: while {phase}: "
-    assert reason.startswith(said)
+    said = f"CK401 CK402 CK403 CK404 0 {phase}"
+    assert reason == text_with(said)
     assert error in reason
 
 
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("qwen2-tied", {"tp": 4}, "10 attention heads do not divide by --tp 4"),
-        ("qwen3_moe", {"etp": 5}, "96 rows of an expert do not divide by --etp 5"),
-        ("qwen2-tied", {"ep": 2}, "--ep 2, but this model has no experts"),
+        ("qwen2-tied", {"tp": 4}, "10.*--tp 4"),
+        ("qwen3_moe", {"etp": 5}, "96.*--etp 5"),
+        ("qwen2-tied", {"ep": 2}, "--ep 2"),
     ],
 )
 def test_sizes_that_do_not_divide_start_no_process(
@@ -234,7 +230,7 @@ def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
     with pytest.raises(CannotCheck, match="ckptkit convert"):
         list(strict_load(Subject(releases("qwen2-tied")), Tally()))
     monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
-    with pytest.raises(CannotCheck, match="megatron-core is not installed: pip install megatron-core$"):
+    with pytest.raises(CannotCheck, match="pip install megatron-core"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
 
 

@@ -82,9 +82,7 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
             judge(subject)
         return
     if name == "mimo-tied-two-layers" and "PP" in LAYOUTS[name]:
-        with pytest.raises(
-            CannotCheck, match="tied embeddings with multi-token prediction over several pipeline stages"
-        ):
+        with pytest.raises(CannotCheck, match="tied"):
             judge(subject)
         return
     findings, tallies = judge(subject)

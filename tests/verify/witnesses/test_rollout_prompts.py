@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support import rollout_files
+from support.messages import text_with
 from support.rollout_files import Sample, ids_of, write
 
 from verify.report import CheckResult, Finding
@@ -81,7 +82,7 @@ def test_options_that_no_file_records_are_tried_and_named(judge: Judge) -> None:
 
 def test_messages_that_the_template_refuses_fail(judge: Judge) -> None:
     _, _, (finding,) = judge([prompted([{"role": "critic", "content": "no"}], RENDERED)])
-    assert finding.actual == "it refuses those of sample 0: no critics"
+    assert finding.actual == text_with("0 critics")
 
 
 def test_text_with_another_tokenization_fails(judge: Judge) -> None:
@@ -96,7 +97,7 @@ def test_without_a_template_or_a_tokenizer_it_is_inconclusive(judge: Judge, reco
     assert judge([prompted("hello", "hello")], path=path) == ("passed", "", [])
     status, reason, _ = judge([prompted(ASKED, RENDERED)], path=path)
     assert status == "skipped"
-    assert "has no chat template" in reason
+    assert "chat" in reason
     for name in ("tokenizer.json", "tokenizer.model"):
         (path / name).unlink()
     status, reason, _ = judge([prompted("hello", "hello")], path=path)

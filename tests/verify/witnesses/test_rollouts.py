@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from support import models
+from support.messages import text_with
 from support.rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of, samples, write
 
 from ckptkit.app.api import convert, quantize
@@ -60,7 +61,7 @@ def test_command_line_passes_a_sound_rollout(recorded: Any, tmp_path: Path) -> N
     checks = {one["code"]: one for one in report["checks"]}
     assert checks["CK602"]["tensors_compared"] == COUNT * RESPONSE
     assert checks["CK603"]["tensors_compared"] == COUNT
-    assert report["facts"]["rollout"] == ["4 samples of rollout 7, made with weight versions: 3"]
+    assert report["facts"]["rollout"] == [text_with("4 7 versions 3")]
     said = report["facts"]["log-probabilities of the rollout"]
     assert said[0].startswith("the engine from transformers in float32, 96 tokens of 4 samples: mean 0.0")
 
@@ -76,7 +77,7 @@ def scaled(path: Path, target: Path, layer: int, factor: float) -> Path:
 def test_rollout_of_another_checkpoint_fails(judge: Any, recorded: Any, tmp_path: Path) -> None:
     status, _, (finding,) = judge(recorded.samples(), path=scaled(recorded.path, tmp_path / "other", 11, -1.0))
     assert (status, finding.code, finding.severity) == ("failed", "CK602", "error")
-    assert "verify the checkpoint that weight version 3 was" in finding.hint
+    assert "version 3" in finding.hint
 
 
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -110,7 +111,7 @@ def test_log_probabilities_that_are_no_numbers_fail(judge: Any, recorded: Any) -
     given = recorded.samples()
     given[2].rollout_log_probs[5:8] = [math.nan, -math.inf, 0.5]
     _, _, (finding,) = judge(given)
-    assert finding.actual == "3 of the engine are not, first in sample 2"
+    assert finding.actual == text_with("3 sample 2")
 
 
 def test_token_ids_beyond_the_vocabulary_fail(judge: Any, recorded: Any) -> None:
@@ -118,7 +119,7 @@ def test_token_ids_beyond_the_vocabulary_fail(judge: Any, recorded: Any) -> None
     given[1].tokens[3] = 352
     _, _, (finding,) = judge(given)
     assert finding.actual == "352 in sample 1"
-    assert finding.expected == "token ids below 352, the vocabulary of the checkpoint"
+    assert finding.expected == text_with("352 vocabulary")
 
 
 def far_off(given: Sequence[Sample], **fields: Any) -> Sequence[Sample]:
@@ -133,10 +134,10 @@ def far_off(given: Sequence[Sample], **fields: Any) -> Sequence[Sample]:
 @pytest.mark.parametrize(
     ("fields", "count", "words"),
     [
-        ({"weight_versions": ["3", "4"]}, COUNT, "but samples were made with several weight versions (3, 4)"),
+        ({"weight_versions": ["3", "4"]}, COUNT, "versions 3 4"),
         ({"rollout_top_p_token_ids": torch.tensor([1, 2])}, COUNT, "sampled with top-p"),
         ({"rollout_log_probs": None}, COUNT, "has no log-probabilities"),
-        ({}, 1, "24 tokens are too few"),
+        ({}, 1, "24 tokens"),
     ],
 )
 def test_a_gap_that_the_weights_need_not_explain_is_inconclusive(
@@ -144,14 +145,14 @@ def test_a_gap_that_the_weights_need_not_explain_is_inconclusive(
 ) -> None:
     status, reason, findings = judge(far_off(recorded.samples()[:count], **fields))
     assert (status, findings) == ("skipped", [])
-    assert words in reason
+    assert reason == text_with(words)
 
 
 def test_sound_samples_of_several_weight_versions_pass_and_too_few_do_not(judge: Any, recorded: Any) -> None:
     given = recorded.samples()
     given[0].weight_versions = ["3", "4"]
     assert judge(given) == ("passed", "", [])
-    assert "24 tokens are too few" in judge(recorded.samples()[:1])[1]
+    assert "24 tokens" in judge(recorded.samples()[:1])[1]
 
 
 @pytest.mark.parametrize(
@@ -184,7 +185,7 @@ def test_one_sample_of_other_weights_is_named(judge: Any, recorded: Any) -> None
     given[0].weight_versions = ["2"]
     status, reason, findings = judge(given)
     assert (status, findings) == ("skipped", [])
-    assert reason.startswith("the engine: sample 3 of the engine is not the checkpoint's, but samples")
+    assert reason == text_with("sample 3")
 
 
 def test_tokens_of_tools_do_not_count(judge: Any, recorded: Any) -> None:
@@ -209,7 +210,7 @@ def test_samples_with_images_are_left_out(judge: Any, recorded: Any) -> None:
         one.multimodal_inputs = {"images": ["data:"]}
     status, reason, _ = judge(given)
     assert status == "skipped"
-    assert reason.endswith("rollout.pt can be computed again: it has images or other media")
+    assert reason == text_with("rollout.pt")
 
 
 def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any, tmp_path: Path) -> None:
@@ -217,7 +218,7 @@ def test_gap_that_the_guides_call_jitter_is_a_warning(judge: Any, recorded: Any,
     log_probs = [[value - 0.012 for value in one] for one in log_probs_of(tmp_path / "flat", recorded.tokens)]
     status, _, (finding,) = judge(samples(recorded.tokens, log_probs), path=tmp_path / "flat")
     assert (status, finding.severity) == ("passed", "warning")
-    assert "a KL below 0.0001 is jitter of kernels by miles' debugging guide" in finding.hint
+    assert finding.hint == text_with("KL 0.0001")
 
 
 def test_int4_checkpoint_is_told_from_the_release_that_it_was_made_of(
@@ -312,7 +313,7 @@ def test_a_rollout_file_that_is_none_ends_the_run_before_weights_are_read(record
     torch.save({"samples": []}, tmp_path / "empty.pt")
     with pytest.raises(CkptkitError, match="has no samples"):
         verify(recorded.path, rollout_data=tmp_path / "empty.pt")
-    with pytest.raises(CkptkitError, match="temperature without a rollout"):
+    with pytest.raises(CkptkitError, match="temperature"):
         verify(recorded.path, rollout_temperature=0.7)
     with pytest.raises(CkptkitError, match="a temperature of 0"):
         verify(recorded.path, rollout_data=write(tmp_path / "a.pt", recorded.samples()), rollout_temperature=0)

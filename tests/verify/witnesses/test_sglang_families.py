@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from families import OF_A_KIND
 from support import models
+from support.messages import text_with
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, LEFT_OUT, NO_DRAFT, OF_DRAFT, SAID, STRICT, names_faults
 from support.sglang_runs import LOST_OF_DRAFT, Case, Cases, Runs, clean, reported
@@ -44,7 +45,7 @@ def test_every_tensor_is_where_sglang_keeps_it(name: str, cases: Cases, runs: Ru
 def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Runs) -> None:
     report = reported(runs[name])
     tensor, what, count = LEFT_OUT[name]
-    assert {one.tensor: one.what for one in report.dropped}[tensor] == what
+    assert {one.tensor: one.what for one in report.dropped}[tensor] == text_with(what)
     assert (len(report.dropped), report.differing) == (count, ())
 
 

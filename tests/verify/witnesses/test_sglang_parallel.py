@@ -251,4 +251,4 @@ def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"
-    assert "an engine cannot have" in str(check.reason)
+    assert "engine" in str(check.reason)

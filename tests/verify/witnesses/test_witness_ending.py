@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import text_with
 
 from verify.witnesses.process.exit_report import ExitReport, Phase, PhaseLog, exit_report_of, how_it_ended, is_verdict
 from verify.witnesses.sglang.adapter import BUILD, LOAD, REPACK, SET_UP
@@ -219,7 +220,7 @@ def test_a_checkpoint_exception_is_read_with_what_the_ranks_raised() -> None:
 
 def test_phase_log_keeps_phase_and_exception(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    assert exit_report_of(path) == ExitReport("importing what it needs")
+    assert exit_report_of(path).phase == text_with("importing")
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
         phases.enter(BUILD)
         assert exit_report_of(path) == ExitReport("building the model")
@@ -241,7 +242,7 @@ def test_an_exception_of_a_library_is_told_on_one_line_without_where_it_is_insta
     assert "\n" not in exit_report_of(path).message
 
 
-@pytest.mark.parametrize("step", ["", "the last tensor it was given: a"])
+@pytest.mark.parametrize("step", ["", "the tensor a"])
 def test_an_exception_is_told_with_the_step_that_it_came_in(step: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     with pytest.raises(ValueError, match="no"), PhaseLog(path) as phases:
@@ -257,5 +258,5 @@ def test_an_exception_is_told_with_the_step_that_it_came_in(step: str, tmp_path:
 def test_the_end_of_a_process_in_words() -> None:
     assert how_it_ended(0) is None
     assert how_it_ended(1) == "exit code 1"
-    assert how_it_ended(-9) == "killed by SIGKILL, as the kernel does when memory runs out"
+    assert how_it_ended(-9) == text_with("killed SIGKILL")
     assert how_it_ended(-11) == "killed by SIGSEGV"

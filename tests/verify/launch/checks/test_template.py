@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import PathOf
+from support.messages import text_with
 
 from verify.launch.preflight import preflight
 from verify.report import Finding
@@ -46,7 +47,7 @@ def test_a_template_that_is_nowhere_is_found(engine: Path) -> None:
     (engine / "chat_template.jinja").unlink()
     status, (finding,) = judged(engine, "--apply-chat-template")
     assert (status, finding.severity) == ("failed", "error")
-    assert finding.expected == "a chat template, since the command line has --apply-chat-template"
+    assert finding.expected == text_with("--apply-chat-template")
 
 
 def test_a_stop_id_beyond_the_vocabulary_is_found(engine: Path) -> None:

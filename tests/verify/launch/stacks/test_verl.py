@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
+from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
@@ -46,12 +47,11 @@ def test_a_first_run_from_hf_passes(hf: Path, tmp_path: Path, monkeypatch: pytes
     assert passes(report)
     model = "actor_rollout_ref.model.path"
     bridge = f"{model}, through a bridge"
-    engine = f"sglang takes config and tokenizer from {model}, its weights come from the actor"
-    anew = "resume_mode auto finds no tracker in checkpoints/verl_examples/gsm8k"
+    anew = "resume_mode auto checkpoints/verl_examples/gsm8k"
     assert loads(report) == [
-        f"actor loads {hf} (HF): {bridge}; {anew}",
+        text_with(f"actor {hf} HF {model} bridge {anew}"),
         f"reference loads {hf} (HF): {bridge}",
-        f"rollout engine loads {hf} (HF): {engine}",
+        text_with(f"rollout engine {hf} HF sglang {model} actor"),
     ]
 
 
@@ -73,10 +73,10 @@ def test_torch_dist_for_actor_and_reference_with_sizes_passes(hf: Path, torch_di
     given += ["algorithm.use_kl_in_reward=true", f"+{megatron}.expert_tensor_parallel_size=1", "trainer.nnodes=2"]
     report = preflight(arguments=words(hf, *given, NEW))
     assert passes(report)
-    why = "(Megatron): verl loads the directory of actor_rollout_ref.{}.megatron.dist_checkpointing_path itself"
+    why = "Megatron verl actor_rollout_ref.{}.megatron.dist_checkpointing_path"
     assert loads(report)[:2] == [
-        f"actor loads {torch_dist} {why.format('actor')}; trainer.resume_mode is disable",
-        f"reference loads {torch_dist} {why.format('ref')}",
+        text_with(f"actor {torch_dist} {why.format('actor')} trainer.resume_mode disable"),
+        text_with(f"reference {torch_dist} {why.format('ref')}"),
     ]
     ran = {one.code for one in report.checks if one.status == "passed"}
     assert {"CK701", "CK703", "CK711", "CK714", "CK717", "CK722"} <= ran
@@ -127,9 +127,9 @@ def test_sizes_that_do_not_divide_the_gpus_are_found_with_both_places(hf: Path, 
     finding = only(preflight(arguments=words(hf, f"{size}=3", "trainer.n_gpus_per_node=8", NEW)))
     assert (finding.code, finding.expected, finding.actual, finding.hint) == (
         "CK722",
-        f"GPUs of the actor that divide by tp x pp x cp = 1 x 3 x 1 = 3 ({size} (the command line))",
+        text_with(f"GPUs = 1 3 1 = 3 {size}"),
         "8 GPUs: trainer.nnodes 1 x trainer.n_gpus_per_node (the command line) 8",
-        "make the GPUs a multiple of 3, or choose other sizes",
+        text_with("GPUs multiple 3"),
     )
 
 
@@ -145,7 +145,7 @@ def test_a_directory_of_iterations_or_torch_dist_as_the_model_is_found(
     hf: Path, torch_dist: Path, only: OnlyFinding
 ) -> None:
     finding = only(preflight(arguments=words(hf, *dist("actor", torch_dist.parent), NEW)))
-    assert (finding.code, finding.actual) == ("CK711", "a directory of iterations")
+    assert (finding.code, finding.actual) == ("CK711", text_with("iterations"))
     assert finding.hint == f"give the iteration: {torch_dist}"
     finding = only(preflight(arguments=words(torch_dist, NEW)))
     assert (finding.code, finding.actual) == ("CK714", "a Megatron checkpoint")
@@ -155,7 +155,7 @@ def test_a_path_without_its_switch_is_ignored_with_a_warning(hf: Path, torch_dis
     report = preflight(arguments=words(hf, dist("actor", torch_dist)[1], NEW))
     finding = only(report)
     assert (finding.code, finding.severity) == ("CK711", "warning")
-    assert finding.actual.startswith("it is ignored, and actor_rollout_ref.model.path is loaded")
+    assert finding.actual == text_with("actor_rollout_ref.model.path")
     assert loads(report)[0].startswith(f"actor loads {hf} (HF)")
 
 
@@ -166,24 +166,21 @@ def test_a_path_without_its_switch_is_ignored_with_a_warning(hf: Path, torch_dis
         (dist("actor", Path("/nowhere")), "CK711", "no such directory"),
         (dist("actor", Path("/nowhere"))[:1], "CK711", "no such setting"),
         ([*dist("ref", Path("/nowhere")), f"{ACTOR}.use_kl_loss=true"], "CK712", "no such directory"),
-        (
-            ["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"],
-            *("CK713", "not there; beside it nothing"),
-        ),
+        (["trainer.resume_mode=resume_path", "trainer.resume_from_path=/nowhere/global_step_8"], *("CK713", "nothing")),
     ],
 )
 def test_a_path_that_is_not_there_is_found(
     more: list[str], code: str, actual: str, hf: Path, only: OnlyFinding
 ) -> None:
     finding = only(preflight(arguments=words(hf, NEW, *more)))
-    assert (finding.code, finding.severity, finding.actual) == (code, "error", actual)
+    assert (finding.code, finding.severity, finding.actual) == (code, "error", text_with(actual))
 
 
 @pytest.mark.parametrize(
     ("tracker", "code", "actual"),
     [
-        ("30", "CK713", "only global_step_20, so verl starts from the beginning silently"),
-        (None, "CK711", "global_step_20 but no tracker, so verl starts from the beginning silently"),
+        ("30", "CK713", "global_step_20"),
+        (None, "CK711", "global_step_20"),
         ("soon", "CK711", "'soon'"),
         ("20", "CK713", "no such directory"),
     ],
@@ -195,7 +192,7 @@ def test_a_run_that_would_not_resume_is_found(
     if tracker:
         (tmp_path / TRACKER).write_text(tracker)
     finding = only(preflight(arguments=words(hf, f"trainer.default_local_dir={tmp_path}")))
-    assert (finding.code, finding.actual) == (code, actual)
+    assert (finding.code, finding.actual) == (code, text_with(actual))
 
 
 def test_a_critic_is_loaded_for_gae(hf: Path, releases: PathOf) -> None:
@@ -209,10 +206,10 @@ def test_a_critic_is_loaded_for_gae(hf: Path, releases: PathOf) -> None:
 @pytest.mark.parametrize(
     ("more", "line"),
     [
-        (["actor_rollout_ref.model.path=hdfs://models/qwen3"], "not on this machine"),
+        (["actor_rollout_ref.model.path=hdfs://models/qwen3"], "machine"),
         (["actor_rollout_ref.model.path=${oc.env:CKPTKIT_TEST_NO_SUCH}"], "CKPTKIT_TEST_NO_SUCH is not set"),
         (["~actor_rollout_ref.model.path"], "actor_rollout_ref.model.path is not given"),
-        (["trainer.nnodes=${nodes}"], "trainer.nnodes: ${nodes} names no setting of this configuration"),
+        (["trainer.nnodes=${nodes}"], "trainer.nnodes ${nodes}"),
         (["trainer.nnodes=${now:%Y}"], "the resolver now is not known"),
         (["++actor_rollout_ref.model.override_config.model_config.num_hidden_layers=2"], "2: not looked at"),
     ],
@@ -220,7 +217,7 @@ def test_a_critic_is_loaded_for_gae(hf: Path, releases: PathOf) -> None:
 def test_what_cannot_be_told_makes_the_report_inconclusive(more: list[str], line: str, hf: Path) -> None:
     report = preflight(arguments=words(hf, NEW, *more))
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert any(line in one for one in report.facts["not read"])
+    assert any(one == text_with(line) for one in report.facts["not read"])
 
 
 def test_a_model_of_the_command_line_counts_before_that_of_the_settings(hf: Path) -> None:
@@ -228,8 +225,8 @@ def test_a_model_of_the_command_line_counts_before_that_of_the_settings(hf: Path
     report = preflight(hf_checkpoint=hf, arguments=given)
     assert passes(report)
     key = "actor_rollout_ref.model.path (the command line)"
-    note = f"--hf-checkpoint {hf} was looked at, although {key} says /elsewhere/model"
-    assert report.facts["notes"] == [note]
+    note = f"--hf-checkpoint {hf} {key} /elsewhere/model"
+    assert report.facts["notes"] == [text_with(note)]
     # And for a name on a hub.
     assert passes(preflight(hf_checkpoint=hf, arguments=words(Path("Qwen/Qwen3-30B-A3B"), NEW)))
 
@@ -239,9 +236,9 @@ def test_options_that_contradict_the_settings_are_refused(hf: Path, torch_dist: 
     assert passes(preflight(load=torch_dist, hf_checkpoint=hf, arguments=given))
     refused: dict[str, dict[str, Any]] = {
         "the actor loads": {"load": torch_dist.parent},
-        "no reference is loaded": {"ref_load": torch_dist},
-        "--tp 2, but it is 1 in the settings of the job": {"tp": 2},
-        "--ckpt-step does not go with settings of verl": {"ckpt_step": 2},
+        "reference": {"ref_load": torch_dist},
+        "--tp 2.*1": {"tp": 2},
+        "--ckpt-step.*verl": {"ckpt_step": 2},
     }
     for said, options in refused.items():
         with pytest.raises(CkptkitError, match=said):

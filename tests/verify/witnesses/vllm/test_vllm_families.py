@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import models
+from support.messages import text_with
 from support.nightly import collected
 from support.sglang_families import OF_DRAFT, names_faults
 from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, reported
@@ -45,7 +46,7 @@ def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) 
     left = {one for one in tensors if one in report.draft or one.startswith(unread) or "rotary_emb.inv_freq" in one}
     assert report.loaded_names == len(tensors)
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
-    assert report.device == "cpu, with the choices of an H100"
+    assert report.device == text_with("H100")
 
 
 @pytest.mark.parametrize("name", LEFT_OUT)

@@ -105,7 +105,7 @@ def test_planted_fault_is_named(
     fault: str, found: Mapping[str, EngineReport], monkeypatch: pytest.MonkeyPatch, releases: PathOf
 ) -> None:
     if fault not in found:
-        pytest.skip("touches no tensor of this model")
+        pytest.skip("not of this model")
     outcome = judged(replace(found[fault], complete=True), monkeypatch, releases(MOE))
     assert "CK512" in {one.code for one in outcome.findings if one.severity == "error"}
     assert any("other bits after updating by tensor" in one.actual for one in outcome.findings)

@@ -1,0 +1,21 @@
+"""Texts of findings and errors, compared by the data in them: tests do not depend on the wording."""
+
+from __future__ import annotations
+
+import re
+
+
+class text_with:  # noqa: N801, reads as a function: `finding.actual == text_with("5 GPUs 4")`
+    """Equal to a text that has these words, separated by spaces, in this order and with any words between them."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, words: str) -> None:
+        self.words = words
+
+    def __eq__(self, text: object) -> bool:
+        pattern = ".*".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in self.words.split())
+        return isinstance(text, str) and bool(self.words.split()) and re.search(pattern, text, re.DOTALL) is not None
+
+    def __repr__(self) -> str:
+        return f"text_with({self.words!r})"
