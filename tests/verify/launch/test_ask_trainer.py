@@ -113,7 +113,7 @@ def test_what_the_trainer_raises_is_its_refusal(
         ("args.nothing", "", "AttributeError"),
         ("assert False, 'Transformer Engine version 2 is needed'", "", "version 2"),
         ("os._exit(0)", "", "no report"),
-        ("import time; time.sleep(600)", "", "did not end within 20 s"),
+        ("import time; time.sleep(600)", "", "within 20 s"),
     ],
 )
 def test_what_is_no_refusal_is_inconclusive(

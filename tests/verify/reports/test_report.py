@@ -252,7 +252,7 @@ def test_a_lack_of_memory_is_not_a_fault_of_a_check(error: Exception) -> None:
 
 
 def test_report_that_only_skips_what_nobody_asked_for_passes() -> None:
-    assert report_of(passing, skipping).status == "passed"
+    assert report_of(passing, without_subject).status == "passed"
 
 
 def test_every_format_has_the_verdict_of_a_pass() -> None:

@@ -153,6 +153,7 @@ def engine_text(reference: Reference, monkeypatch: pytest.MonkeyPatch, path: Pat
 
 def test_an_engine_that_agrees_on_garbage_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = structured.save(structured.structured(), tmp_path)
+    (path / "tokenizer.json").touch()
     (finding,) = engine_text(recorded(BROKEN), monkeypatch, path).findings
     assert (finding.code, finding.severity) == ("CK607", "error")
     assert "predict" in finding.actual

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.messages import text_with
 
 from verify.skip import CannotCheck
 from verify.witnesses.process.codec import save
@@ -37,7 +38,7 @@ def test_a_rank_that_ends_well_without_a_report_has_failed(tmp_path: Path) -> No
     save(Found(0), tmp_path / "report-0.json")
     answer = read(tmp_path, {})
     assert [*answer.failures] == [1]
-    assert str(answer.failure) == "while importing what it needs: no report; it printed nothing"
+    assert str(answer.failure) == text_with("importing no report; nothing")
 
 
 def test_an_exception_is_told_without_how_the_process_ended(tmp_path: Path) -> None:
@@ -68,6 +69,6 @@ def test_the_first_verdict_is_to_blame_else_the_first_failure(verdicts: tuple[bo
 
 def test_a_report_that_is_required_and_missing_is_inconclusive() -> None:
     answer = Answer[Found]({}, {0: ExitReport("loading", "KeyError: 'key'")})
-    said = "^nothing was computed, which says nothing about the checkpoint: while loading: KeyError: 'key'$"
+    said = "^nothing was computed, .*: while loading: KeyError: 'key'$"
     with pytest.raises(CannotCheck, match=said):
         answer.require("nothing was computed")

@@ -35,7 +35,7 @@ from verify.launch.python.values import (
     why_unread,
 )
 from verify.launch.shell.read import read_command
-from verify.launch.shell.values import Gap, Value
+from verify.launch.shell.values import Gap, ShellValue
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 _START = "execute_train"
@@ -181,7 +181,7 @@ def _converted(annotation: str, text: str) -> Any:
 
 def _launch(script: Path, folders: Sequence[Path], started: _Started) -> LaunchText:
     """The text of one call of `execute_train`, as a command of a shell that has variables for what is not known."""
-    variables: dict[str, tuple[Value, ...]] = {}
+    variables: dict[str, tuple[ShellValue, ...]] = {}
     environment = {name: value for name, value in started.environment.items() if isinstance(value, str)}
     kind = started.named.get("megatron_model_type", MISSING)
     names = (folder / "scripts" / "models" / f"{kind}{ending}" for folder in folders for ending in (".py", ".sh"))
@@ -219,7 +219,7 @@ def _model(script: Path, file: Path | None, kind: Any, environment: Mapping[str,
     return (Unknown("MODEL_ARGS of a model", gaps[0].why if gaps else "its name is not known"),)
 
 
-def _shell(pieces: list[Piece], variables: dict[str, tuple[Value, ...]], script: Path) -> str:
+def _shell(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], script: Path) -> str:
     """These parts as text of a shell; a part that is not known becomes a variable, one that may be there an array."""
     text = ""
     for number, piece in enumerate(pieces):
@@ -234,7 +234,7 @@ def _shell(pieces: list[Piece], variables: dict[str, tuple[Value, ...]], script:
         ends = (isinstance(inside, str) and inside[-1:].isspace()) or (isinstance(after, str) and after[:1].isspace())
         variables[name] = ()
         if isinstance(piece, Maybe) and isinstance(inside, str) and whole and ends and not _special(inside):
-            variables[name] = tuple(Value(word, (), script, None, piece.why) for word in shlex.split(inside))
+            variables[name] = tuple(ShellValue(word, (), script, None, piece.why) for word in shlex.split(inside))
             text += f"${{{name}[@]}} "
             continue
         source = piece.source if isinstance(piece, Unknown) else "".join(_sources(piece.pieces))
@@ -244,7 +244,7 @@ def _shell(pieces: list[Piece], variables: dict[str, tuple[Value, ...]], script:
         is_value = any(word.startswith("--") and "=" not in word for word in before)
         many = whole and isinstance(after, str) and (after[:1].isspace() or not after)
         gap = Gap(f"{shown}[@]" if many and not is_value else shown, piece.why)
-        variables[name] = (Value(gap.source, (gap,), script, None, whole=True),)
+        variables[name] = (ShellValue(gap.source, (gap,), script, None, whole=True),)
         text += f"${{{name}}}"
     return text
 

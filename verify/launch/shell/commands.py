@@ -13,7 +13,7 @@ from verify.launch.python.model_args import TOOL, model_arguments
 from verify.launch.python.values import Unknown, pieces_of
 from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.expand import calculate_in, script_directory, separators, unknown
-from verify.launch.shell.values import Gap, Shell, TooMuchError, Value, Variable, together
+from verify.launch.shell.values import Gap, Shell, ShellValue, TooMuchError, Variable, together
 
 # True or False: whether the command succeeded; None: nobody knows.
 Result = bool | None
@@ -22,7 +22,7 @@ _MAX_NUMBERS = 4096  # that `seq` writes
 _ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
-def known_command(shell: Shell, words: Sequence[Value], here: Value | None, line: int) -> tuple[bool, Result]:
+def known_command(shell: Shell, words: Sequence[ShellValue], here: ShellValue | None, line: int) -> tuple[bool, Result]:
     """Does what a command does. Returns whether its effect is known, and whether it succeeded."""
     name, arguments = os.path.basename(words[0].text), list(words[1:])
     if (act := _COMMANDS.get(name)) is not None:
@@ -37,7 +37,7 @@ def known_command(shell: Shell, words: Sequence[Value], here: Value | None, line
     return False, None
 
 
-def _model_arguments(shell: Shell, tool: Value, model: Value) -> tuple[bool, Result]:
+def _model_arguments(shell: Shell, tool: ShellValue, model: ShellValue) -> tuple[bool, Result]:
     """`python3 .../model_args_utils.py NAME` of miles, whose files are read."""
     path = script_directory(shell, tool.text) if tool.known and model.known else None
     if path is None or not path.is_file():
@@ -57,16 +57,16 @@ def _model_arguments(shell: Shell, tool: Value, model: Value) -> tuple[bool, Res
 
 def _say(shell: Shell, text: str, gaps: tuple[Gap, ...] = ()) -> None:
     if shell.output is not None:
-        shell.output.append(Value(text, gaps))
+        shell.output.append(ShellValue(text, gaps))
 
 
-def _texts(words: Sequence[Value]) -> tuple[str, tuple[Gap, ...]]:
+def _texts(words: Sequence[ShellValue]) -> tuple[str, tuple[Gap, ...]]:
     """Words joined by blanks; one that may be missing is a gap too."""
     maybe = tuple(Gap(word.text, word.maybe) for word in words if word.maybe)
     return together((word.text for word in words), " "), (*(gap for word in words for gap in word.gaps), *maybe)
 
 
-def _echo(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _echo(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     newline = True
     escapes = False
     while words and re.fullmatch(r"-[neE]+", words[0].text):
@@ -80,7 +80,7 @@ def _echo(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _printf(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+def _printf(shell: Shell, words: list[ShellValue], line: int) -> tuple[bool, Result]:
     name = None
     if len(words) > 2 and words[0].text == "-v":
         name, words = words[1].text, words[2:]
@@ -90,11 +90,13 @@ def _printf(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
         words = words[1:]
     gaps = _texts(words)[1]
     text = None if gaps else _formatted(words[0].text, [word.text for word in words[1:]])
-    value = Value(text, (), shell.file, line) if text is not None else unknown("printf", "its text is not known")
+    value = ShellValue(text, (), shell.file, line) if text is not None else unknown("printf", "its text is not known")
     if name is None:
         _say(shell, value.text, value.gaps)
     elif re.fullmatch(r"\w+", name):
-        shell.assign(name, value if text is not None else Value(f"${{{name}}}", gaps or value.gaps, shell.file, line))
+        shell.assign(
+            name, value if text is not None else ShellValue(f"${{{name}}}", gaps or value.gaps, shell.file, line)
+        )
     return True, True
 
 
@@ -125,7 +127,7 @@ def _converted(directive: str, left: list[str]) -> str:
     return f"%{width}d" % (int(given) if re.fullmatch(r"-?\d{1,18}", given) else 0)
 
 
-def _cd(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _cd(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     words = [word for word in words if word.text not in ("--", "-P", "-L")]
     known = len(words) == 1 and words[0].known and words[0].text != "-"
     shell.directory = script_directory(shell, words[0].text) if known else None
@@ -134,16 +136,18 @@ def _cd(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True if known else None
 
 
-def _pwd(shell: Shell, _words: list[Value], _: int) -> tuple[bool, Result]:
+def _pwd(shell: Shell, _words: list[ShellValue], _: int) -> tuple[bool, Result]:
     gap = () if shell.directory else (Gap("$(pwd)", "the directory is not known"),)
     _say(shell, f"{shell.directory or '$(pwd)'}\n", gap)
     return True, True
 
 
-def _path(change: Callable[[str], str], suffixes: int = 0) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
+def _path(
+    change: Callable[[str], str], suffixes: int = 0
+) -> Callable[[Shell, list[ShellValue], int], tuple[bool, Result]]:
     """A command that writes a path made of its one argument, less a suffix where a second one gives it."""
 
-    def act(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+    def act(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
         words = [word for word in words if not word.text.startswith("-")]
         if not words:
             return True, False
@@ -157,7 +161,7 @@ def _path(change: Callable[[str], str], suffixes: int = 0) -> Callable[[Shell, l
     return act
 
 
-def filtered(words: Sequence[Value], text: str) -> str | None:
+def filtered(words: Sequence[ShellValue], text: str) -> str | None:
     """What a command writes that reads this text; None where it is not known: `cat`, and `sed` of plain text."""
     if words[0].text == "cat" and not words[1:]:
         return text
@@ -174,7 +178,7 @@ def filtered(words: Sequence[Value], text: str) -> str | None:
     return text
 
 
-def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _absolute(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     """`realpath` and `readlink -f`."""
     words = [word for word in words if not word.text.startswith("-")]
     path = script_directory(shell, words[0].text) if len(words) == 1 and words[0].known else None
@@ -184,7 +188,7 @@ def _absolute(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _seq(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _seq(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     """`seq LAST`, `seq FIRST LAST` and `seq FIRST STEP LAST` of whole numbers."""
     if len(words) not in (1, 2, 3) or not all(word.known and re.fullmatch(r"-?\d{1,6}", word.text) for word in words):
         return False, None
@@ -197,20 +201,24 @@ def _seq(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None, line: int) -> tuple[bool, Result]:
+def _read(
+    shell: Shell, command: str, words: Sequence[ShellValue], here: ShellValue | None, line: int
+) -> tuple[bool, Result]:
     """`read -ra NAME <<< TEXT`; names that are read from anything else become unknown."""
     flags = "".join(word.text[1:] for word in words if word.text.startswith("-"))
     names = [word.text for word in words if re.fullmatch(r"[A-Za-z_]\w*", word.text)]
     if flags == "rd" and [word.text for word in words[:-1]] == ["-r", "-d", ""] and here is not None and names:
         # The whole text, up to a character that it has not.
-        shell.assign(names[0], Value(here.text.strip(" \t\n"), here.gaps, shell.file, line))
+        shell.assign(names[0], ShellValue(here.text.strip(" \t\n"), here.gaps, shell.file, line))
         return True, False
     if here is None or here.gaps or command != "read" or set(flags) - {"r", "a"} or len(names) != 1:
         why = f"{command} at {shell.place(line)}: " + (here.gaps[0].why if here and here.gaps else "what it reads")
         for name in names:
             shell.forget(name, why)
             if command != "read" or "a" in flags:
-                shell.assign_array(name, (Value(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),))
+                shell.assign_array(
+                    name, (ShellValue(f"${{{name}[@]}}", (Gap(f"${{{name}[@]}}", why),), shell.file, line),)
+                )
         return True, None
     text = here.text.split("\n", 1)[0]
     blanks = separators(shell)
@@ -220,13 +228,13 @@ def _read(shell: Shell, command: str, words: Sequence[Value], here: Value | None
         return True, True
     if "a" in flags:
         pieces = [piece for piece in pieces if piece]
-        shell.assign_array(names[0], tuple(Value(piece, (), shell.file, line) for piece in pieces))
+        shell.assign_array(names[0], tuple(ShellValue(piece, (), shell.file, line) for piece in pieces))
     else:
-        shell.assign(names[0], Value(text.strip(), (), shell.file, line))
+        shell.assign(names[0], ShellValue(text.strip(), (), shell.file, line))
     return True, True
 
 
-def _unset(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+def _unset(shell: Shell, words: list[ShellValue], line: int) -> tuple[bool, Result]:
     functions = bool(words) and words[0].text == "-f"
     for word in words:
         element = re.fullmatch(r"(\w+)\[.*\]", word.text, re.DOTALL)
@@ -243,7 +251,7 @@ def _unset(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _let(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _let(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     value = 0
     for word in words:
         try:
@@ -257,7 +265,7 @@ def _let(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, value != 0
 
 
-def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _export(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     """`export`, whose assignments are made before."""
     for word in words:
         known = shell.lookup(word.text) or Variable(())
@@ -266,7 +274,7 @@ def _export(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _shift(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     count = int(words[0].text[-9:]) if words and words[0].text.isdecimal() else 1
     known = all(value.known for value in shell.arguments)
     if known and count > len(shell.arguments):
@@ -275,7 +283,7 @@ def _shift(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True if known else None
 
 
-def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
+def _set(shell: Shell, words: list[ShellValue], _: int) -> tuple[bool, Result]:
     """`set -- words` gives the positional parameters, `-e` makes failures end the script; others are passed over."""
     named = False
     for number, word in enumerate(words):
@@ -296,7 +304,7 @@ def _set(shell: Shell, words: list[Value], _: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _shopt(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
+def _shopt(shell: Shell, words: list[ShellValue], line: int) -> tuple[bool, Result]:
     """`shopt`, of whose options two change what is read here."""
     for word in words:
         if word.text in ("nocasematch", "lastpipe"):
@@ -304,11 +312,11 @@ def _shopt(shell: Shell, words: list[Value], line: int) -> tuple[bool, Result]:
     return True, True
 
 
-def _nothing(result: Result) -> Callable[[Shell, list[Value], int], tuple[bool, Result]]:
+def _nothing(result: Result) -> Callable[[Shell, list[ShellValue], int], tuple[bool, Result]]:
     return lambda *_: (True, result)
 
 
-_COMMANDS: dict[str, Callable[[Shell, list[Value], int], tuple[bool, Result]]] = {
+_COMMANDS: dict[str, Callable[[Shell, list[ShellValue], int], tuple[bool, Result]]] = {
     "echo": _echo,
     "printf": _printf,
     "cd": _cd,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from verify.launch.shell.operators import matches
-from verify.launch.shell.values import Value
+from verify.launch.shell.values import ShellValue
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,
@@ -22,7 +22,7 @@ _TEXTS = ("=", "==", "!=", "<", ">", "=~")
 _FILES = frozenset({"-e", "-f", "-d", "-r", "-w", "-x", "-s", "-L", "-h", "-p", "-S", "-t", "-v"})
 
 
-def decide(words: Sequence[Value], patterns: bool) -> bool | None:
+def decide(words: Sequence[ShellValue], patterns: bool) -> bool | None:
     """What `[` says of these words, without the brackets; `patterns`: the right side of `==` is one, as in `[[`."""
     if any(word.maybe for word in words):
         return None
@@ -41,7 +41,7 @@ class _NotANumberError(Exception):
 
 
 class _Test:
-    def __init__(self, words: list[Value], patterns: bool) -> None:
+    def __init__(self, words: list[ShellValue], patterns: bool) -> None:
         self.words, self.patterns = words, patterns
         self.position = 0
 
@@ -93,7 +93,7 @@ class _Test:
         value = self.words[self.position - 1]
         return None if value.gaps else bool(value.text)
 
-    def compared(self, left: Value, symbol: str, right: Value) -> bool | None:
+    def compared(self, left: ShellValue, symbol: str, right: ShellValue) -> bool | None:
         if left.gaps or right.gaps:
             return None
         if symbol in _NUMBERS:
@@ -109,7 +109,7 @@ class _Test:
         return equal if symbol != "!=" else opposite(equal)
 
 
-def _certain(value: Value) -> bool:
+def _certain(value: ShellValue) -> bool:
     """Whether a text with gaps is not empty whatever they are."""
     rest = value.text
     for gap in value.gaps:

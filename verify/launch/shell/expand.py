@@ -11,7 +11,7 @@ from verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
 from verify.launch.shell.lexer import Lexer
 from verify.launch.shell.operators import changed_text
 from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
-from verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, TooMuchError, Value, together
+from verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, ShellValue, TooMuchError, together
 
 # What arithmetic assigns to: `n = 1`, `n += 1`, `A[0]++`, `--n`.
 _ASSIGNED = re.compile(
@@ -34,15 +34,15 @@ class _Fields:
 
     shell: Shell
     line: int
-    done: list[Value] = field(default_factory=list)
+    done: list[ShellValue] = field(default_factory=list)
     text: str = ""
     gaps: list[Gap] = field(default_factory=list)
     there: bool = False
     maybe: str = ""
-    origin: Value | None = None
+    origin: ShellValue | None = None
     pieces: int = 0
 
-    def add(self, value: Value, quoted: bool = True) -> None:
+    def add(self, value: ShellValue, quoted: bool = True) -> None:
         """Adds a text to the current word. An unquoted one is only a word where it is not empty."""
         self.text += value.text
         self.gaps += value.gaps
@@ -58,13 +58,13 @@ class _Fields:
         if self.there:
             alone = self.origin if self.pieces == 1 and self.origin and self.origin.line is not None else None
             file, line = (alone.file, alone.line) if alone else (self.shell.file, self.line)
-            self.done.append(Value(self.text, tuple(self.gaps), file, line, self.maybe))
+            self.done.append(ShellValue(self.text, tuple(self.gaps), file, line, self.maybe))
         self.text, self.gaps, self.there, self.maybe, self.origin, self.pieces = "", [], False, "", None, 0
 
 
-def expand(shell: Shell, words: Sequence[ShellWord]) -> list[Value]:
+def expand(shell: Shell, words: Sequence[ShellWord]) -> list[ShellValue]:
     """The words that become of these."""
-    found: list[Value] = []
+    found: list[ShellValue] = []
     for word in words:
         found += (made := _expand(shell, word))
         shell.step(sum(len(value.text) for value in made) + len(made))
@@ -73,10 +73,10 @@ def expand(shell: Shell, words: Sequence[ShellWord]) -> list[Value]:
     return found
 
 
-def _expand(shell: Shell, word: ShellWord) -> list[Value]:
+def _expand(shell: Shell, word: ShellWord) -> list[ShellValue]:
     if why := _many_words(word):
         source = "".join(part.text if isinstance(part, Literal) else part.source for part in word.parts)
-        return [Value(source, (Gap(source, why),), shell.file, word.line)]
+        return [ShellValue(source, (Gap(source, why),), shell.file, word.line)]
     fields = _Fields(shell, word.line)
     for number, part in enumerate(_with_defaults(shell, word.parts)):
         match part:
@@ -129,19 +129,19 @@ def _is_glob(text: str) -> bool:
     return _GLOB.search(text) is not None and not _LAYERS.fullmatch(text)
 
 
-def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> Value:
+def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> ShellValue:
     if quoted or not first or not text.startswith("~"):
-        return Value(text)
+        return ShellValue(text)
     name, slash, rest = text.partition("/")
     home = shell.lookup("HOME")
     if not re.fullmatch(r"~[A-Za-z_+-]?[\w-]*", name):
-        return Value(text)
+        return ShellValue(text)
     if name != "~" or home is None or not home.values:
-        return Value(text, (Gap(name, "the home directory is not known"),))
+        return ShellValue(text, (Gap(name, "the home directory is not known"),))
     return replace(home.values[0], text=home.values[0].text + slash + rest)
 
 
-def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
+def _add_split(fields: _Fields, value: ShellValue, quoted: bool) -> None:
     """Adds a value; an unquoted one is split at blanks. Those of a gap are not known: a word with one stays unknown."""
     if quoted or value.whole:
         fields.add(value)
@@ -165,10 +165,10 @@ def _add_split(fields: _Fields, value: Value, quoted: bool) -> None:
         if count:
             fields.end()
         gaps = (Gap(piece, FILES),) if _is_glob(piece) else ()
-        fields.add(Value(piece, gaps, value.file, value.line, value.maybe), quoted=False)
+        fields.add(ShellValue(piece, gaps, value.file, value.line, value.maybe), quoted=False)
 
 
-def _split_around_gaps(value: Value, blanks: str) -> list[Value]:
+def _split_around_gaps(value: ShellValue, blanks: str) -> list[ShellValue]:
     """The words of a text with gaps, each with its own gaps."""
     text = value.text
     for number, gap in enumerate(value.gaps):
@@ -179,7 +179,7 @@ def _split_around_gaps(value: Value, blanks: str) -> list[Value]:
     for piece in re.split(f"[{re.escape(blanks)}]+", text):
         gaps = tuple(value.gaps[int(number)] for number in re.findall("\0([0-9]+)\0", piece))
         whole = re.sub("\0([0-9]+)\0", lambda mark: value.gaps[int(mark[1])].source, piece)
-        found.append(Value(whole, gaps, value.file, value.line, value.maybe))
+        found.append(ShellValue(whole, gaps, value.file, value.line, value.maybe))
     return found
 
 
@@ -189,13 +189,13 @@ def separators(shell: Shell) -> str:
     return known.values[0].text if known and known.values else " \t\n"
 
 
-def joined(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) -> Value:
+def joined(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) -> ShellValue:
     """A word as the one text that an assignment or a `[[ ]]` takes: nothing is split.
 
     `is_pattern`: as `case` and the right side of `==` take it, where what is quoted stands for itself.
     """
     if word is None:
-        return Value("")
+        return ShellValue("")
     text, gaps, maybe = "", list[Gap](), ""
     for number, part in enumerate(_with_defaults(shell, word.parts)):
         quoted = getattr(part, "quoted", False)
@@ -214,7 +214,7 @@ def joined(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) ->
             maybe = maybe or value.maybe
     if not is_pattern:
         shell.step(len(text))
-    return Value(text, tuple(gaps), shell.file, word.line, maybe)
+    return ShellValue(text, tuple(gaps), shell.file, word.line, maybe)
 
 
 def _is_list(part: Parameter) -> bool:
@@ -222,12 +222,12 @@ def _is_list(part: Parameter) -> bool:
     return not part.length and (part.index == "@" or part.name == "@")
 
 
-def _values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[Value]:
+def _values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[ShellValue]:
     """The values of one part, which are several for an array."""
     match part:
         case Arithmetic(text, source):
             try:
-                return [Value(str(calculate_in(shell, text)))]
+                return [ShellValue(str(calculate_in(shell, text)))]
             except ArithmeticFault as fault:
                 return [unknown(source, str(fault))]
         case Substitution(readable=False):
@@ -238,28 +238,28 @@ def _values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[V
     if not part.quoted or "*" not in (part.index, part.name):
         return values
     text = together((value.text for value in values), separators(shell)[:1])
-    return [Value(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))]
+    return [ShellValue(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))]
 
 
-def _maybes(values: Sequence[Value]) -> Iterator[str]:
+def _maybes(values: Sequence[ShellValue]) -> Iterator[str]:
     yield from (value.maybe for value in values if value.maybe)
 
 
-def _reasons(values: Sequence[Value]) -> str:
+def _reasons(values: Sequence[ShellValue]) -> str:
     """Why the first of these that is not known is not."""
     return next(_reason(value) for value in values if not value.known)
 
 
-def unknown(source: str, why: str) -> Value:
+def unknown(source: str, why: str) -> ShellValue:
     """A value of which nothing is known."""
-    return Value(source, (Gap(source, why),))
+    return ShellValue(source, (Gap(source, why),))
 
 
 def calculate_in(shell: Shell, text: str) -> int:
     """The value of an arithmetic expression, whose variables are the shell's. Raises ArithmeticFault."""
     # `${A[i]}`, `${#A[@]}` and `$1` are expanded first, as bash does; plain names are left to the expression.
     lexer = Lexer(text, "arithmetic")
-    value = joined(shell, lexer.word(frozenset())) if re.search(r"\$[^A-Za-z_]", text) else Value(text)
+    value = joined(shell, lexer.word(frozenset())) if re.search(r"\$[^A-Za-z_]", text) else ShellValue(text)
     if not value.known:
         raise ArithmeticFault(_reason(value))
 
@@ -276,18 +276,20 @@ def calculate_in(shell: Shell, text: str) -> int:
             raise ArithmeticFault(f"${name} is {found.text[:40]!r}, which is not a number") from error
 
     try:
-        return calculate(value.text, get, lambda name, number: shell.assign(name, Value(str(number), (), shell.file)))
+        return calculate(
+            value.text, get, lambda name, number: shell.assign(name, ShellValue(str(number), (), shell.file))
+        )
     except ArithmeticFault as fault:
         for found in _ASSIGNED.finditer(value.text):
             shell.forget(found[1] or found[2], str(fault))
         raise
 
 
-def _reason(value: Value) -> str:
+def _reason(value: ShellValue) -> str:
     return "; ".join(gap.why for gap in value.gaps) or value.maybe
 
 
-def _listed(shell: Shell, part: Parameter) -> list[Value]:
+def _listed(shell: Shell, part: Parameter) -> list[ShellValue]:
     """The values of a parameter, after its operator."""
     values = _looked_up(shell, part)
     if part.indirect:
@@ -302,7 +304,7 @@ def _listed(shell: Shell, part: Parameter) -> list[Value]:
         return []
     set_here = shell.variables.get(part.name)
     if values is None and part.index and set_here and set_here.array and all(value.known for value in set_here.values):
-        return [Value("")]
+        return [ShellValue("")]
     if values is None:
         return [unknown(part.source, "set neither in the script nor in the environment")]
     if not part.operator:
@@ -313,12 +315,12 @@ def _listed(shell: Shell, part: Parameter) -> list[Value]:
     return [_changed(shell, part, value) for value in values]
 
 
-def _slice(shell: Shell, part: Parameter, values: list[Value]) -> list[Value]:
+def _slice(shell: Shell, part: Parameter, values: list[ShellValue]) -> list[ShellValue]:
     """`${A[@]:1:2}`; of `$@` the word 0 is the script."""
     if not all(value.known for value in values):
         return [unknown(part.source, _reasons(values))]
     if part.name in ("@", "*"):
-        values = [Value(str(shell.file or "bash")), *values]
+        values = [ShellValue(str(shell.file or "bash")), *values]
     bounds = _bounds(shell, part, len(values))
     return [unknown(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
 
@@ -337,7 +339,7 @@ def _bounds(shell: Shell, part: Parameter, length: int) -> slice | str:
     return slice(0, 0) if start < 0 or count < 0 else slice(start, start + count)
 
 
-def _looked_up(shell: Shell, part: Parameter) -> list[Value] | None:
+def _looked_up(shell: Shell, part: Parameter) -> list[ShellValue] | None:
     if part.name in ("@", "*"):
         shell.argument_uses.append(0)
         return list(shell.arguments)
@@ -347,34 +349,34 @@ def _looked_up(shell: Shell, part: Parameter) -> list[Value] | None:
         shell.argument_uses.append(0)
         if any(value.maybe or value.gaps for value in shell.arguments):
             return [unknown(part.source, "how many there are is not known")]
-        return [Value(str(len(shell.arguments)))]
+        return [ShellValue(str(len(shell.arguments)))]
     if part.name in ("?", "$", "!", "-") or part.name in ("RANDOM", "SECONDS", "BASHPID"):
         return [unknown(part.source, "known only when the script runs")]
     if part.name == "BASH_SOURCE" and part.index not in (None, "0", "@", "*"):
         return [unknown(part.source, "which file sources this one is not followed")]
     if part.name == "BASH_SOURCE" and part.name not in shell.variables:
-        return [Value(str(shell.file))] if shell.file else None
+        return [ShellValue(str(shell.file))] if shell.file else None
     if part.name == "PWD" and part.name not in shell.variables:
-        return [Value(str(shell.directory))] if shell.directory else None
+        return [ShellValue(str(shell.directory))] if shell.directory else None
     known = shell.lookup(part.name)
     if known is None or part.index in ("@", "*"):
         return None if known is None else list(known.values)
     return _element(shell, part, known.values)
 
 
-def _positional(shell: Shell, number: int) -> list[Value] | None:
+def _positional(shell: Shell, number: int) -> list[ShellValue] | None:
     if number == 0:
-        return [Value(str(shell.script))] if shell.script else None
+        return [ShellValue(str(shell.script))] if shell.script else None
     shell.argument_uses.append(number)
     if any(value.maybe for value in shell.arguments[:number]):
         return [unknown(f"${number}", next(_maybes(shell.arguments)))]
     if number <= len(shell.arguments):
         return [shell.arguments[number - 1]]
     # A function is called with these and no others; what a script is started with is not known for certain.
-    return [Value("")] if shell.locals else None
+    return [ShellValue("")] if shell.locals else None
 
 
-def _element(shell: Shell, part: Parameter, values: Sequence[Value]) -> list[Value] | None:
+def _element(shell: Shell, part: Parameter, values: Sequence[ShellValue]) -> list[ShellValue] | None:
     index = 0
     if part.index is not None:
         try:
@@ -392,19 +394,19 @@ def _element(shell: Shell, part: Parameter, values: Sequence[Value]) -> list[Val
     return [values[index]] if -len(values) <= index < len(values) else None
 
 
-def _length(part: Parameter, values: Sequence[Value]) -> Value:
+def _length(part: Parameter, values: Sequence[ShellValue]) -> ShellValue:
     if not all(value.known for value in values):
         return unknown(part.source, "not all of it is known")
     many = part.index in ("@", "*") or part.name in ("@", "*")
-    return Value(str(len(values) if many else len(values[0].text if values else "")))
+    return ShellValue(str(len(values) if many else len(values[0].text if values else "")))
 
 
-def _indirect(shell: Shell, part: Parameter, values: list[Value] | None) -> list[Value]:
+def _indirect(shell: Shell, part: Parameter, values: list[ShellValue] | None) -> list[ShellValue]:
     """`${!A[@]}`: the indices of an array; `${!A}`: what the variable has that `$A` names."""
     if part.index in ("@", "*"):
         if not all(value.known for value in values or ()):
             return [unknown(part.source, "which elements there are is not known")]
-        return [Value(str(index)) for index in range(len(values or ()))]
+        return [ShellValue(str(index)) for index in range(len(values or ()))]
     name = values[0] if values else None
     if name is None or not name.known or not _NAMED.fullmatch(name.text):
         why = "which variable it is can not be told here"
@@ -413,7 +415,7 @@ def _indirect(shell: Shell, part: Parameter, values: list[Value] | None) -> list
     return _listed(shell, replace(part, name=name.text, index=None, indirect=False))
 
 
-def _is_empty(part: Parameter, values: Sequence[Value] | None) -> bool | None:
+def _is_empty(part: Parameter, values: Sequence[ShellValue] | None) -> bool | None:
     """Whether `${A:-default}` and its like take the parameter for one that is not set; None where nobody can tell."""
     if values and all(value.maybe for value in values):
         return None
@@ -441,25 +443,25 @@ def _with_defaults(shell: Shell, parts: Sequence[Part]) -> Iterator[Part]:
             yield Literal("", True)
 
 
-def _defaulted(shell: Shell, part: Parameter, values: list[Value] | None) -> list[Value]:
+def _defaulted(shell: Shell, part: Parameter, values: list[ShellValue] | None) -> list[ShellValue]:
     """`${A:=default}` and `${A:?message}`, and the value of a parameter that takes no default."""
     if not (empty := _is_empty(part, values)):
         maybe = next(_maybes(values or ()), "") if empty is None else ""
         return [unknown(part.source, maybe)] if maybe else list(values or ())
     if part.operator[-1] == "+":
-        return [] if _is_list(part) else [Value("")]
+        return [] if _is_list(part) else [ShellValue("")]
     if part.operator[-1] == "?":
         return [unknown(part.source, "the script stops, since it is not set")]
     word = ShellWord(Lexer(part.argument, str(shell.file or "the command line")).argument(part.quoted), 0)
     default = joined(shell, word)
     shell.assign(part.name, default)
-    return [Value(default.text, default.gaps, maybe=default.maybe)]
+    return [ShellValue(default.text, default.gaps, maybe=default.maybe)]
 
 
-def _changed(shell: Shell, part: Parameter, value: Value) -> Value:
+def _changed(shell: Shell, part: Parameter, value: ShellValue) -> ShellValue:
     """`${A#pattern}`, `${A/pattern/text}`, `${A:1:2}`, `${A,,}`."""
     if value.gaps:
-        return Value(part.source, value.gaps)
+        return ShellValue(part.source, value.gaps)
     trims = part.operator in ("#", "##", "%", "%%")
     shell.step(min(len(value.text), 1_000) ** 2 // 10 if trims else len(value.text))
     if part.operator == ":":
@@ -473,7 +475,7 @@ def _changed(shell: Shell, part: Parameter, value: Value) -> Value:
         changed = changed_text(value.text, part.operator, part.argument)
     if changed is None:
         return unknown(part.source, "this change of a variable is not worked out here")
-    return Value(changed, (), value.file, value.line, value.maybe)
+    return ShellValue(changed, (), value.file, value.line, value.maybe)
 
 
 def script_directory(shell: Shell, text: str) -> Path | None:

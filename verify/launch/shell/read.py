@@ -20,7 +20,7 @@ from verify.launch.shell.expand import BRACES
 from verify.launch.shell.parser import parse
 from verify.launch.shell.run import follow, substituted
 from verify.launch.shell.trainers import started_processes
-from verify.launch.shell.values import Gap, Shell, Start, TooMuchError, Value, Variable, clipped
+from verify.launch.shell.values import Gap, Shell, ShellValue, Start, TooMuchError, Variable, clipped
 from verify.launch.stacks.slime import unread
 from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
@@ -50,7 +50,7 @@ def read_script(
     """
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
-    given = tuple(Value(word) for word in arguments)
+    given = tuple(ShellValue(word) for word in arguments)
     shell = Shell(script, Path.cwd(), environment or {}, substituted, given, script=script)
     try:
         follow(shell, parse(text, place))
@@ -69,7 +69,7 @@ def read_script(
 
 
 def read_command(
-    text: str, variables: Mapping[str, tuple[Value, ...]], script: Path, line: int, environment: Mapping[str, str]
+    text: str, variables: Mapping[str, tuple[ShellValue, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
     """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
     shell = Shell(script, Path.cwd(), environment, substituted, script=script)
@@ -146,7 +146,7 @@ def _default_config(program: Path) -> Path | None:
     return None
 
 
-def _word(value: Value) -> Word:
+def _word(value: ShellValue) -> Word:
     if value.known:
         return Word(value.text, value.file, value.line)
     why = value.maybe or "; ".join(str(gap) for gap in value.gaps)
@@ -215,7 +215,7 @@ def _placed(word: Word, option: str, start: Start) -> Word:
     return Word(f"{name}={text}" if about == name else text, word.file, word.line)
 
 
-def _may_be_options(value: Value, name: str) -> bool:
+def _may_be_options(value: ShellValue, name: str) -> bool:
     """Whether a word that is not known may be several, options among them; `name` is what stands before its `=`."""
     if name.startswith("--"):
         return any(gap.source in name or gap.why == BRACES for gap in value.gaps)
@@ -227,13 +227,13 @@ def _may_be_options(value: Value, name: str) -> bool:
     return "[@]" in value.text or "$@" in value.text or _MANY.search(value.text) is not None
 
 
-def _runtime(before: Sequence[Value], unresolved: dict[str, None]) -> Iterator[tuple[str, Word]]:
+def _runtime(before: Sequence[ShellValue], unresolved: dict[str, None]) -> Iterator[tuple[str, Word]]:
     """The variables that `ray job submit --runtime-env-json` gives to the trainer."""
     for number, value in enumerate(before):
         name, equals, given = value.text.partition("=")
         if name != "--runtime-env-json":
             continue
-        text = value if equals else before[number + 1] if number + 1 < len(before) else Value("")
+        text = value if equals else before[number + 1] if number + 1 < len(before) else ShellValue("")
         content = given if equals else text.text
         try:
             variables = json.loads(content).get("env_vars") or {}

@@ -24,7 +24,7 @@ from verify.launch.shell.operators import matches
 from verify.launch.shell.parser import parse
 from verify.launch.shell.syntax import Node
 from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import Gap, Shell, Value, Variable, either_shell, together
+from verify.launch.shell.values import Gap, Shell, ShellValue, Variable, either_shell, together
 
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})
@@ -104,7 +104,7 @@ def _done(shell: Shell, node: Node) -> Outcome:
             return "", decide(_compared(shell, words), patterns=True)
 
 
-def _compared(shell: Shell, words: Sequence[syntax.ShellWord]) -> list[Value]:
+def _compared(shell: Shell, words: Sequence[syntax.ShellWord]) -> list[ShellValue]:
     """The words of `[[ ]]`, of which those behind `==` are patterns."""
     before = ["", *(word.plain for word in words)]
     pairs = zip(words, before, strict=False)
@@ -137,13 +137,13 @@ def _pipeline(shell: Shell, node: syntax.Pipeline) -> Outcome:
             text = filtered(words, text) if words and shell.output is not None else None
     if shell.output is not None:
         other = unknown("$(... | ...)", "the output of other commands")
-        shell.output.append(other if text is None else Value(text))
+        shell.output.append(other if text is None else ShellValue(text))
     if shell.pipefail is not False and not all(results):
         return "", False if shell.pipefail and False in results else None
     return "", results[-1]
 
 
-def substituted(shell: Shell, part: syntax.Substitution) -> Value:
+def substituted(shell: Shell, part: syntax.Substitution) -> ShellValue:
     """The output of the commands in `$(...)`, where it is known."""
     branch = shell.branch()
     branch.output, branch.errexit = [], False
@@ -160,7 +160,7 @@ def substituted(shell: Shell, part: syntax.Substitution) -> Value:
     whole = all(value.text.strip() == value.gaps[0].source for value in branch.output if value.gaps)
     if gaps and (whole or any(gap.source.startswith("$(...") or gap.source not in text for gap in gaps)):
         return unknown(part.source, gaps[0].why)
-    return Value(text, gaps)
+    return ShellValue(text, gaps)
 
 
 def _simple(shell: Shell, node: syntax.Simple) -> Outcome:
@@ -184,7 +184,7 @@ def _simple(shell: Shell, node: syntax.Simple) -> Outcome:
     return _command(shell, node, words, {})
 
 
-def _declared(shell: Shell, words: Sequence[Value], assigned: set[str]) -> None:
+def _declared(shell: Shell, words: Sequence[ShellValue], assigned: set[str]) -> None:
     """Makes the names behind `local` variables of the function, which are not set before they are assigned."""
     if any(word.text.startswith("-") and "g" in word.text for word in words[1:]):
         return
@@ -194,7 +194,7 @@ def _declared(shell: Shell, words: Sequence[Value], assigned: set[str]) -> None:
             shell.drop(name)
 
 
-def _attributes(shell: Shell, words: Sequence[Value], line: int, wanted: str) -> Iterator[tuple[str, str]]:
+def _attributes(shell: Shell, words: Sequence[ShellValue], line: int, wanted: str) -> Iterator[tuple[str, str]]:
     """The variables to which an assignment gives another value than the one it says, as `declare -i` makes them."""
     flags = {flag for word in words[1:] if word.text.startswith("-") for flag in word.text[1:]}
     flags |= {"r"} if words and words[0].text == "readonly" else set()
@@ -205,7 +205,7 @@ def _attributes(shell: Shell, words: Sequence[Value], line: int, wanted: str) ->
         yield from ((word.text, why) for word in words[1:] if not word.text.startswith("-"))
 
 
-def _with_assignments(shell: Shell, node: syntax.Simple, words: list[Value]) -> Outcome:
+def _with_assignments(shell: Shell, node: syntax.Simple, words: list[ShellValue]) -> Outcome:
     """`NAME=value command`: only the command sees them."""
     branch = shell.branch()
     for assignment in node.assignments:
@@ -219,7 +219,7 @@ def _with_assignments(shell: Shell, node: syntax.Simple, words: list[Value]) -> 
     return outcome
 
 
-def _command(shell: Shell, node: syntax.Simple, words: list[Value], given: dict[str, Value]) -> Outcome:
+def _command(shell: Shell, node: syntax.Simple, words: list[ShellValue], given: dict[str, ShellValue]) -> Outcome:
     """One command with its words; `given` are the variables that only it sees."""
     name = words[0].text
     if name in ("exit", "return", "break", "continue"):
@@ -258,7 +258,7 @@ def _command(shell: Shell, node: syntax.Simple, words: list[Value], given: dict[
     return "", result
 
 
-def _ended(shell: Shell, name: str, words: Sequence[Value], line: int) -> Outcome:
+def _ended(shell: Shell, name: str, words: Sequence[ShellValue], line: int) -> Outcome:
     """`exit`, `return`, `break` and `continue`, which a number follows."""
     number = int(words[0].text) if words and words[0].known and re.fullmatch(r"[0-9]{1,9}", words[0].text) else None
     if name in ("break", "continue"):
@@ -272,7 +272,7 @@ def _ended(shell: Shell, name: str, words: Sequence[Value], line: int) -> Outcom
     return name, shell.result if not words else None if number is None else number & 255 == 0
 
 
-def _call(shell: Shell, body: Node, words: list[Value]) -> Outcome:
+def _call(shell: Shell, body: Node, words: list[ShellValue]) -> Outcome:
     """A function, with its words as positional parameters."""
     before, uses, loops = shell.arguments, shell.argument_uses, shell.loops
     shell.arguments, shell.argument_uses, shell.callers, shell.loops = tuple(words[1:]), [], shell.callers + 1, 0
@@ -310,7 +310,7 @@ def _assign(shell: Shell, assignment: syntax.Assignment) -> None:
         shell.assign(name, value)
 
 
-def _assign_element(shell: Shell, assignment: syntax.Assignment, value: Value, before: Variable | None) -> None:
+def _assign_element(shell: Shell, assignment: syntax.Assignment, value: ShellValue, before: Variable | None) -> None:
     """`A[index]=value`; without an index it is the first element."""
     values = list(before.values) if before else []
     try:
@@ -413,7 +413,7 @@ def _if_command(shell: Shell, node: syntax.If, number: int) -> Outcome:
     return follow(shell, body) if result else _if_command(shell, node, number + 1)
 
 
-def _branches(shell: Shell, node: syntax.Case, subject: Value, first: int) -> Outcome:
+def _branches(shell: Shell, node: syntax.Case, subject: ShellValue, first: int) -> Outcome:
     """The branches of a `case` from `first` on."""
     for number in range(first, len(node.branches)):
         values = [joined(shell, pattern, is_pattern=True) for pattern in node.branches[number][0]]
@@ -430,7 +430,7 @@ def _branches(shell: Shell, node: syntax.Case, subject: Value, first: int) -> Ou
     return "", True
 
 
-def _chosen(shell: Shell, node: syntax.Case, subject: Value, number: int) -> Outcome:
+def _chosen(shell: Shell, node: syntax.Case, subject: ShellValue, number: int) -> Outcome:
     """A branch that is taken, with those behind it that `;&` and `;;&` lead to."""
     flow, result = follow(shell, node.branches[number][1])
     end = node.branches[number][2]
@@ -472,7 +472,7 @@ def _for(shell: Shell, node: syntax.For) -> Flow:
     return ""
 
 
-def _unknown_words(shell: Shell, node: syntax.For, values: Sequence[Value]) -> Flow:
+def _unknown_words(shell: Shell, node: syntax.For, values: Sequence[ShellValue]) -> Flow:
     """A loop over words that are not known. Where one of them is, or is braces, its body runs for certain."""
     shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
     refused = any(gap.source.startswith(("$((", "${!")) for value in values for gap in value.gaps)
@@ -528,7 +528,7 @@ def _holds(shell: Shell, node: syntax.ForArithmetic | syntax.While) -> Result:
     return opposite(result) if node.until else result
 
 
-def _source(shell: Shell, words: list[Value], line: int) -> Outcome:
+def _source(shell: Shell, words: list[ShellValue], line: int) -> Outcome:
     """`source FILE`, whose variables stay."""
     named = words[1].text
     path = script_directory(shell, named) if words[1].known else None
@@ -562,7 +562,7 @@ def _source(shell: Shell, words: list[Value], line: int) -> Outcome:
     return ("exit" if flow == "exit" else ""), None if flow == "maybe" else result
 
 
-def _started(shell: Shell, words: list[Value], given: Mapping[str, Value]) -> Outcome:
+def _started(shell: Shell, words: list[ShellValue], given: Mapping[str, ShellValue]) -> Outcome:
     """`bash FILE WORDS`: another script, which sees what is exported and changes nothing here."""
     path = script_directory(shell, words[1].text)
     branch = shell.branch()
@@ -609,7 +609,7 @@ def _beside(shell: Shell, path: Path) -> bool:
     return any(Path(os.path.abspath(path)).is_relative_to(one) for one in trees)
 
 
-def _evaluate(shell: Shell, words: Sequence[Value], line: int) -> Outcome:
+def _evaluate(shell: Shell, words: Sequence[ShellValue], line: int) -> Outcome:
     if all(word.known for word in words):
         return _inner(shell, together((word.text for word in words), " "), line)
     shell.unresolved[f"{shell.place(line)}: eval of a text that is not known"] = None

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from verify.launch.options.argv import options_of
-from verify.launch.shell.values import Shell, Start, Value
+from verify.launch.shell.values import Shell, ShellValue, Start
 from verify.launch.words import Word
 
 # slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl, its recipes, Relax and others a module.
@@ -36,7 +36,7 @@ _GAP = "?"
 _SET = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
-def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], line: int) -> Start | None:
+def start_of(words: Sequence[ShellValue], shell: Shell, given: Mapping[str, ShellValue], line: int) -> Start | None:
     """The start of a trainer that these words are; None where they are none. `given`: variables set before them."""
     at = _trainer_at(words)
     if at is None:
@@ -44,17 +44,17 @@ def start_of(words: Sequence[Value], shell: Shell, given: Mapping[str, Value], l
     environment, before = shell.exported, tuple(words[:at])
     for word in before:
         if found := _SET.fullmatch(word.text):
-            environment[found[1]] = Value(found[2], word.gaps, word.file, word.line, word.maybe)
+            environment[found[1]] = ShellValue(found[2], word.gaps, word.file, word.line, word.maybe)
     rest, variables = tuple(words[at + 1 :]), environment | dict(given)
     return Start(rest, before, variables, line, shell.file, shell.directory, words[at].text)
 
 
 def names_trainer(words: Sequence[str]) -> bool:
     """Whether these words of a command start a trainer."""
-    return _trainer_at([Value(word) for word in words]) is not None
+    return _trainer_at([ShellValue(word) for word in words]) is not None
 
 
-def _trainer_at(words: Sequence[Value]) -> int | None:
+def _trainer_at(words: Sequence[ShellValue]) -> int | None:
     """The index of the word that names the trainer."""
     if words[0].text in _OTHERS:
         return None
@@ -69,7 +69,7 @@ def _trainer_at(words: Sequence[Value]) -> int | None:
     return None
 
 
-def started_processes(before: Sequence[Value]) -> Word | None:
+def started_processes(before: Sequence[ShellValue]) -> Word | None:
     """The processes that torchrun, deepspeed or accelerate starts, by the words before the trainer's own.
 
     None where another program starts it, or where their number is not known.
@@ -94,7 +94,7 @@ def _unknown(text: str) -> str:
     return f"{name}={_GAP}" if equals and name.startswith("--") else text if text.startswith("--") else _GAP
 
 
-def inner_script(words: Sequence[Value]) -> str | None:
+def inner_script(words: Sequence[ShellValue]) -> str | None:
     """The text that `bash -c` or `ssh` runs as a script, where a trainer is started in it."""
     if os.path.basename(words[0].text) not in _RUNS_TEXT:
         return None

@@ -48,7 +48,7 @@ class Gap:
 
 
 @dataclass(frozen=True)
-class Value:
+class ShellValue:
     """A text, with the source of every gap where its value would stand; and where it is written.
 
     `maybe`: it is only there if a condition holds that cannot be decided. `whole`: it is never split at blanks.
@@ -71,7 +71,7 @@ class Value:
 class Variable:
     """A scalar (one value) or an array."""
 
-    values: tuple[Value, ...]
+    values: tuple[ShellValue, ...]
     array: bool = False
     exported: bool = False
 
@@ -83,9 +83,9 @@ class Start:
     `directory`: where it is started; None where a `cd` could not be followed. `program`: the word that names it.
     """
 
-    words: tuple[Value, ...]
-    before: tuple[Value, ...]
-    environment: Mapping[str, Value]
+    words: tuple[ShellValue, ...]
+    before: tuple[ShellValue, ...]
+    environment: Mapping[str, ShellValue]
     line: int
     file: Path | None
     directory: Path | None
@@ -118,14 +118,14 @@ class Shell:
     file: Path | None
     directory: Path | None
     environment: Mapping[str, str]
-    run: Callable[[Shell, Substitution], Value]
-    arguments: tuple[Value, ...] = ()
+    run: Callable[[Shell, Substitution], ShellValue]
+    arguments: tuple[ShellValue, ...] = ()
     variables: dict[str, Variable] = field(default_factory=dict)
     functions: dict[str, Node | None] = field(default_factory=dict)
     unresolved: dict[str, None] = field(default_factory=dict)
     starts: list[Start] = field(default_factory=list)
-    lost: list[tuple[tuple[Value, ...], int, Path | None]] = field(default_factory=list)
-    output: list[Value] | None = None
+    lost: list[tuple[tuple[ShellValue, ...], int, Path | None]] = field(default_factory=list)
+    output: list[ShellValue] | None = None
     steps: list[int] = field(default_factory=lambda: [0])
     depth: int = 0
     argument_uses: list[int] = field(default_factory=list)
@@ -157,7 +157,7 @@ class Shell:
             raise TooMuchError(f"more than {MAX_DEPTH} functions, files and commands stand inside one another")
 
     @property
-    def exported(self) -> dict[str, Value]:
+    def exported(self) -> dict[str, ShellValue]:
         """The variables that a command sees."""
         return {name: one.values[0] for name, one in self.variables.items() if one.exported and one.values}
 
@@ -175,7 +175,7 @@ class Shell:
         """`run.sh:12`."""
         return f"{self.file}:{line}" if self.file else f"line {line}"
 
-    def assign(self, name: str, value: Value) -> None:
+    def assign(self, name: str, value: ShellValue) -> None:
         """Sets a scalar, which stays exported if it was."""
         if len(value.text) > MAX_CHARACTERS:
             raise TooMuchError(f"${name} has more than {MAX_CHARACTERS} characters")
@@ -185,12 +185,12 @@ class Shell:
             value = replace(value, text=source, gaps=(Gap(source, self.special[name]),))
         self.variables[name] = Variable((value,), False, bool(before and before.exported))
 
-    def assign_array(self, name: str, values: tuple[Value, ...]) -> None:
+    def assign_array(self, name: str, values: tuple[ShellValue, ...]) -> None:
         """Sets an array."""
         if len(values) > MAX_WORDS:
             raise TooMuchError(f"${name} has more than {MAX_WORDS} words")
         if name in self.special:
-            self.assign(name, Value(""))
+            self.assign(name, ShellValue(""))
         else:
             self.variables[name] = Variable(values, True)
 
@@ -210,7 +210,7 @@ class Shell:
     def forget(self, name: str, why: str) -> None:
         """Makes a variable unknown."""
         source = f"${{{name}}}"
-        self.assign(name, Value(source, (Gap(source, why),), self.file))
+        self.assign(name, ShellValue(source, (Gap(source, why),), self.file))
 
     def lookup(self, name: str) -> Variable | None:
         """A variable of the script, or of the environment that it starts in; None where it is set in neither."""
@@ -218,7 +218,7 @@ class Shell:
             return self.variables[name]
         if name in self.environment:
             source, value = f"${{{name}}}", self.environment[name]
-            known = Value(source, (Gap(source, HIDDEN),)) if is_secret(name, value) else Value(value)
+            known = ShellValue(source, (Gap(source, HIDDEN),)) if is_secret(name, value) else ShellValue(value)
             return Variable((known,), exported=True)
         return None
 
@@ -238,9 +238,9 @@ def either_shell(one: Shell, other: Shell, why: str) -> dict[str, Variable]:
         else:
             source = f"${{{name}}}"
             known = left or right
-            place = known.values[0] if known and known.values else Value("")
+            place = known.values[0] if known and known.values else ShellValue("")
             exported = any(side is not None and side.exported for side in (left, right))
-            gap = Value(source, (Gap(source, why),), place.file, place.line)
+            gap = ShellValue(source, (Gap(source, why),), place.file, place.line)
             variables[name] = Variable((gap,), exported=exported)
     return variables
 
@@ -253,7 +253,7 @@ def _same(left: Variable, right: Variable) -> bool:
     return here.known and there.known and here.text == there.text
 
 
-def _joined(left: Variable | None, right: Variable | None, why: str) -> tuple[Value, ...]:
+def _joined(left: Variable | None, right: Variable | None, why: str) -> tuple[ShellValue, ...]:
     here, there = left.values if left else (), right.values if right else ()
     same = 0
     while same < min(len(here), len(there)) and here[same] == there[same]:

@@ -165,11 +165,11 @@ def test_weights_without_a_tokenizer_beside_them_are_not_compared(sides: tuple[P
 
 # Words of a launch of each stack; its option or setting that gives the model; and who loads the tokenizer.
 LAUNCHES = {
-    "slime": (["--ref-load", "x"], "--hf-checkpoint", "engine and trainer load"),
-    "verl": (["trainer.resume_mode=disable"], "actor_rollout_ref.model.path", "engine and trainer load"),
-    "verl, supervised": (["data.train_files=x", "trainer.resume_mode=disable"], "model.path", "the trainer loads"),
-    "NeMo-RL": (["policy.generation.backend=vllm"], "policy.model_name", "engine and trainer load"),
-    "ROLL": (["actor_infer.strategy_args.strategy_name=vllm"], "pretrain", "engine and trainer load"),
+    "slime": (["--ref-load", "x"], "--hf-checkpoint", "engine and trainer"),
+    "verl": (["trainer.resume_mode=disable"], "actor_rollout_ref.model.path", "engine and trainer"),
+    "verl, supervised": (["data.train_files=x", "trainer.resume_mode=disable"], "model.path", "the trainer"),
+    "NeMo-RL": (["policy.generation.backend=vllm"], "policy.model_name", "engine and trainer"),
+    "ROLL": (["actor_infer.strategy_args.strategy_name=vllm"], "pretrain", "engine and trainer"),
 }
 
 
@@ -180,5 +180,5 @@ def test_finding_names_the_stacks_own_setting_of_the_model(stack: str, sides: tu
     given = [option, str(sides[0])] if option.startswith("--") else [f"{option}={sides[0]}"]
     report = preflight(arguments=[*words, *given])
     (finding,) = [one for one in report.findings if one.code == "CK716"]
-    assert finding.expected == f"files of a tokenizer, which {readers} from {option}"
+    assert finding.expected == text_with(f"tokenizer {readers} {option}")
     assert option == "--hf-checkpoint" or "--hf-checkpoint" not in str(report.findings)

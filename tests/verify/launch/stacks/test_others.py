@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
 from verify.launch.preflight import preflight
@@ -56,12 +57,12 @@ def test_launch_of_a_program_that_is_not_read_is_refused_by_name(
     file.write_text(f"{text}\n")
     with pytest.raises(CkptkitError) as refused:
         preflight(script=file)
-    assert f"{file} is a launch of {name};" in refused.value.message
+    assert refused.value.message == text_with(f"{file} {name};")
     assert "`ckptkit verify DIR`" in str(refused.value.hint)
 
 
 def test_words_of_a_command_are_told_apart_by_its_program_alone(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="is a launch of OpenRLHF"):
+    with pytest.raises(CkptkitError, match="OpenRLHF"):
         preflight(arguments=["python3", "-m", "openrlhf.cli.train_ppo_ray", "--pretrain", "x"])
     words = ["python3", "train.py", "--hf-checkpoint", str(tmp_path), "--prompt-data", "/data/trl/scripts/x"]
     assert [one.code for one in preflight(arguments=words).findings] == ["CK714"]
@@ -70,5 +71,5 @@ def test_words_of_a_command_are_told_apart_by_its_program_alone(tmp_path: Path) 
 @pytest.mark.parametrize("text", ["# trl sft would do too\necho", "cat trl.txt", "python3 nothing.py"])
 def test_what_only_mentions_such_a_program_is_no_launch_of_it(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"{text}\n")
-    with pytest.raises(CkptkitError, match="no command starts a trainer"):
+    with pytest.raises(CkptkitError, match="trainer"):
         preflight(script=tmp_path / "run.sh")
