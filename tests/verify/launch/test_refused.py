@@ -57,7 +57,7 @@ def test_batches_that_do_not_divide_are_found(right: str, more: str, expected: s
 @pytest.mark.parametrize(
     ("words", "adapter"),
     [
-        ("--lora-rank 16 --target-modules a,b", "adapter of rank 16 on a,b, by the command line: sent"),
+        ("--lora-rank 16 --target-modules a,b", "adapter of rank 16 on a,b, by --lora-rank (the command line): sent"),
         ("--lora-rank 16 --target-modules q_proj --lora-train-only", "without"),
         ("--lora-rank 0", ""),
     ],

@@ -11,7 +11,7 @@ from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
 from verify.launch.options.argv import Option, options_of
 from verify.launch.options.tables import GPUS, MODEL, NUMBERS, TABLE, Kind, option_of
-from verify.launch.settings.settings import Settings, Value
+from verify.launch.settings.settings import GivenValue, Settings
 from verify.launch.words import UnresolvedWord, Word
 
 _CHOICES = {
@@ -46,12 +46,12 @@ class Arguments(Settings):
     refused: values that argparse does not take.
     """
 
-    given: Mapping[str, Value] = field(default_factory=dict)
+    given: Mapping[str, GivenValue] = field(default_factory=dict)
     anything: bool = False
     refused: tuple[RefusedWord, ...] = ()
 
-    def get(self, key: str) -> Value:
-        return self.given.get(key) or Value(known=not self.anything)
+    def get(self, key: str) -> GivenValue:
+        return self.given.get(key) or GivenValue(known=not self.anything)
 
     @property
     def known(self) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
     Source: Megatron-LM `parse_args`, whose parser takes no abbreviations. Raises CkptkitError for a size that no model
     or cluster has.
     """
-    given: dict[str, Value] = {}
+    given: dict[str, GivenValue] = {}
     refused: list[RefusedWord] = []
     for option in options_of(words):
         if option.name not in TABLE:
@@ -111,7 +111,7 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
         given.pop(name, None)  # in the order in which they count
         word = option.word if isinstance(kind, bool) else option.value or option.word
         value = _parsed(name, kind, option) if option.known else None
-        given[name] = Value(value, word, known=value is not None)
+        given[name] = GivenValue(value, word, known=value is not None)
         _check_size(option.name, name, given[name])
         if value is None and option.known:
             refused.append(RefusedWord(option.name, _expected(name, kind), word))
@@ -119,13 +119,13 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
         name, _ = TABLE.get(option_of(key), (key, None))
         if name in _KINDS:
             value = _set(_KINDS[name], word.text)
-            given[name] = Value(value, word, known=value is not None)
+            given[name] = GivenValue(value, word, known=value is not None)
             _check_size(name, name, given[name])
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     return Arguments(given, anything, tuple(refused))
 
 
-def _check_size(option: str, name: str, found: Value) -> None:
+def _check_size(option: str, name: str, found: GivenValue) -> None:
     """Raises CkptkitError for a size that no model or cluster has, before lists of that length are made."""
     most = MAX_LAYERS if "num_layers" in name else MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
     for one in found.value if isinstance(found.value, tuple | list) else (found.value,):

@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.hub_cache import hub_model
-from verify.launch.settings.settings import Settings, Value
+from verify.launch.settings.settings import GivenValue, Settings
 from verify.launch.settings.tree import NULL, Tree, flat_settings
 from verify.launch.words import UnresolvedWord, Word, is_new_at_start
 
@@ -179,7 +179,7 @@ class Config(Settings):
         """The same settings with another list of what could not be resolved: for questions that nothing hangs on."""
         return Config(self.tree, self.environment)
 
-    def get(self, key: str) -> Value:
+    def get(self, key: str) -> GivenValue:
         """The value of a key; None where it is absent, null, a mapping, or cannot be resolved."""
         try:
             node = self.find(key)
@@ -187,8 +187,8 @@ class Config(Settings):
             if key not in self._unresolved:
                 self._unresolved.add(key)
                 self.unread.append(f"{key}: {reason}")
-            return Value(known=False)
-        return Value(node.text, node) if isinstance(node, Word) else Value()
+            return GivenValue(known=False)
+        return GivenValue(node.text, node) if isinstance(node, Word) else GivenValue()
 
     def is_new(self, key: str) -> bool:
         """Whether a name has the time of the start in it, so that nothing of that name can be there yet."""

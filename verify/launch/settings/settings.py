@@ -13,7 +13,7 @@ from verify.report import Severity
 
 
 @dataclass(frozen=True)
-class Value:
+class GivenValue:
     """What a launch gives to one key.
 
     value: None where the launch gives nothing or null, and where it is not known.
@@ -39,7 +39,7 @@ class Value:
 class Settings:
     """The settings of a launch, by key: `num_layers` of a command line, `policy.model_name` of a YAML file."""
 
-    def get(self, key: str) -> Value:
+    def get(self, key: str) -> GivenValue:
         """What the launch gives to a key."""
         raise NotImplementedError
 
