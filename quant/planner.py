@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
@@ -29,9 +27,12 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
     The result's config records the scheme. Raises CkptkitError, before anything is read, as the scheme's `select` does,
     and for an entry of `ignore` that covers nothing or a device that is not there.
     """
-    if request.device != "cpu" and not torch.cuda.is_available():
-        message = f"torch finds no GPU for --device {request.device}"
-        raise CkptkitError(message, "leave it out: on a CPU the bytes are the same")
+    if request.device != "cpu":
+        import torch  # only where it is asked for a GPU
+
+        if not torch.cuda.is_available():
+            message = f"torch finds no GPU for --device {request.device}"
+            raise CkptkitError(message, "leave it out: on a CPU the bytes are the same")
     _check_used(scheme.ignore, source.specs, request.where)
     _check_loaded(source.config, scheme)
     packing = scheme_module(scheme.name).select(source, scheme, request)

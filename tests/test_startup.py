@@ -30,8 +30,9 @@ HEAVY = (
 RUN = """
 import contextlib, json, sys
 from ckptkit.app.cli import cli
+from ckptkit.core.errors import CkptkitError
 for command in json.loads(sys.argv[1]):
-    with contextlib.suppress(SystemExit):  # where there are findings
+    with contextlib.suppress(SystemExit, CkptkitError):  # where there are findings, or it is refused
         cli.main(command, standalone_mode=False)
     print(json.dumps(list(sys.modules)), file=sys.stderr)
 """
@@ -55,7 +56,8 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         ["diff", megatron, hf],
         ["convert", hf, str(tmp_path / "there")],
     )
-    assert {"torch", "ckptkit.app.conversion", "converters.planner"} <= back
+    assert {"ckptkit.app.conversion", "converters.planner"} <= back
+    assert "torch" not in back
     assert {"verify.checks.values.values", "verify.checks.quantization.int4"} <= both
     assert "verify.diff.diff" in compared
     for modules in (back, both, mixed, compared, there):
@@ -65,6 +67,20 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         assert modules & {"sympy", "torch.distributed.checkpoint", "torch.distributed.tensor"} == set()
     # A bar is drawn on a terminal only, and a report after the values have been read.
     assert not any(name.startswith("rich") for name in back)
+
+
+def test_what_is_refused_imports_no_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    """A destination that is there, a source that is not, and options of the other direction."""
+    hf, megatron, new = str(releases("glm4_moe")), str(converted("glm4_moe")), str(tmp_path / "new")
+    *_, modules = loaded(
+        ["convert", hf, megatron],
+        ["quantize", hf, hf, "--overwrite"],
+        ["quantize", str(tmp_path / "nowhere"), new],
+        ["convert", hf, new, "--hf", hf],
+    )
+    assert {"ckptkit.app.conversion", "ckptkit.transfer.destination"} <= modules
+    assert modules & (HEAVY | {"torch"}) == set()
+    assert not Path(new).exists()
 
 
 @pytest.mark.parametrize("command", [["--help"], ["convert", "--help"], ["verify", "--help"]])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.app.run_options import RunOptions
@@ -21,6 +20,7 @@ from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
 from quant.schemes.registry import Scheme, scheme_module
 
 START = 5.0  # seconds from a command's start to the first byte: imports
+_TORCH = 480 << 20  # resident bytes that importing torch takes, of 2.11
 _PIECE = 8 << 20
 _PIECES = 8
 _MAX_S = 0.5
@@ -75,6 +75,7 @@ def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | Non
     # What planning has taken, every worker will hold before it reads a tensor.
     if process is None:
         process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        process += 0 if "torch" in sys.modules else _TORCH
     workers = 1 if options.ray is not None else options.workers or threads(options.memory)
     # One step more than there are threads is in flight, so that none waits; a single one may exceed the limit.
     memory = process + workers * STREAM + max(step, min(options.memory, (workers + 1) * step))
@@ -104,6 +105,8 @@ def disk_rates(directory: Path) -> tuple[float, float]:
 
 def quantizing_rate(scheme: Scheme) -> float:
     """Bytes a second of bfloat16 weights that one core quantizes."""
+    import torch  # only here: other forecasts are made without it
+
     quantize = scheme_module(scheme.name).quantize_sample
     weight = torch.linspace(-1, 1, _MATRIX[0] * _MATRIX[1]).to(torch.bfloat16).reshape(_MATRIX)
     quantize(weight, scheme)

@@ -73,7 +73,7 @@ class FilesWriter:
                 )
             self._waiting.remove(name)
             file = self._opened(self._file_of[name])
-        stream = _Stream(name, extents, reader)
+        stream = Stream(name, extents, reader)
         self._put(name, file, stream.piece, stream.finish)
 
     def _put(self, name: str, file: WrittenFile, piece: Piece, finish: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class FilesWriter:
         self._open = {}
 
 
-class _Stream:
+class Stream:
     """The bytes of a tensor that stand in files, one extent after the other."""
 
     def __init__(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:

@@ -19,13 +19,13 @@ from ckptkit.storage.fingerprint import unchanged
 from converters.planner import tied_head
 from verify.diff.result import Content, Diff, Move, Pair, State, badness
 from verify.diff.sides import Sides, config_or_empty, opened, supported
+from verify.evidence.both_sides import SPARE, Both, BothSides, common_groups, threads
 from verify.evidence.compare import common_dtype
 from verify.evidence.compare import compare as compare_tensors
 from verify.evidence.expected import fp32_names
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import by_key, parts_apart
 from verify.evidence.moved import Stages, explain_moves, group_pairs
-from verify.evidence.reading import common_groups, threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,48 +134,35 @@ def pairs_of(a: Checkpoint, b: Checkpoint) -> Iterator[Pair]:
 
     Raises CkptkitError as reading does.
     """
-    names_a, names_b = a.specs, b.specs
-    both = list(common_groups(a, b))
-    rest = [left for group in b.groups if (left := tuple(name for name in group if name not in names_a))]
-    sizes = [sum(names_a[name].nbytes for name in group) for group in both]
-    sizes += [sum(names_b[name].nbytes for name in group) // 2 for group in rest]
-    total = sum(spec.nbytes for specs in (names_a, names_b) for spec in specs.values())
-    look = partial(_look, a, b, names_a, names_b)
-    with progress("comparing", total) as advance, threads(max(sizes, default=0)) as pool:
-        for pairs in pool.map(look, [*both, *rest]):
+    groups = list(common_groups(a, b))
+    groups += [left for group in b.groups if (left := tuple(name for name in group if name not in a.specs))]
+    sides, total = BothSides(a, b), sum(spec.nbytes for side in (a, b) for spec in side.specs.values())
+    with progress("comparing", total) as advance, threads(sides.largest(groups), SPARE) as pool:
+        for pairs in pool.map(partial(_look, sides), groups):
             advance(sum(pair.nbytes for pair in pairs))
             yield from pairs
 
 
-def _look(
-    a: Checkpoint,
-    b: Checkpoint,
-    specs_a: Mapping[str, TensorSpec],
-    specs_b: Mapping[str, TensorSpec],
-    names: Sequence[str],
-) -> list[Pair]:
+def _look(sides: BothSides, names: Sequence[str]) -> list[Pair]:
     """The pairs of names that are read together."""
-    left = a.read([name for name in names if name in specs_a])
-    right = b.read([name for name in names if name in specs_b])
-    return [_pair(name, specs_a.get(name), specs_b.get(name), left.get(name), right.get(name)) for name in names]
+    a, b = sides.a.specs, sides.b.specs if sides.b is not None else {}
+    return [_pair(both, a.get(both.name), b.get(both.name)) for both in sides.read(names)]
 
 
-def _pair(name: str, spec_a: TensorSpec | None, spec_b: TensorSpec | None, a: Tensor | None, b: Tensor | None) -> Pair:
-    if b is None and a is not None:
-        return Pair(name, spec_a, None, content_of(a), None, "only_a", _constant(a))
-    if a is None and b is not None:
-        return Pair(name, None, spec_b, None, content_of(b), "only_b", _constant(b))
-    assert a is not None  # a name of neither side is never looked at
-    assert b is not None
-    if same_bytes(a, b):
-        content = content_of(a)
-        return Pair(name, spec_a, spec_b, content, content, "equal")
+def _pair(both: Both, spec_a: TensorSpec | None, spec_b: TensorSpec | None) -> Pair:
+    name, a, b, is_constant = both.name, both.a, both.b, both.stats.constant
+    if a is None or b is None:  # one side has it, or both have the same
+        spec = spec_a or spec_b
+        content = None if spec is None else (spec.shape, both.stats.digest)
+        in_a, in_b = (None if one is None else content for one in (spec_a, spec_b))
+        state: State = "equal" if both.is_equal else "only_a" if spec_b is None else "only_b"
+        return Pair(name, spec_a, spec_b, in_a, in_b, state, is_constant and not both.is_equal)
     narrow_a, narrow_b = _narrowed(a, b)
     content_a, content_b = content_of(narrow_a), content_of(narrow_b)
     if content_a == content_b and narrow_a.dtype == narrow_b.dtype:
         return Pair(name, spec_a, spec_b, content_a, content_b, "cast")
     far = compare_tensors(name, a, b, common_dtype(a, b)) if a.shape == b.shape else None
-    return Pair(name, spec_a, spec_b, content_a, content_b, "differing", _constant(a), far)
+    return Pair(name, spec_a, spec_b, content_a, content_b, "differing", is_constant, far)
 
 
 def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,11 +179,6 @@ def _narrowed(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def content_of(tensor: Tensor) -> Content:
     """Shape and digest of a contiguous tensor."""
     return tuple(tensor.shape), digest_of(tensor)
-
-
-def _constant(tensor: Tensor) -> bool:
-    flat = tensor.reshape(-1)
-    return not flat.numel() or bool((flat == flat[0]).all())
 
 
 def moved_names(pairs: Sequence[Pair]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -84,23 +84,50 @@ def extremes(tensor: Tensor) -> Extremes:
 
     if not tensor.numel():
         return Extremes(digest_of(tensor), 0, True, 0.0, 0.0, 0.0, 0, 0)
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
-    digest, pieces = blake3(), []
-    for piece in torch.split(rows, max(1, _PIECE_BYTES // (rows.shape[1] * rows.element_size()))):
-        digest.update(bytes_of(piece))
-        pieces.append(_measured(piece))
-    lows, highs = [piece.low for piece in pieces], [piece.high for piece in pieces]
-    finite = all(map(math.isfinite, (*lows, *highs)))
-    rms = math.sqrt(sum(piece.squares for piece in pieces) / tensor.numel()) if finite else math.nan
-    zeros = sum(piece.zero_rows for piece in pieces)
+    measurement = Measurement()
+    measurement.add(tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1))
     few = tensor.dtype == torch.float32 and 1 < tensor.numel() <= _SMALL
     coarse = few and not bool((tensor.contiguous().view(torch.int32) & 0xFFFF).any())  # the lower half of the bits
-    return Extremes(digest.digest(), tensor.nbytes, finite, min(lows), max(highs), rms, zeros, rows.shape[0], coarse)
+    return replace(measurement.result(), coarse=coarse)
+
+
+def rows_at_once(nbytes: int) -> int:
+    """How many rows, of so many bytes each, are measured together. What is rounded depends on it."""
+    return max(1, _PIECE_BYTES // nbytes)
+
+
+class Measurement:
+    """Measures a tensor whose rows come by, [rows, width] at a time: multiples of `rows_at_once`, but for the last."""
+
+    def __init__(self) -> None:
+        self._digest, self._pieces = blake3(), list[_Piece]()
+        self._nbytes, self._rows, self._numel = 0, 0, 0
+
+    def add(self, rows: Tensor) -> None:
+        """Takes the next rows."""
+        import torch
+
+        for piece in torch.split(rows, rows_at_once(rows.shape[1] * rows.element_size())):
+            self._digest.update(bytes_of(piece))
+            self._pieces.append(_measured(piece))
+        self._nbytes += rows.nbytes
+        self._rows += len(rows)
+        self._numel += rows.numel()
+
+    def result(self) -> Extremes:
+        """Of all rows."""
+        low, high = min(piece.low for piece in self._pieces), max(piece.high for piece in self._pieces)
+        finite = all(math.isfinite(one) for piece in self._pieces for one in (piece.low, piece.high))
+        rms = math.sqrt(sum(piece.squares for piece in self._pieces) / self._numel) if finite else math.nan
+        zeros = sum(piece.zero_rows for piece in self._pieces)
+        return Extremes(self._digest.digest(), self._nbytes, finite, low, high, rms, zeros, self._rows)
 
 
 def _measured(rows: Tensor) -> _Piece:
     import torch
 
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
     # torch has no minimum of unsigned integers. Viewed as signed, values differ, but constant and zero stay so.
     if rows.dtype in (torch.uint16, torch.uint32, torch.uint64):
         rows = as_integers(rows)

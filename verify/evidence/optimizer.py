@@ -20,8 +20,9 @@ from ckptkit.formats.torch_dist.training_state import (
     optimizer_state,
     unflattened,
 )
+from verify.evidence.both_sides import threads
 from verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
-from verify.evidence.reading import read_values, threads
+from verify.evidence.reading import read_values
 from verify.evidence.subject import Subject
 
 if TYPE_CHECKING:

@@ -9,7 +9,6 @@ import os
 import socket
 from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
@@ -33,8 +32,9 @@ from ckptkit.transfer.ray import connected, cpus, outcomes, pieces_of
 from converters.experts import is_fused, unfuse
 from converters.foreign import refuse_foreign, refuse_stated
 from converters.megatron.legacy import LegacyCheckpoint
+from verify.evidence.both_sides import SPARE, BothSides, common_groups, threads
 from verify.evidence.compare import TensorDiff, compare
-from verify.evidence.extremes import Extremes, digest_of, extremes, same_bytes
+from verify.evidence.extremes import Extremes, digest_of
 from verify.evidence.files import HfFiles
 from verify.evidence.plain import as_release
 from verify.evidence.subject import Subject
@@ -42,7 +42,6 @@ from verify.evidence.subject import Subject
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MEMORY = 8 << 30  # bytes of tensors in memory over all threads; a single group may need more
 Groups = Sequence[tuple[str, ...]]
 
 
@@ -100,61 +99,21 @@ def source_as_hf(subject: Subject, names: Collection[str] = ()) -> Checkpoint:
     return as_hf_view(subject.source, subject.source_path or subject.path, names)
 
 
-def common_groups(left: Checkpoint, right: Checkpoint | None) -> Iterator[tuple[str, ...]]:
-    """Groups of `left`, joined where `right` must be read together, in the order of `left`."""
-    if right is None:
-        yield from left.groups
-        return
-    group_of = {name: index for index, names in enumerate(right.groups) for name in names}
-    joined: dict[int, int] = {}
-    merged: list[list[str]] = []
-    for names in left.groups:
-        touched = {group_of[name] for name in names if name in group_of}
-        homes = sorted({joined[index] for index in touched if index in joined})
-        home = homes[0] if homes else len(merged)
-        if not homes:
-            merged.append([])
-        for other in homes[1:]:
-            merged[home] += merged[other]
-            merged[other] = []
-            joined = {index: home if place == other else place for index, place in joined.items()}
-        merged[home] += names
-        joined.update(dict.fromkeys(touched, home))
-    yield from (tuple(names) for names in merged if names)
-
-
-def look(checkpoint: Checkpoint, source: Checkpoint | None, names: Sequence[str]) -> Values:
-    """Measures these tensors, which are read together."""
+def look(sides: BothSides, names: Sequence[str]) -> Values:
+    """Measures these tensors, which are read together, and compares them with the source's."""
     values = Values()
-    found = _read(checkpoint, names, values)
-    origin = source.read([name for name in found if name in source.specs]) if source is not None else {}
-    for name, tensor in found.items():
-        values.stats[name] = extremes(tensor)
-        if name in origin:
-            _compare(name, tensor, origin[name], values)
+    for both in sides.read([name for name in names if name in sides.a.specs], values.unreadable):
+        stats = values.stats[both.name] = both.stats
+        if sides.b is None or both.name not in sides.b.specs:
+            continue
+        values.compared[both.name] = stats.nbytes
+        if both.is_equal:
+            values.source_names[stats.digest] = both.name
+        elif both.a is not None and both.b is not None:
+            values.source_names[digest_of(both.b)] = both.name
+            # The source is cast first: rounding alone is not a difference.
+            values.differences[both.name] = compare(both.name, both.a, both.b, both.a.dtype)
     return values
-
-
-def _read(checkpoint: Checkpoint, names: Sequence[str], values: Values) -> Mapping[str, Tensor]:
-    try:
-        return checkpoint.read(names)
-    except CkptkitError as error:
-        if len(names) > 1:
-            return {key: tensor for name in names for key, tensor in _read(checkpoint, [name], values).items()}
-        values.unreadable[names[0]] = error.message
-        return {}
-
-
-def _compare(name: str, tensor: Tensor, origin: Tensor, values: Values) -> None:
-    stats = values.stats[name]
-    values.compared[name] = stats.nbytes
-    if same_bytes(tensor, origin):
-        values.source_names[stats.digest] = name
-        return
-    digest = digest_of(origin)
-    values.source_names[digest] = name
-    # The source is cast first: rounding alone is not a difference.
-    values.differences[name] = compare(name, tensor, origin, tensor.dtype)
 
 
 def read_values(subject: Subject) -> Values:
@@ -201,10 +160,14 @@ class _Hashed(HfCheckpoint):
         found = super().read(names, reader)
         for name, tensor in found.items():
             shard = self._shard_of[name]
-            # What lies in the memory of a reader does not stay there.
-            if reader is None and (hashed := self._hashes.get(shard.path.name)) is not None:
-                hashed.add(shard.offsets[name], tensor)
+            if (hashed := self._hashes.get(shard.path.name)) is not None:
+                # What lies in the memory of a reader does not stay there.
+                hashed.add(shard.offsets[name], tensor if reader is None else tensor.clone())
         return found
+
+    def is_streamable(self, name: str) -> bool:
+        """Pieces of a tensor are not hashed."""
+        return self._shard_of[name].path.name not in self._hashes and super().is_streamable(name)
 
 
 def alternating(homes: Sequence[object], width: int) -> list[int]:
@@ -243,7 +206,7 @@ def _pass(subject: Subject, stored: bool) -> Values:
         values.only_here = [name for name in specs if name not in source.specs]
     with (
         progress("reading values", sum(spec.nbytes for spec in specs.values())) as advance,
-        _parts(subject, stored, checkpoint, source, [groups[number] for number in order]) as parts,
+        _parts(subject, stored, BothSides(checkpoint, source), [groups[number] for number in order]) as parts,
     ):
         found = []
         for part in parts:
@@ -258,17 +221,14 @@ def _pass(subject: Subject, stored: bool) -> Values:
 
 
 @contextmanager
-def _parts(
-    subject: Subject, stored: bool, checkpoint: Checkpoint, source: Checkpoint | None, groups: Groups
-) -> Iterator[Iterator[Values]]:
+def _parts(subject: Subject, stored: bool, sides: BothSides, groups: Groups) -> Iterator[Iterator[Values]]:
     """What is found of the groups, in their order: by threads, or by tasks on a Ray cluster."""
     if subject.options.ray is not None:
-        with closing(parts_on_ray(subject, stored, checkpoint, groups)) as parts:
+        with closing(parts_on_ray(subject, stored, sides.a, groups)) as parts:
             yield parts
         return
-    largest = max((sum(checkpoint.specs[name].nbytes for name in names) for names in groups), default=0)
-    with threads(largest) as pool:
-        yield pool.map(partial(look, checkpoint, source), groups)
+    with threads(sides.largest(groups), SPARE) as pool:
+        yield pool.map(partial(look, sides), groups)
 
 
 @dataclass(frozen=True)
@@ -303,16 +263,16 @@ def parts_on_ray(
 
 def look_at(task: TaskInput, names: Sequence[str]) -> Values:
     """Looks at whole groups, on this node. Raises CkptkitError when it does not see the coordinator's files."""
-    checkpoint, source, groups = _open_sides(task)
+    both, groups = _open_sides(task)
     wanted, found = set(names), Values()
     for group in groups:
         if group[0] in wanted:
-            found.add(look(checkpoint, source, group))
+            found.add(look(both, group))
     return found
 
 
 @lru_cache(maxsize=1)
-def _open_sides(task: TaskInput) -> tuple[Checkpoint, Checkpoint | None, Groups]:
+def _open_sides(task: TaskInput) -> tuple[BothSides, Groups]:
     """Both sides, opened once a process."""
     if _files(task) != task.files:
         also = f" or {task.source_path}" if task.source_path else ""
@@ -322,26 +282,8 @@ def _open_sides(task: TaskInput) -> tuple[Checkpoint, Checkpoint | None, Groups]
             "name paths on a file system that all nodes share, or copy with times (rsync -a)",
         )
     checkpoint, source = sides(Subject(task.path, task.source_path, task.hf_path), task.stored)
-    return checkpoint, source, list(common_groups(checkpoint, source))
+    return BothSides(checkpoint, source), list(common_groups(checkpoint, source))
 
 
 def _files(sides: Subject | TaskInput) -> str:
     return fingerprint(map(weights_at, filter(None, (sides.path, sides.source_path, sides.hf_path))), is_own)
-
-
-@contextmanager
-def threads(largest: int) -> Iterator[Executor]:
-    """A thread a core, memory permitting, each with one thread of torch's: more would only be in their way.
-
-    `largest`: bytes of the largest group of tensors on one side.
-    """
-    import torch
-
-    before = torch.get_num_threads()
-    try:
-        # Both sides and what is computed from them are in memory at a time, for every thread.
-        workers = max(1, min(os.cpu_count() or 1, _MEMORY // (3 * largest or 1)))
-        with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(before)

@@ -30,23 +30,22 @@ point of another group move it by more than its norm.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec
-from ckptkit.storage.buffers import ON_THE_WAY
 from converters.planner import expected_hf
 from quant.formats.groups import Group, groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import BITS, KEPT_SCALES
+from verify.evidence.both_sides import threads
 from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
-from verify.evidence.reading import source_as_hf, threads
+from verify.evidence.reading import source_as_hf
 from verify.evidence.subject import Subject
 
 if TYPE_CHECKING:
@@ -138,45 +137,16 @@ def _rounding(
     scale, gptq = parts[module + SCALE], is_gptq(config)
     grid = grid_of(config) if form.bits == BITS else None
     signed = form.symmetric and bool((scale < 0).any())
-    steps, off, distances = [], [], []
-    for rows, some in in_runs(parts, module, form, original):
-        steps.append(worst_steps(some, module, form, rows, signed))
-        off.append(scale_off(some[module + SCALE], rows, form, grid) if grid else 0.0)
-        distances.append(worst_row(some, module, form, rows) if gptq else 0.0)
-    worst, limit = _largest(steps), bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed, form.bits)
+    groups = group_distances(parts, module, form, original, signed, gptq)
+    worst = groups.worst_steps
+    limit = bound_in_steps(scale.dtype, form.symmetric, is_searched(config), signed, form.bits)
     return Rounding(
         steps=worst,
         limit=limit,
-        scale_off=_largest(off) if worst <= limit else 0.0,
+        scale_off=scale_off(scale, groups.largest, original.dtype, grid) if grid and worst <= limit else 0.0,
         nbytes=sum(tensor.nbytes for tensor in parts.values()),
-        distance=_largest(distances) if gptq else None,
+        distance=groups.worst_row if gptq else None,
     )
-
-
-def in_runs(
-    parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor
-) -> Iterator[tuple[Tensor, Mapping[str, Tensor]]]:
-    """Runs of rows of a weight [rows, columns] with their own parts.
-
-    Each temporary float32 array of a run is so small that malloc keeps its memory. Of whole matrices the kernel takes
-    back and clears every page of each: half of the time was its.
-    """
-    rows, columns = original.shape
-    least = 8 if form.bits == 4 else 32  # rows whose zero points fill whole words
-    several = max(least, ON_THE_WAY // (4 * columns) // least * least)
-    for begin in range(0, rows, several):
-        end = min(rows, begin + several)
-        at, words = slice(begin, end), slice(begin * form.bits // 32, form.words(end))
-        some = {module + part: parts[module + part][at] for part in (PACKED, SCALE)}
-        if not form.symmetric:
-            zero = parts[module + ZERO_POINT]
-            some[module + ZERO_POINT] = zero[:, words] if _is_turned(form, module) else zero[words]
-        yield original[at], some
-
-
-def _largest(values: Sequence[float]) -> float:
-    """The largest; NaN where one is."""
-    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def _fits(
@@ -196,22 +166,129 @@ def _fits(
     return all(spec is not None and spec.shape == want and spec.dtype in dtypes for spec, (want, dtypes) in found)
 
 
-def dequantized(
-    parts: Mapping[str, Tensor], module: str, form: Int4Format, shape: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """float32 weights [rows, groups, group] and scales [rows, groups] of one module; a short last group ends in 0."""
-    codes = grouped(_codes(parts[module + PACKED], form.bits, shape).float(), form)
-    scale = parts[module + SCALE].float()
-    if not form.symmetric:
-        rows, groups, stored = shape[0], form.groups(shape[1]), parts[module + ZERO_POINT]
-        if _is_turned(form, module):
-            # The rows of each word are in AWQ's order. Source: SGLang `moe_awq_to_marlin_zero_points`.
-            words = _codes(stored, form.bits, (groups, rows)).reshape(groups, -1, 8)
-            zero = words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(groups, rows).T
-        else:
-            zero = _codes(stored.T, form.bits, (groups, rows)).T
-        codes = codes - zero.unsqueeze(-1)
-    return codes * scale.unsqueeze(-1), scale
+@dataclass(frozen=True)
+class GroupDistances:
+    """How far the groups of a weight are off their source: float32 [rows, groups] each."""
+
+    scale: Tensor
+    steps: Tensor  # the largest distance of a weight, in steps of its group
+    largest: Tensor  # the largest weight of the source
+    errors: Tensor  # the sum of squared distances; 0 unless they were asked for
+    squares: Tensor  # the sum of squared weights of the source; as `errors`
+
+    @property
+    def worst_steps(self) -> float:
+        """Of all groups, but for those whose scale is zero or not finite, which CK304 names."""
+        return _largest(self.steps[self.scale.isfinite() & (self.scale != 0)])
+
+    @property
+    def worst_row(self) -> float:
+        """The largest distance of a row, as a part of its norm; rows of zeros are left out."""
+        norms = self.squares.sum(dim=1).sqrt()
+        return _largest((self.errors.sum(dim=1).sqrt() / norms)[norms > 0])
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.max()) if values.numel() else 0.0
+
+
+def group_distances(
+    parts: Mapping[str, Tensor],
+    module: str,
+    form: Int4Format,
+    original: Tensor,
+    signed: bool = False,
+    squared: bool = False,
+) -> GroupDistances:
+    """Compares the parts of a module with `original` [rows, columns], in one loop without temporary arrays.
+
+    `signed`: as AutoRound rounds; `_CLIPPED_STEPS` is then taken off the distance of weights beyond the last code.
+    """
+    import torch
+
+    from quant.kernels.cpu import KINDS
+    from quant.kernels.threads import bits_of
+
+    rows, columns = original.shape
+    scale, width = parts[module + SCALE].float().contiguous(), form.group or max(columns, 1)
+    original = (original if original.dtype in KINDS else original.float()).contiguous()
+    words, in_pairs = parts[module + PACKED].contiguous(), form.bits == 4 and width % 2 == columns % 2 == 0
+    codes = words.view(torch.uint8) if in_pairs else _codes(words, form.bits, original.shape).contiguous()
+    zeros = _zero_points(parts, module, form, rows).float().contiguous()
+    found = torch.zeros(4, rows, scale.shape[1])
+    measure = _kernel(original.dtype, in_pairs, signed, squared)
+    measure(*(one.numpy() for one in (bits_of(original), codes, scale, zeros, found)), width)
+    return GroupDistances(scale, *found)
+
+
+@cache
+def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) -> Callable[..., None]:
+    """The function `measure(weights, codes, scales, zeros, found, width)`, which fills `found` as `GroupDistances`.
+
+    Weights are the bits of their floats [rows, columns], codes int8 [rows, columns], or uint8 with two each `in_pairs`;
+    a group is `width` columns. Numbers are float32 and rounded at each step. The largest is found among their bits,
+    which order as the numbers do, with NaN above infinity.
+    """
+    import numpy as np
+
+    from quant.kernels.cpu import KINDS, compiled, from_bits, inlined
+
+    kind, f32, i32 = KINDS[weight], np.float32, np.int32
+    clipped = f32(_CLIPPED_STEPS)
+
+    @inlined
+    def bits_of_steps(error: Any, number: Any, code: Any, scale: Any) -> Any:
+        steps = f32(abs(error) / abs(scale))
+        if signed:
+            ideal = number / scale
+            is_clipped = (ideal < f32(-8)) & (code == f32(-8)) | (ideal > f32(7)) & (code == f32(7))
+            steps -= clipped * f32(is_clipped)
+        return f32(steps).view(i32)
+
+    def measure(weights: Any, codes: Any, scales: Any, zeros: Any, found: Any, width: int) -> None:
+        for row in range(scales.shape[0]):
+            for group in range(scales.shape[1]):
+                begin, end = group * width, min(group * width + width, weights.shape[1])
+                some, scale, zero = weights[row, begin:end], scales[row, group], zeros[row, group]
+                worst, high, error, square = i32(0), i32(0), f32(0), f32(0)
+                pairs = codes[row, begin // 2 : end // 2] if in_pairs else codes[row, begin:end]
+                for at in range(np.uint64(0), np.uint64(pairs.size)):
+                    if in_pairs:
+                        code, number = f32(pairs[at] >> 4) - f32(8), from_bits(some[2 * at + np.uint64(1)], kind)
+                        far = number - (code - zero) * scale
+                        worst = max(worst, bits_of_steps(far, number, code, scale))
+                        high = max(high, f32(abs(number)).view(i32))
+                        if squared:
+                            error += far * far
+                            square += number * number
+                        code, number = f32(pairs[at] & 15) - f32(8), from_bits(some[2 * at], kind)
+                    else:
+                        code, number = f32(pairs[at]), from_bits(some[at], kind)
+                    far = number - (code - zero) * scale
+                    worst = max(worst, bits_of_steps(far, number, code, scale))
+                    high = max(high, f32(abs(number)).view(i32))
+                    if squared:
+                        error += far * far
+                        square += number * number
+                found[0, row, group], found[1, row, group] = i32(worst).view(f32), i32(high).view(f32)
+                found[2, row, group], found[3, row, group] = error, square
+
+    return compiled(measure)
+
+
+def _zero_points(parts: Mapping[str, Tensor], module: str, form: Int4Format, rows: int) -> Tensor:
+    """What is taken off the codes of each group, [rows, groups]."""
+    import torch
+
+    groups = parts[module + SCALE].shape[1]
+    if form.symmetric:
+        return torch.zeros(rows, groups)
+    stored = parts[module + ZERO_POINT]
+    if not _is_turned(form, module):
+        return _codes(stored.T, form.bits, (groups, rows)).T
+    # The rows of each word are in AWQ's order. Source: SGLang `moe_awq_to_marlin_zero_points`.
+    words = _codes(stored, form.bits, (groups, rows)).reshape(groups, -1, 8)
+    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(groups, rows).T
 
 
 def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
@@ -233,16 +310,6 @@ def _codes(words: Tensor, bits: int, shape: Sequence[int]) -> Tensor:
 def _is_turned(form: Int4Format, module: str) -> bool:
     """Whether zero points are [groups, words of rows], as SGLang reads those of experts."""
     return form.sglang_experts and ".experts." in module
-
-
-def grouped(weight: Tensor, form: Int4Format) -> Tensor:
-    """[rows, columns] as [rows, groups, group], the last group filled up with zeros."""
-    rows, columns = weight.shape
-    group = form.group or columns
-    short = -columns % group
-    import torch
-
-    return (torch.nn.functional.pad(weight, (0, short)) if short else weight).reshape(rows, -1, group)
 
 
 def bound_in_steps(
@@ -290,55 +357,17 @@ def grid_of(config: Mapping[str, Any]) -> str | None:
     return str(observer_kwargs(weights)["grid"])
 
 
-def scale_off(scale: Tensor, original: Tensor, form: Int4Format, grid: str) -> float:
+def scale_off(scale: Tensor, largest: Tensor, dtype: torch.dtype, grid: str) -> float:
     """By how much, as a part of itself, the worst scale [rows, groups] differs from that of `grid`; 0 where none does.
 
-    A few roundings to the dtypes of weights and scales are allowed for. Left out are groups so small that the grid's
-    floor decides, and those whose scale is not a positive number, of which CK304 speaks.
+    `largest`: the largest weight of each group, of a source in `dtype`. A few roundings to the dtypes of weights and
+    scales are allowed for. Left out are groups so small that the grid's floor decides, and those whose scale is not a
+    positive number, of which CK304 speaks.
     """
     import torch
 
-    wanted = grouped(original.float(), form).abs().amax(dim=-1) / _END_CODE[grid]
-    allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(original.dtype).eps)
-    off = ((scale.float() - wanted).abs() / wanted)[(wanted > _MIN_SCALE) & scale.isfinite() & (scale > 0)]
-    worst = float(off.max()) if off.numel() else 0.0
+    wanted = largest / _END_CODE[grid]
+    allowed = 4 * (torch.finfo(scale.dtype).eps + torch.finfo(dtype).eps)
+    counted = (wanted > _MIN_SCALE) & scale.isfinite() & (scale > 0)
+    worst = _largest(((scale.float() - wanted).abs() / wanted)[counted])
     return worst if worst > allowed else 0.0
-
-
-def worst_steps(
-    parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor, signed: bool = False
-) -> float:
-    """The largest distance of a dequantized weight from `original` [rows, columns], in steps of its own group.
-
-    `signed`: as AutoRound rounds; `_CLIPPED_STEPS` is then taken off the distance of weights beyond the last code.
-    Groups whose scale is zero or not finite are left out; CK304 names them.
-    """
-    error, scale = _errors(parts, module, form, original)
-    steps = error / scale.abs().unsqueeze(-1)
-    if signed:
-        ideal = grouped(original.float(), form) / scale.unsqueeze(-1)
-        codes = (dequantized(parts, module, form, tuple(original.shape))[0] / scale.unsqueeze(-1)).round()
-        steps -= _CLIPPED_STEPS * ((ideal < -8) & (codes == -8) | (ideal > 7) & (codes == 7))
-    steps = steps.amax(dim=-1)[scale.isfinite() & (scale != 0)]
-    return float(steps.max()) if steps.numel() else 0.0
-
-
-def worst_row(parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor) -> float:
-    """The largest distance of a dequantized row from that of `original` [rows, columns], as a part of its norm.
-
-    Rows of zeros are left out.
-    """
-    error, _ = _errors(parts, module, form, original)
-    norms = original.float().norm(dim=1)
-    distances = (error.flatten(1).norm(dim=1) / norms)[norms > 0]
-    return float(distances.max()) if distances.numel() else 0.0
-
-
-def _errors(parts: Mapping[str, Tensor], module: str, form: Int4Format, original: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each weight is off, [rows, groups, group], 0 where a short group is filled up; scales [rows, groups]."""
-    weights, scale = dequantized(parts, module, form, tuple(original.shape))
-    short = weights.shape[1] * weights.shape[2] - original.shape[1]
-    error = (grouped(original.float(), form) - weights).abs()
-    if short:
-        error[:, -1, -short:] = 0
-    return error, scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,10 +46,9 @@ def convert(src: str | Path, dst: str | Path, quantization: str | None, as_json:
 
     With --merge an adapter is merged into SRC, in float32 and rounded once, and DST is HF.
     """
-    _require(src)
-    with phase("loading ckptkit and torch"):
-        scheme = _scheme(quantization or DEFAULT, options, options["like"])
-    _run(run_options("convert", src, dst, scheme if quantization else None, **options), as_json)
+    _check_paths(src, dst, options)
+    scheme = _scheme(quantization or UNQUANTIZED, options, options["like"])
+    _run(run_options("convert", src, dst, scheme, **options), as_json)
 
 
 @click.command(cls=Verb, short_help="Quantize HF to INT4, FP8, MXFP4 or NVFP4.")
@@ -73,16 +73,23 @@ def quantize(src: str | Path, dst: str | Path, scheme: str, as_json: bool, **opt
     Each may be at a URL: s3://, gs://, hf://. A quantized release (FP8, MXFP4, INT4) is dequantized first; an INT4 one
     keeps its scales where they still give its weights.
     """
-    _require(src)
-    with phase("loading ckptkit and torch"):
-        chosen = _scheme(scheme, options, options["like"] or src)
+    _check_paths(src, dst, options)
+    chosen = _scheme(scheme, options, options["like"] or src)
     _run(run_options("quantize", src, dst, chosen, **options), as_json)
 
 
-def _require(src: str | Path) -> None:
-    """Raises MissingError for a path that does not exist, before torch is imported."""
-    if not is_url(src) and not Path(src).exists():
-        locate(src)
+def _check_paths(src: str | Path, dst: str | Path, options: Mapping[str, Any]) -> None:
+    """Raises CkptkitError for a source that is no checkpoint and a destination that may not be written.
+
+    That is before torch is imported. Of a run that is resumed the destination may be there.
+    """
+    from ckptkit.transfer.destination import check_destination
+
+    if is_url(src):
+        return
+    location = locate(src)
+    if not is_url(dst) and not options["resume"]:
+        check_destination(Path(dst), [location.path], overwrite=options["overwrite"])
 
 
 def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) -> Scheme | None:
@@ -96,7 +103,10 @@ def _scheme(name: str, options: dict[str, Any], reference: str | Path | None) ->
             spelled = f"--{other.replace('_', '-')}"
             raise click.UsageError(f"{spelled}: no effect with the scheme {name}; leave it out", context)
         options.pop(other)
-    return None if name == UNQUANTIZED else scheme_module(name).from_options(name, options, reference)
+    if name == UNQUANTIZED:
+        return None
+    with phase("loading ckptkit and torch"):
+        return scheme_module(name).from_options(name, options, reference)
 
 
 def _run(options: RunOptions, as_json: bool) -> None:

@@ -22,6 +22,7 @@ from ckptkit.app.inspection import inspect
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.storage.file_hash import FileHash
 from verify.evidence import reading
+from verify.evidence.both_sides import BothSides
 from verify.evidence.reading import alternating, look
 from verify.run import verify
 
@@ -241,7 +242,9 @@ def test_what_a_cluster_has_read_is_hashed_here(
 ) -> None:
     """Tasks of Ray give their findings alone; the tests of Ray itself are in tests/ckptkit/app/test_ray.py."""
     monkeypatch.setattr(
-        reading, "parts_on_ray", lambda _, __, checkpoint, groups: (look(checkpoint, None, one) for one in groups)
+        reading,
+        "parts_on_ray",
+        lambda _, __, checkpoint, groups: (look(BothSides(checkpoint, None), one) for one in groups),
     )
     path = download(MODEL, releases(NAME), spoiled(releases(NAME)), local_dir=tmp_path / "there")
     assert only(verify(path, ray="auto")).code == "CK124"

@@ -187,10 +187,10 @@ class Watched(models.InMemory):
 
 
 def test_memory_holds_a_few_groups_and_no_tensor_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.evidence.reading.os.cpu_count", lambda: 2)
+    monkeypatch.setattr("verify.evidence.both_sides.cores", lambda: 2)
     a = {f"model.layers.{index}.w": random(4, 4, seed=index) for index in range(200)}
     b = {f"model.layers.{index}.w": random(4, 4, seed=(index + 3) % 400) for index in range(200)}
     found = found_of(Watched(UNKNOWN, a), Watched(UNKNOWN, b))
     assert found.counts["moved"] == 197
-    assert Watched.most <= 4  # two threads, each with a tensor of either side
+    assert Watched.most <= 6  # three threads, each with a tensor of either side
     assert Watched.alive == 0

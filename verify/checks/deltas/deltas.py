@@ -16,8 +16,8 @@ from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, f
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
 from verify.check import Tally, check, where
+from verify.evidence.both_sides import threads
 from verify.evidence.folding import by_key
-from verify.evidence.reading import threads
 from verify.evidence.subject import Subject
 from verify.issue import Issue
 from verify.skip import NotApplicable
