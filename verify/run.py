@@ -219,7 +219,7 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     elif subject.source_path and not subject.source_is_hf:
         raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
     if subject.options.rollout_data is not None:
-        subject.once(recording_of)
+        recording_of(subject)
     with suppress(NotApplicable, CannotCheck):
         if "megatron" in subject.against and usable_config(subject) is not None:
             sizes_of(subject)

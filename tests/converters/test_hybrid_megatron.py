@@ -44,11 +44,11 @@ def test_every_rank_holds_what_the_rules_say(release: Path, megatron: Path, size
     subject = Subject(megatron, release, options=VerifyOptions(**sizes, against=frozenset({"megatron"})))
     tally = Tally()
     assert [finding for check in (strict_load, right_slices, all_layers) for finding in check(subject, tally)] == []
-    held = [{seen.name for seen in report.tensors} for report in subject.once(run_megatron).reports]
+    held = [{seen.name for seen in report.tensors} for report in run_megatron(subject).reports]
     assert all("decoder.layers.1.self_attention.in_proj.weight" in names for names in held[: 1 if "pp" in sizes else 2])
     assert "mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight" in held[1]
     if "tp" in sizes:
-        elements = {seen.name: seen.elements for seen in subject.once(run_megatron).reports[1].tensors}
+        elements = {seen.name: seen.elements for seen in run_megatron(subject).reports[1].tensors}
         # Half of 2 x 48 rows of queries and keys, 2 x 160 of values and gates, and 2 x 8 of beta and alpha.
         assert elements["decoder.layers.1.self_attention.in_proj.weight"] == 216 * 128
         assert elements["decoder.layers.1.self_attention.conv1d.weight"] == 128 * 4

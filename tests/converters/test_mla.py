@@ -219,7 +219,7 @@ def test_every_rank_holds_its_slice(release: Path, megatron: Path) -> None:
         for check, tally in zip((strict_load, right_slices, all_layers), tallies, strict=True)
         for finding in check(subject, tally)
     ] == []
-    by_name = [{seen.name: seen.elements for seen in report.tensors} for report in subject.once(run_megatron).reports]
+    by_name = [{seen.name: seen.elements for seen in report.tensors} for report in run_megatron(subject).reports]
     assert [one[LAYER + "self_attention.linear_kv_down_proj.weight"] for one in by_name] == [28 * 128] * 2
     assert [one[LAYER + "self_attention.linear_proj.weight"] for one in by_name] == [128 * 100] * 2
     assert [one[LAYER + "self_attention.linear_q_up_proj.layer_norm_weight"] for one in by_name] == [48] * 2

@@ -32,7 +32,7 @@ from quant.formats.part_names import (
 )
 from quant.formats.release import Floats
 from verify.evidence.folding import by_key, group_by_pattern
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.skip import CannotCheck, NotApplicable
 
 Shape = tuple[int, ...]
@@ -54,33 +54,36 @@ class Expected:
     upcast: frozenset[str] = frozenset()  # hold the release's values in the next wider dtype
 
 
+@once
 def config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`).
 
     Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
     it loads.
     """
-    config, names = subject.once(stated_config_of), subject.once(_names)
+    config, names = stated_config_of(subject), _names(subject)
     return as_stored(config, names) if names else config
 
 
 def remarks_of(subject: Subject) -> list[str]:
     """Remarks on the names of its tensors that are not wrong. Raises as `stated_config_of`."""
-    names = subject.once(_names)
-    return remarks(subject.once(stated_config_of), names) if names else []
+    names = _names(subject)
+    return remarks(stated_config_of(subject), names) if names else []
 
 
+@once
 def spelling_of(subject: Subject) -> OtherSpelling | None:
     """How the layers of an HF checkpoint are spelled, where another class than the config's spells them so.
 
     None also where there is no usable config.
     """
     try:
-        return other_spelling(subject.once(stated_config_of), subject.once(_names)) if subject.is_hf else None
+        return other_spelling(stated_config_of(subject), _names(subject)) if subject.is_hf else None
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
 
+@once
 def _names(subject: Subject) -> Collection[str]:
     """Every tensor that headers, the index or `.metadata` name.
 
@@ -94,6 +97,7 @@ def _names(subject: Subject) -> Collection[str]:
     return specs if index.keys() <= specs.keys() else {**specs, **index}
 
 
+@once
 def is_of_no_family(subject: Subject) -> bool:
     """Whether config.json is of a model outside ckptkit's families: by its `model_type` and class, or by its class.
 
@@ -114,6 +118,7 @@ def has_own_class(config: Mapping[str, Any]) -> bool:
     return name != "" and all(name not in family.architectures for family in FAMILIES.values())
 
 
+@once
 def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     """The HF config of the checkpoint as the file has it, checked to be of a supported family.
 
@@ -122,7 +127,7 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
     """
     if subject.is_hf:
         config = subject.hf_files.config
-        if subject.arguments is None and not is_quantized(config) and subject.once(is_of_no_family):
+        if subject.arguments is None and not is_quantized(config) and is_of_no_family(subject):
             model = class_of(config) or f"model_type {config['model_type']!r}"
             raise NotApplicable(f"{model} is none of ckptkit's families: CK541 asks transformers")
     else:
@@ -133,16 +138,17 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
             )
         config = config_in(path, subject.megatron_files.weights)
     try:
-        refuse_foreign(subject.once(_names) if subject.is_hf else (), subject.path)
+        refuse_foreign(_names(subject) if subject.is_hf else (), subject.path)
         refuse_stated_format(config, subject.path)
         dims_of(config)
         if subject.is_hf:
-            refuse_older(config, subject.once(_names), subject.path)
+            refuse_older(config, _names(subject), subject.path)
     except (TypeError, ValueError) as error:
         raise CkptkitError(f"config.json: a size is not a number: {error}", "compare it with the release") from error
     return config
 
 
+@once
 def expected_of(subject: Subject) -> Expected | None:
     """What must be in the checkpoint, spelled as its tensors are: fused or per expert, packed or not.
 
@@ -188,7 +194,7 @@ def expected_of(subject: Subject) -> Expected | None:
 def require_expected(subject: Subject) -> Expected:
     """As `expected_of`, but raises CannotCheck where there is no usable config."""
     require_config(subject)
-    expected = subject.once(expected_of)
+    expected = expected_of(subject)
     assert expected is not None
     return expected
 
@@ -293,9 +299,9 @@ def refuse_stated(subject: Subject) -> None:
     try:
         config = subject.hf_files.config
         refuse_stated_format(config, subject.path)
-        if subject.once(is_of_no_family):
+        if is_of_no_family(subject):
             return
-        refuse_older(config, subject.once(_names), subject.path)
+        refuse_older(config, _names(subject), subject.path)
         if is_quantized(config) and weights_of(config).get("type") != "int":
             floats_of(config)
     except CkptkitError as error:
@@ -306,7 +312,7 @@ def refuse_stated(subject: Subject) -> None:
 def usable_config(subject: Subject) -> Mapping[str, Any] | None:
     """As `config_of`, but None where the config is missing, broken or unsupported, which CK101 reports."""
     try:
-        return subject.once(config_of)
+        return config_of(subject)
     except (CkptkitError, NotApplicable, CannotCheck):
         return None
 
@@ -314,7 +320,7 @@ def usable_config(subject: Subject) -> Mapping[str, Any] | None:
 def require_config(subject: Subject, read: Callable[[Subject], Mapping[str, Any]] = config_of) -> Mapping[str, Any]:
     """As `config_of`, or another reader, but raises CannotCheck where CK101 reports the config."""
     try:
-        return subject.once(read)
+        return read(subject)
     except CkptkitError as error:
         raise CannotCheck("there is no usable config.json", "CK101") from error
 

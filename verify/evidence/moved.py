@@ -15,7 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from converters.megatron.pipeline import Pipeline
 from verify.evidence.folding import LAYER, by_key, layer_of, layers_of, parts_apart, pattern_of
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 # The next move, by what most often puts values into each other's place.
 AGAIN = "convert again from the source"
@@ -83,6 +83,7 @@ def _all(chunks: Sequence[Sequence[int]]) -> list[int]:
     return sorted(layer for chunk in chunks for layer in chunk)
 
 
+@once
 def stages_of(subject: Subject) -> Stages:
     """The pipeline that saved the checkpoint, by its training arguments; unknown where they have none.
 

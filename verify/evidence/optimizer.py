@@ -23,7 +23,7 @@ from ckptkit.formats.torch_dist.training_state import (
 from verify.evidence.both_sides import threads
 from verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
 from verify.evidence.reading import read_values
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,6 +32,7 @@ _PIECE = 1 << 22  # elements that are looked at at a time
 _ROUNDED = ("bfloat16", "float16")  # of weights, whose master weights are float32
 
 
+@once
 def state_of(subject: Subject) -> OptimizerState:
     """The optimizer state beside the weights. Raises CkptkitError where `.metadata` cannot be read."""
     return optimizer_state(subject.megatron_files.metadata)
@@ -93,12 +94,13 @@ class _Task:
             return OptimizerValues(unreadable={self.name: error.message})
 
 
+@once
 def optimizer_values(subject: Subject) -> OptimizerValues:
     """Reads everything once. The weights beside master weights are read only where their digests are not known yet."""
     import torch
 
-    state, values = subject.once(state_of), OptimizerValues()
-    known = {name: one.digest for name, one in subject.once(read_values).stats.items()}
+    state, values = state_of(subject), OptimizerValues()
+    known = {name: one.digest for name, one in read_values(subject).stats.items()}
     tasks = [*_by_weight(state, known), *_by_bucket(state)]
     for dtype in _rounded(state.buckets):
         counts = [torch.zeros(1 << 16, dtype=torch.int64) for _ in range(3)]

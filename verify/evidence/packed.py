@@ -22,7 +22,7 @@ from quant.formats.part_names import (
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
 from verify.evidence.both_sides import threads
 from verify.evidence.expected import weights_in, weights_of
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Scale:
     nbytes: int  # read
 
 
+@once
 def read_scales(subject: Subject) -> list[Scale]:
     """Every scale of the checkpoint with the weight_shape beside it, in order. Raises CkptkitError."""
     checkpoint = subject.checkpoint

@@ -37,7 +37,7 @@ from verify.evidence.compare import TensorDiff, compare
 from verify.evidence.extremes import Extremes, digest_of
 from verify.evidence.files import HfFiles
 from verify.evidence.plain import as_release
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,6 +116,7 @@ def look(sides: BothSides, names: Sequence[str]) -> Values:
     return values
 
 
+@once
 def read_values(subject: Subject) -> Values:
     """Reads everything once, group by group. With a source, both sides are seen as HF and compared as they come by."""
     return _pass(subject, stored=False)
@@ -125,15 +126,17 @@ def stored_values(subject: Subject) -> Values:
     """The same of every tensor under its name on disk: from the one pass where that is how it names them."""
     fused = subject.is_hf and is_fused(subject.checkpoint.specs)
     if not fused and (subject.is_hf or subject.source_path is None):
-        return subject.once(read_values)
+        return read_values(subject)
     return _pass(subject, stored=True)
 
 
+@once
 def downloads(subject: Subject) -> Mapping[str, Download]:
     """What the model hub's client has recorded of the files of an HF directory, by relative name."""
     return downloads_in(subject.path) if subject.is_hf else {}
 
 
+@once
 def file_hashes(subject: Subject) -> Mapping[str, FileHash]:
     """The files to compare with such a record: those of weights that loaders open, and those beside weights.
 
@@ -144,7 +147,7 @@ def file_hashes(subject: Subject) -> Mapping[str, FileHash]:
         name: FileHash(
             subject.path / name, record.digest, min(shards[name].offsets.values(), default=0) if name in shards else 0
         )
-        for name, record in subject.once(downloads).items()
+        for name, record in downloads(subject).items()
         if name in (*shards, INDEX) or not is_weight(name)
     }
 
@@ -192,7 +195,7 @@ def _pass(subject: Subject, stored: bool) -> Values:
     if subject.is_hf:
         refuse_foreign(subject.checkpoint.specs, subject.path)
         refuse_stated(subject.checkpoint.config, subject.path)
-    hashes = {} if subject.options.ray is not None else subject.once(file_hashes)
+    hashes = {} if subject.options.ray is not None else file_hashes(subject)
     hashed = _Hashed(subject.hf_files, hashes) if hashes else None
     checkpoint, source = sides(subject, stored, hashed)
     specs, values = checkpoint.specs, Values()

@@ -46,7 +46,7 @@ from verify.evidence.both_sides import threads
 from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
 from verify.evidence.reading import source_as_hf
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     import torch
@@ -86,6 +86,7 @@ class Rounding:
         return f"rows within {_GPTQ_LIMIT:.0%} of their norm", f"a row {self.distance:.0%} off"
 
 
+@once
 def rounding_of(subject: Subject) -> dict[str, Rounding]:
     """How far every packed weight with sound parts is off the source, by the HF name of the plain weight.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from verify.launch.words import Word
 
 T = TypeVar("T")
-Ts = TypeVarTuple("Ts")
+P = ParamSpec("P")
 _DEFAULT = VerifyOptions()
 
 
@@ -84,16 +84,9 @@ class Subject(OfKind):
         """The readers that count for an INT4 checkpoint; None: those of RL stacks."""
         return self.options.readers
 
-    def once(self, find: Callable[[Subject, *Ts], T], *given: *Ts) -> T:
-        """What `find` returns for this subject (and `given`), computed at the first call. An exception is not kept."""
-        key = (find, *given) if given else find
-        if key not in self._results:
-            self._results[key] = find(self, *given)
-        return self._results[key]  # type: ignore[no-any-return]
-
     def found(self, find: Callable[[Subject], T]) -> T | None:
-        """What `once` has computed with `find`; None where it has not."""
-        return self._results.get(find)
+        """What `find`, a function under `@once`, has returned for it; None where it was not called."""
+        return self._results.get((find,))
 
     @property
     def engine(self) -> str:
@@ -196,3 +189,16 @@ class Subject(OfKind):
     def source_is_hf(self) -> bool:
         """Whether an HF directory lies at `source_path`; true when there is no source."""
         return self.source_path is None or locate(self.source_path).is_hf
+
+
+def once(find: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
+    """Makes a function compute its result once for each subject and further arguments. An exception is not kept."""
+
+    @wraps(find)
+    def found(subject: Subject, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        key = (found, *args)
+        if key not in subject._results:
+            subject._results[key] = find(subject, *args, **kwargs)
+        return subject._results[key]  # type: ignore[no-any-return]
+
+    return found

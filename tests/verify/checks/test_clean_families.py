@@ -137,7 +137,7 @@ def test_every_rank_of_megatron_holds_its_slice(layout: int, made: Made) -> None
         assert re.search(REFUSED[name], refused), label
         return
     assert findings == [], label
-    run = subject.once(run_megatron)
+    run = run_megatron(subject)
     stages = run.sizes.pipeline(dims).stages
     assert [report.layers for report in run.reports] == [stages[report.pp] for report in run.reports], label
     assert tallies["CK402"].tensors >= len(subject.checkpoint.specs), label

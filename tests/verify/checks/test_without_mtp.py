@@ -230,7 +230,7 @@ def held(subject: Subject) -> list[set[str]]:
     """The names of MTP tensors that each rank holds a part of."""
     return [
         {seen.name for seen in report.tensors if seen.name.startswith("mtp.")}
-        for report in subject.once(run_megatron).reports
+        for report in run_megatron(subject).reports
     ]
 
 
@@ -257,7 +257,7 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
         rule.megatron for rule in rules_of(subject.megatron_files.opened.config) if rule.megatron.startswith("mtp.")
     }
     assert len(names) == 2 * 11
-    reports = subject.once(run_megatron).reports
+    reports = run_megatron(subject).reports
     assert [report.pp for report in reports] == [0, 1]
     assert held(subject) == [set(), names]
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= {seen.name for seen in reports[1].tensors}
@@ -305,6 +305,6 @@ def test_every_rank_holds_its_slice(tmp_path: Path, ranks: tuple[str, int]) -> N
     subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=tp))
     for check in (strict_load, right_slices):
         assert list(check(subject, Tally())) == []
-    for report in subject.once(run_megatron).reports:
+    for report in run_megatron(subject).reports:
         elements = {seen.name.removeprefix("decoder.layers.11."): seen.elements for seen in report.tensors}
         assert elements.items() >= HELD[ranks].items()

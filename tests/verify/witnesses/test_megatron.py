@@ -56,7 +56,7 @@ def test_tensor_and_pipeline_parallel(releases: PathOf, converted: PathOf) -> No
     # Two stages, each on two ranks: 10 MoE layers x (12 experts x 2 + 6 attention + norm, router, bias + 2 shared),
     # 2 dense layers x (6 attention + norm + 2), and embedding, final norm and output layer.
     assert tallies["CK402"].tensors == 2 * (10 * (24 + 6 + 3 + 2) + 2 * 9 + 3)
-    by_rank = {report.rank: report for report in subject.once(run_megatron).reports}
+    by_rank = {report.rank: report for report in run_megatron(subject).reports}
     elements = {rank: {seen.name: seen.elements for seen in report.tensors} for rank, report in by_rank.items()}
     # An expert's linear_fc1 is [2 x 96, 128], of which a rank holds half; a norm is whole everywhere.
     assert elements[0]["decoder.layers.5.mlp.experts.experts.11.linear_fc1.weight"] == 96 * 128

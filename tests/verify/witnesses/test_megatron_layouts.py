@@ -82,7 +82,7 @@ def test_every_rank_of_a_layout_holds_its_slice(model: tuple[Path, Path], label:
     findings, tallies = judge(subject)
     assert findings == []
     assert tallies["CK403"].facts["pipeline stages"] == [f"pp rank {at}: {held}" for at, held in enumerate(stages)]
-    assert len(subject.once(run_megatron).reports) == world
+    assert len(run_megatron(subject).reports) == world
     assert f"{world} rank(s)" in tallies["CK401"].facts["megatron"][0]
     # 10 layers of 12 experts in two parts each, with 8 tensors of attention and norms, router, bias and shared experts;
     # 2 dense ones; 4 norms and a projection of multi-token prediction around one more layer.
@@ -143,7 +143,7 @@ def test_four_dimensional_layout_in_waves(name: str, tmp_path: Path, monkeypatch
             for tensor in report.tensors
             if ".experts.experts." in tensor.name[len("decoder") :]
         }
-        for report in subject.once(run_megatron).reports
+        for report in run_megatron(subject).reports
     }
     quarters = [{"0", "1", "2"}, {"3", "4", "5"}, {"6", "7", "8"}, {"9", "10", "11"}]
     assert [experts[rank] for rank in range(4)] == quarters
@@ -339,7 +339,7 @@ def test_over_two_ranks(name: str, tmp_path: Path) -> None:
         tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2, ep=2 if name == "gpt_oss" else 1)
     )
     assert judge(subject)[0] == []
-    for report in subject.once(run_megatron).reports if name == "gpt_oss" else ():
+    for report in run_megatron(subject).reports if name == "gpt_oss" else ():
         held = {seen.name: seen.elements for seen in report.tensors}
         assert {rest: held[f"decoder.layers.7.{rest}"] for rest in HELD} == HELD
         biases = {name for name in held if ".7.mlp.experts." in name and name.endswith("linear_fc1.bias")}

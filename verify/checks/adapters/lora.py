@@ -22,7 +22,7 @@ from converters.config.values import integer, number
 from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
 from verify.check import Tally, check, where
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue, warning_if
 from verify.quirks import Quirk, quirk
 from verify.skip import CannotCheck, NotApplicable
@@ -36,29 +36,33 @@ _WITNESS = "verify.witnesses.reference.adapter"
 _ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT is asked about, and that `--merge` does not apply
 
 
+@once
 def adapter_files(subject: Subject) -> AdapterFiles:
     """The adapter's files. Raises CkptkitError where they cannot be read."""
     return AdapterFiles(subject.path)
 
 
+@once
 def settings_of(subject: Subject) -> LoraSettings:
     """What adapter_config.json has PEFT do. Raises CkptkitError for kinds that are not read."""
-    return LoraSettings(subject.once(adapter_files), str(subject.path), _ONLY_LOADED)
+    return LoraSettings(adapter_files(subject), str(subject.path), _ONLY_LOADED)
 
 
+@once
 def over_base(subject: Subject) -> Adapter:
     """The adapter over its base. Raises CkptkitError for kinds that are not read."""
     base = plain(subject.source_path or Path())
-    return Adapter(subject.once(adapter_files), base, str(subject.path), _ONLY_LOADED)
+    return Adapter(adapter_files(subject), base, str(subject.path), _ONLY_LOADED)
 
 
+@once
 def ask_peft(subject: Subject) -> Future[Answer[NamesReport]] | str:
     """PEFT's answer about the adapter, which a process of its own gives meanwhile; or why it is not asked.
 
     The base is --source, or a directory that base_model_name_or_path names. Raises CkptkitError as `settings_of`.
     """
-    subject.once(settings_of)
-    files = subject.once(adapter_files)
+    settings_of(subject)
+    files = adapter_files(subject)
     base = files.config.get("base_model_name_or_path") if subject.source_path is None else str(subject.source_path)
     if missing := [one for one in ("torch", "transformers", "peft") if find_spec(one) is None]:
         return f"{missing[0]} is not installed"
@@ -88,8 +92,8 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Raises UnsupportedError for a pickle, and for another kind of adapter, which has no such factors.
     """
     try:
-        files = subject.once(adapter_files)
-        settings, pairs = subject.once(settings_of), pairs_in(files.specs)
+        files = adapter_files(subject)
+        settings, pairs = settings_of(subject), pairs_in(files.specs)
         for pair in pairs:
             settings.scale_of(pair.module)
     except UnsupportedError:
@@ -108,24 +112,24 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for part, other in ("AB", "BA"):
         names = [f"{pair.prefix}{part}" for pair, found in pairs.items() if other not in found]
         yield Issue("factors A and B in pairs", f"lora_{other} is missing", _AGAIN, names=names)
-    if isinstance(subject.once(ask_peft), str):  # else PEFT names them itself (CK132)
+    if isinstance(ask_peft(subject), str):  # else PEFT names them itself (CK132)
         yield from _dropped(subject)
 
 
 def _dropped(subject: Subject) -> Iterator[Issue]:
     """Pairs that PEFT does not load as they are stored, by the field of adapter_config.json that is the reason."""
-    settings, dropped = subject.once(settings_of), defaultdict[Fault, list[str]](list)
-    for pair, found in pairs_in(subject.once(adapter_files).specs).items():
+    settings, dropped = settings_of(subject), defaultdict[Fault, list[str]](list)
+    for pair, found in pairs_in(adapter_files(subject).specs).items():
         for fault in settings.faults(pair, found):
             dropped[fault] += found.values()
     for fault, names in dropped.items():
         yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, together=True)
 
 
-@check("CK132", stage="adapter", begin=lambda subject: subject.once(ask_peft))
+@check("CK132", stage="adapter", begin=ask_peft)
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What PEFT itself loads, misses and drops; where it cannot be asked, what ckptkit's rules of PEFT find."""
-    files, asked = subject.once(adapter_files), subject.once(ask_peft)
+    files, asked = adapter_files(subject), ask_peft(subject)
     answer = None if isinstance(asked, str) else asked.result()
     report, why = (None, asked) if answer is None else (answer.report, answer.failure)
     if report is not None and not (report.model_class or report.refused):
@@ -144,7 +148,7 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts["adapter judged by"] = [judge]
     if not _has_base(subject):
         return
-    adapter = subject.once(over_base)
+    adapter = over_base(subject)
     if report is None and adapter.unknown:
         raise CannotCheck(f"the base has no {adapter.unknown[0]}, and how it would spell that is not known: {why}")
     if report is None:
@@ -160,7 +164,7 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
     """What PEFT refuses, drops, has in another shape, and finds no tensor for; with the field that is the reason."""
-    specs, peft, dropped = subject.once(adapter_files).specs, f"PEFT {version('peft')}", list(_dropped(subject))
+    specs, peft, dropped = adapter_files(subject).specs, f"PEFT {version('peft')}", list(_dropped(subject))
     if report.refused:
         yield from dropped or [Issue("an adapter that PEFT loads", f"{peft} stops: {report.refused}", _AS_IT_RAN)]
         return
@@ -194,7 +198,7 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Zeros are a warning where half of the factors are, and in some experts of a layer, to which no token was sent.
     """
-    files = subject.once(adapter_files)
+    files = adapter_files(subject)
     actual = "not there: PEFT warns, and the adapter changes nothing; SGLang and vLLM take the names as they are"
     expected = f"{ROOT} before every name, where PEFT looks for it"
     bare = [name for name in files.specs if not name.startswith(ROOT)]
@@ -231,7 +235,7 @@ def _of_layer(name: str) -> str:
 @check("CK134", stage="adapter", needs=("source",), applies_to=_needs_base)
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
-    adapter = subject.once(over_base)
+    adapter = over_base(subject)
     tally.compared()
     stated = adapter.files.config.get("base_model_name_or_path")
     source = subject.source_path or Path()
@@ -251,7 +255,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK135", stage="adapter", needs=("source",), applies_to=_needs_base)
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
-    adapter = subject.once(over_base)
+    adapter = over_base(subject)
     config = adapter.files.config
     rank, alpha = integer(config, "r", 8), number(config, "lora_alpha", 8)
     tally.compared(1 + len(adapter.pairs))
@@ -283,7 +287,7 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
 )
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and what adapter_config.json makes of them."""
-    here, there = subject.once(adapter_files), AdapterFiles(subject.source_path or Path())
+    here, there = adapter_files(subject), AdapterFiles(subject.source_path or Path())
     for key in ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"):
         own, stated = here.config.get(key), there.config.get(key)
         if (own or None) != (stated or None):
@@ -311,7 +315,7 @@ def _known(part: str, **facts: object) -> str:
 @check("CK137", stage="adapter", needs=("source",), applies_to=_needs_base)
 def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""
-    adapter = subject.once(over_base)
+    adapter = over_base(subject)
     files, kinds = adapter.files, {name.rpartition(".")[0].rpartition(".")[2] for name in adapter.base.specs}
     tally.compared(len(files.specs))
     rank = integer(files.config, "r", 8)

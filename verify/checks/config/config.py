@@ -75,7 +75,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     newer release writes out, and a warning where that is not known. Of another model there is one finding, which also
     explains the tensors that differ.
     """
-    if subject.is_hf and subject.source_path and subject.source_is_hf and subject.once(is_of_no_family):
+    if subject.is_hf and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
         there = Subject(subject.source_path).hf_files.config
         for one in plain_differences(subject.hf_files.config, there, tally):
             expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"

@@ -198,7 +198,7 @@ def _sglang_reads_more(subject: Subject) -> None:
     if "sglang" not in subject.against and subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
     try:
-        needed, _ = keys_of(subject.once(stated_config_of))
+        needed, _ = keys_of(stated_config_of(subject))
     except (CkptkitError, CannotCheck):
         raise NotApplicable("there is no usable config.json (CK101)") from None
     if not needed:
@@ -208,7 +208,7 @@ def _sglang_reads_more(subject: Subject) -> None:
 @check("CK731", preflight=True, applies_to=_sglang_reads_more)
 def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each key of the family's table; null counts as absent."""
-    needed, lacking = keys_of(subject.once(stated_config_of))
+    needed, lacking = keys_of(stated_config_of(subject))
     tally.compared(len(needed))
     if lacking:
         what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"

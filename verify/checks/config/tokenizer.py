@@ -152,7 +152,7 @@ def _class_may_differ(subject: Subject) -> None:
         stated = [side.tokenizer.get(part) for part in ("pre_tokenizer", "decoder")]
         if of_bytes is not None and of_bytes != ("ByteLevel" in json.dumps(stated)):
             return
-    if "transformers" not in subject.against and not subject.once(is_of_no_family):
+    if "transformers" not in subject.against and not is_of_no_family(subject):
         raise NotApplicable("--against-transformers was not given")
 
 
@@ -200,7 +200,7 @@ def _rows_of(subject: Subject) -> int:
 
     Raises NotApplicable as `require_config`, and where no size is stated.
     """
-    if not (subject.is_hf and subject.once(is_of_no_family)):
+    if not (subject.is_hf and is_of_no_family(subject)):
         return dims_of(require_config(subject)).vocab
     if not isinstance(size := language_part(subject.hf_files.config).get("vocab_size"), int):
         raise NotApplicable("config.json states no vocab_size")

@@ -18,7 +18,7 @@ from ckptkit.storage.buffers import bytes_of
 from verify.check import Tally, check, where
 from verify.evidence.both_sides import threads
 from verify.evidence.folding import by_key
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue
 from verify.skip import NotApplicable
 
@@ -35,7 +35,7 @@ def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
 @check("CK122", gate=True)
 def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Numbers of directories and indexes, what each is based on, and how it is encoded."""
-    chain = subject.once(chain_of)
+    chain = chain_of(subject)
     tally.compared(len(chain.versions))
     if chain.full:
         tally.note(f"{chain.full.name} is a full checkpoint: older versions were not looked at, nor any base")
@@ -45,16 +45,23 @@ def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK123", gate=True)
 def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Files against their headers and the index, tensors against the base's, where there is one."""
-    chain, base = subject.once(chain_of), subject.once(base_in)
+    chain, base = chain_of(subject), base_in(subject)
     tally.compared(sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
     yield from _issues(file_faults(chain, base.specs if base else None))
 
 
-_needs_base = where(lambda subject: subject.once(base_in), "no --source was given, and no version is full")
+@once
+def base_in(subject: Subject) -> HfCheckpoint | None:
+    """What the deltas start from; None where no version is full and none was given."""
+    chain = chain_of(subject)
+    return base_of(chain, subject.source_path) if chain.full or subject.source_path else None
+
+
+_needs_base = where(base_in, "no --source was given, and no version is full")
 
 
 def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issue]]) -> Iterator[Issue]:
-    replay = subject.once(replay_of)
+    replay = replay_of(subject)
     if not replay.applied:
         raise NotApplicable("no version changes any tensor")
     tally.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
@@ -67,13 +74,13 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issu
 @check("CK221", applies_to=_needs_base)
 def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each change is decoded, lies inside its tensor, changes something, and leads to the stored checksum."""
-    yield from _faulty(subject, tally, lambda here: here.once(replay_of).broken)
+    yield from _faulty(subject, tally, lambda here: replay_of(here).broken)
 
 
 @check("CK222", applies_to=_needs_base)
 def deltas_finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Numbers that were finite and are not after a change; those that the base has already do not count."""
-    yield from _faulty(subject, tally, lambda here: here.once(replay_of).spoiled)
+    yield from _faulty(subject, tally, lambda here: replay_of(here).spoiled)
 
 
 _PIECE = 1 << 18  # elements that are looked at at a time, which stay in a core's cache
@@ -101,20 +108,16 @@ class Replay:
     nbytes: int = 0
 
 
+@once
 def chain_of(subject: Subject) -> Chain:
     """The versions at the subject's path."""
     return chain_at(subject.path)
 
 
-def base_in(subject: Subject) -> HfCheckpoint | None:
-    """What the deltas start from; None where no version is full and none was given."""
-    chain = subject.once(chain_of)
-    return base_of(chain, subject.source_path) if chain.full or subject.source_path else None
-
-
+@once
 def replay_of(subject: Subject) -> Replay:
     """Applies every change once. Raises CkptkitError where the base cannot be read, or there is none."""
-    base, patches = base_of(subject.once(chain_of), subject.source_path), patches_of(subject.once(chain_of))
+    base, patches = base_of(chain_of(subject), subject.source_path), patches_of(chain_of(subject))
     names = [name for name in base.specs if name in patches]
     result = Replay()
     with (

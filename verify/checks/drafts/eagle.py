@@ -14,7 +14,7 @@ from converters.draft import EMBEDDING, FUSION, TOKENS, USED, Draft, draft_of, i
 from converters.engines.registry import registries
 from verify.check import Tally, check
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue, warning_if
 from verify.quirks import quirk
 from verify.skip import CannotCheck, NotApplicable
@@ -25,20 +25,23 @@ if TYPE_CHECKING:
 _CONFIG = "config.json"
 
 
+@once
 def draft_model(subject: Subject) -> Draft:
     """What its config.json says. Raises CkptkitError as `draft_of`."""
     return draft_of(read_config(subject.path))
 
 
+@once
 def draft_files(subject: Subject) -> HfCheckpoint:
     """Its files. Raises CkptkitError where they cannot be read."""
     return HfCheckpoint(subject.path)
 
 
+@once
 def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
     """Its tensors by the names of engines' classes; each spec has the stored name."""
-    specs = subject.once(draft_files).specs
-    return {own: specs[name] for own, name in subject.once(draft_model).names(specs).items()}
+    specs = draft_files(subject).specs
+    return {own: specs[name] for own, name in draft_model(subject).names(specs).items()}
 
 
 @check("CK141", gate=True)
@@ -48,7 +51,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Raises UnsupportedError for draft models that are not read.
     """
     try:
-        draft, specs = subject.once(draft_model), subject.once(draft_specs)
+        draft, specs = draft_model(subject), draft_specs(subject)
         shapes = draft.shapes()
     except UnsupportedError:
         raise
@@ -80,11 +83,11 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK142")
 def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """d2t + i are tokens of the target, no two the same; t2d has true at just those."""
-    draft, specs = subject.once(draft_model), subject.once(draft_specs)
+    draft, specs = draft_model(subject), draft_specs(subject)
     stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
         raise NotApplicable("it has no tables: its tokens are those of the target")
-    read = subject.once(draft_files).read([*stored.values()])
+    read = draft_files(subject).read([*stored.values()])
     tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
     for own, expected, actual, hint in _faults(draft, tables):
@@ -131,8 +134,8 @@ def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
 @check("CK143")
 def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity, no tensor of zeros, biases excepted."""
-    files = subject.once(draft_files)
-    for own, spec in subject.once(draft_specs).items():
+    files = draft_files(subject)
+    for own, spec in draft_specs(subject).items():
         if own in (TOKENS, USED):
             continue
         tensor = files.read([spec.name])[spec.name]
@@ -146,7 +149,7 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK144", needs=("source",))
 def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Width, vocabulary and layers of config.json; a copy of the embedding, value by value."""
-    draft, source = subject.once(draft_model), subject.source_path or Path()
+    draft, source = draft_model(subject), subject.source_path or Path()
     config = read_config(source)
     if is_draft(config):
         raise CannotCheck(
@@ -171,7 +174,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if odd := [one for one in draft.layer_ids or () if not 0 <= one <= last]:
         expected, hint = f"layers 0 to {last} of the target's {target.layers}", "restore the list of its training"
         yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
-    own = subject.once(draft_specs).get(EMBEDDING)
+    own = draft_specs(subject).get(EMBEDDING)
     if own is None or draft.target_hidden != draft.hidden:
         return  # no copy of the target's embedding
     base = plain(subject.source_path or Path())
@@ -179,7 +182,7 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if len(there) != 1:
         return
     tally.compared(nbytes=own.nbytes)
-    here, other = subject.once(draft_files).read([own.name])[own.name], base.read(there)[there[0]]
+    here, other = draft_files(subject).read([own.name])[own.name], base.read(there)[there[0]]
     if not bool((here.to(other.dtype) == other).all()):
         hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"
         yield Issue("the target's embedding", "other values", hint, names=[own.name], severity="warning")

@@ -50,12 +50,12 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
         refuse_foreign(specs, subject.path)
         refuse_stated(subject)
     config = usable_config(subject)
-    expected = subject.once(expected_of) or Expected({})
+    expected = expected_of(subject) or Expected({})
     fp32 = expected.fp32
-    of_no_family = subject.once(is_of_no_family)
+    of_no_family = is_of_no_family(subject)
     quantized = config is not None and is_quantized(config)  # and not packed, or not only
     may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
-    codes = subject.once(parts_in_floats)
+    codes = parts_in_floats(subject)
     for names in subject.kinds:
         tally.compared()
         dtypes = {specs[name].dtype for name in names}
@@ -85,7 +85,7 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
             and not (of_no_family and usual in _INDICES)  # CK541 asks whether the class has whole numbers there
             and not upcast
             and not names[0].endswith(_INTEGER_PARTS)
-            and names[0] not in subject.once(undeclared_of)  # CK104 says so
+            and names[0] not in undeclared_of(subject)  # CK104 says so
             and not (usual in _EIGHT_BITS and may_have_codes)
         ):
             yield Issue("bfloat16, float16 or float32", usual, names=names, file=file_of_tensor(subject, names[0]))

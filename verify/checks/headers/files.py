@@ -72,7 +72,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     elif "config.json" in subject.hf_files.dangling:
         raise CannotCheck("not run because config.json is a link that leads nowhere", "CK102")
     try:
-        subject.once(config_of)
+        config_of(subject)
         tally.compared()
     except CkptkitError as error:
         # A model that is not known here may be right, and so may its launch.
@@ -154,7 +154,7 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
     specs = names_of(subject)
     expected = require_expected(subject)
-    if (spelling := subject.once(spelling_of)) and not spelling.renamed:
+    if (spelling := spelling_of(subject)) and not spelling.renamed:
         raise CannotCheck(f"not run because the layers are stored under {spelling.found}*", "CK104")
     wrong: dict[tuple[str, str], list[str]] = defaultdict(list)
     known = sum(map(specs.__contains__, expected.shapes))

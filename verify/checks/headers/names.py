@@ -47,7 +47,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
     specs = names_of(subject, listed=True)
     config = usable_config(subject)
-    expected = subject.once(expected_of)
+    expected = expected_of(subject)
     tally.compared(len(specs) or len(subject.hf_files.unknown))
     if subject.is_hf:
         yield from leftovers(subject.hf_files)
@@ -71,16 +71,16 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     unknown = files.unknown if files else frozenset()
     optional = expected.optional if expected else frozenset()
     where = "" if index is None else INDEX
-    spelling, promises = subject.once(spelling_of), expected.shapes if expected else {}
+    spelling, promises = spelling_of(subject), expected.shapes if expected else {}
     known: frozenset[str] = frozenset()
-    if (change := subject.once(renamed_of)) is not None:
+    if (change := renamed_of(subject)) is not None:
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
         yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
-    if undeclared := subject.once(undeclared_of):
+    if undeclared := undeclared_of(subject):
         known |= frozenset(undeclared.values())
         yield undeclared_issue(undeclared)
-    known |= subject.once(in_second_format)
+    known |= in_second_format(subject)
     config = usable_config(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
     every = [known.keys() for known in (specs, index, expected.shapes if expected else None) if known is not None]
@@ -133,9 +133,9 @@ _ALONE = "model."  # what a class of the language model alone calls its layers
 
 def renamed_layers(subject: Subject) -> Iterator[Issue]:
     """One issue for all tensors of the layers, a warning where transformers renames them while it loads."""
-    if (found := subject.once(spelling_of)) is None:
+    if (found := spelling_of(subject)) is None:
         return
-    config = subject.once(stated_config_of)
+    config = stated_config_of(subject)
     family, count = family_of(config), sum(one.startswith(found.found) for one in subject.specs)
     rename = f"rename the tensors to {found.expected}* (and in the index)"
     if found.renamed:
@@ -282,7 +282,7 @@ def _newest(root: Path, files: list[str]) -> str:
 def _has_tower(subject: Subject) -> None:
     only_hf(subject)
     try:
-        config = subject.once(stated_config_of)
+        config = stated_config_of(subject)
         towers = family_of(config).towers(config)
     except CkptkitError:
         raise NotApplicable("there is no usable config.json (CK101)") from None
@@ -293,10 +293,10 @@ def _has_tower(subject: Subject) -> None:
 @check("CK730", applies_to=_has_tower)
 def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A tensor of each part (tower, projector), and every Linear layer of each numbered block of a tower."""
-    config = subject.once(stated_config_of)
+    config = stated_config_of(subject)
     names = {**names_of(subject), **(subject.hf_files.index or {})}
     tally.compared(len(names))
-    if (spelling := subject.once(spelling_of)) and any(name.startswith(spelling.towers) for name in names):
+    if (spelling := spelling_of(subject)) and any(name.startswith(spelling.towers) for name in names):
         raise CannotCheck(f"not run because the tower is stored under {spelling.towers[0]}*", "CK104")
     name = family_of(config).class_of(config)
     expected = f"stored, since SGLang, vLLM and transformers build it for {name}"

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 from verify.evidence.expected import expected_of, spelling_of
 from verify.evidence.folding import by_key
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 _SAVED = "save it again, from"
 # What wrappers put into names, and what to save instead.
@@ -33,12 +33,13 @@ class Renamed:
     promised: frozenset[str]  # what they should be
 
 
+@once
 def renamed_of(subject: Subject) -> Renamed | None:
     """Finds how the names of a checkpoint, those of an index alone included, were changed.
 
     None without a usable config, and for the names of another class (`spelling_of`).
     """
-    expected = None if subject.once(spelling_of) else subject.once(expected_of)
+    expected = None if spelling_of(subject) else expected_of(subject)
     if expected is None:
         return None
     return renamed([*subject.specs, *subject.unread_names], expected.shapes.keys() | expected.optional)

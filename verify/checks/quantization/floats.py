@@ -39,7 +39,7 @@ _APART = 1e3
 
 def stores_floats(subject: Subject) -> bool:
     """Whether weights are stored in floats of 8 or 4 bits, in a format that is read."""
-    return bool(subject.once(stored_floats_of)[1])
+    return bool(stored_floats_of(subject)[1])
 
 
 def short(stored: StoredWeight) -> str:
@@ -49,7 +49,7 @@ def short(stored: StoredWeight) -> str:
 
 def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Weights of `forbidden` modules (and what each is) that are stored in floats of 8 or 4 bits."""
-    floats, weights = subject.once(stored_floats_of)
+    floats, weights = stored_floats_of(subject)
     hint = "take it in BF16 from the release; no engine has a quantized one"
     for stored in weights:
         tally.compared()
@@ -65,7 +65,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     A name that the index lists and no shard holds is CK104's.
     """
-    floats, weights = subject.once(stored_floats_of)
+    floats, weights = stored_floats_of(subject)
     assert floats is not None  # there are such weights
     specs, files = subject.hf_files.specs, subject.hf_files
     listed = {*names_of(subject, listed=True), *(files.index or {})}
@@ -166,7 +166,7 @@ def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Scales are finite, above zero where weights are not zero, and as `scale_fmt` says."""
     content = quantization_of(subject.hf_files.config)
     labelled = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
-    for one in subject.once(float_scales_of):
+    for one in float_scales_of(subject):
         tally.compared(nbytes=one.nbytes)
         for name, expected, actual in _wrong_scales(one, labelled):
             yield Issue(expected, actual, names=[name])
@@ -199,7 +199,7 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
     """Scales of activations that were never measured, or of one kind far apart."""
     values = {
         name: value
-        for one in subject.once(float_scales_of)
+        for one in float_scales_of(subject)
         for name, value in one.inputs.items()
         if math.isfinite(value) and value > 0 and one.stored.layout.needs_input
     }
@@ -219,7 +219,7 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
 
 def _repeated(subject: Subject) -> Iterator[Issue]:
     """Scales of many values that two weights have in common: one of them has another's, as after half an update."""
-    for several in by_key((one.digest, one) for one in subject.once(float_scales_of) if one.digest).values():
+    for several in by_key((one.digest, one) for one in float_scales_of(subject) if one.digest).values():
         if not several[1:]:
             continue
         names = [one.stored.codes.name for one in several]
@@ -232,7 +232,7 @@ def _repeated(subject: Subject) -> Iterator[Issue]:
 
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
     """Parts of a layer that engines fuse (`fused_of`: by projection) are in one format, with one tensor's scale."""
-    _, weights = subject.once(stored_floats_of)
+    _, weights = stored_floats_of(subject)
     plain = [name.removesuffix(".weight") for name in subject.hf_files.specs if name.endswith(".weight")]
     formats = {stored.name.removesuffix(".weight"): stored.layout.words for stored in weights}
     formats |= {module: "" for module in plain if module not in formats}
@@ -253,9 +253,9 @@ def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> 
 
 def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tally: Tally) -> Iterator[Issue]:
     """Scales of whole tensors that differ where a kernel takes one for all parts of a layer."""
-    if not any(stored.second for stored in subject.once(stored_floats_of)[1]):
+    if not any(stored.second for stored in stored_floats_of(subject)[1]):
         return
-    scales = {one.stored.name.removesuffix(".weight"): one for one in subject.once(float_scales_of)}
+    scales = {one.stored.name.removesuffix(".weight"): one for one in float_scales_of(subject)}
     worst, wrong = 1.0, list[str]()
     for modules in layers.values():
         found = {module: one.second for module in modules if (one := scales.get(module)) and one.second}
@@ -295,7 +295,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
-    floats, in_floats = subject.once(stored_floats_of)
+    floats, in_floats = stored_floats_of(subject)
     if floats is not None and not in_floats:
         wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
         wanted |= {one.tensor for one in differing if one.answer == "packs"}

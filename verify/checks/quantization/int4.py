@@ -41,7 +41,7 @@ from verify.evidence.packed import (
     read_scales,
 )
 from verify.evidence.rounding import keeps_scales, names_grid
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue
 from verify.skip import CannotCheck, NotApplicable
 
@@ -68,7 +68,7 @@ def _declares_quantization(subject: Subject) -> None:
 def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
     """Config, specs and format. Raises NotApplicable with the reason where there is nothing quantized to look at."""
     require_quantized(subject)
-    config = subject.once(config_of)
+    config = config_of(subject)
     form = int4_format_of(config)
     if form is None:
         raise NotApplicable(
@@ -90,9 +90,10 @@ def packs_integers(subject: Subject) -> bool:
     return int4_format_of(subject.hf_files.config) is not None and any(packed_in(subject.hf_files.specs))
 
 
+@once
 def never_packed(subject: Subject) -> dict[str, str]:
     """Modules that no reader expects packed, and what each is: routers, embedding, head, norms."""
-    found, config = {}, subject.once(config_of)
+    found, config = {}, config_of(subject)
     never = _NEVER | {dims_of(config).head: "the output layer"}
     for rule in rules_of(config):
         what = next((what for suffix, what in never.items() if rule.megatron.endswith(suffix)), None)
@@ -109,11 +110,11 @@ def never_packed(subject: Subject) -> dict[str, str]:
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
     if stores_floats(subject):
-        yield from forbidden_floats(subject, subject.once(never_packed), tally)
+        yield from forbidden_floats(subject, never_packed(subject), tally)
         if not packs_integers(subject):
             return
     config, specs, _ = _quantized(subject)
-    forbidden = subject.once(never_packed)
+    forbidden = never_packed(subject)
     tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
@@ -139,10 +140,10 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
     """
     require_quantized(subject)
-    if subject.once(renamed_of) is not None:
+    if renamed_of(subject) is not None:
         raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
-    config, specs = subject.once(config_of), subject.checkpoint.specs
-    announced = subject.once(stored_floats_of)[0] is not None and not any(packed_in(specs))
+    config, specs = config_of(subject), subject.checkpoint.specs
+    announced = stored_floats_of(subject)[0] is not None and not any(packed_in(specs))
     if announced or (stores_floats(subject) and not packs_integers(subject)):
         yield from float_lists(subject, tally)
         return
@@ -165,7 +166,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not packed and not found.missing:
         actual = "nothing is packed, and no reader expects that anything is"
         yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file="config.json")
-    by_ck301 = {module for module in subject.once(never_packed) if not _targeted(module, config)}
+    by_ck301 = {module for module in never_packed(subject) if not _targeted(module, config)}
     for module in sorted(found.forbidden.keys() - by_ck301):
         yield Issue(f"unquantized: {found.forbidden[module]}", "packed as INT4", names=[module + PACKED])
     yield from _not_for_transformers(subject, config, packed)
@@ -274,7 +275,7 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if not packs_integers(subject):
             return
     config, _, form = packed_weights(subject)
-    shapes, scales = expected_hf(config), subject.once(read_scales)
+    shapes, scales = expected_hf(config), read_scales(subject)
     signed = _is_signed(config, form, scales)
     for scale in scales:
         tally.compared(nbytes=scale.nbytes)

@@ -20,7 +20,7 @@ from quant.patterns import check_entries
 from quant.selection.readers import BY_CLASS, severity_of, severity_of_all, worst
 from verify.evidence.expected import usable_config
 from verify.evidence.packed import int4_format_of
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue
 from verify.skip import CannotCheck
 
@@ -70,6 +70,7 @@ def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
         yield Issue("a quantization_config in config.json, where transformers looks for it", actual, hint, file=file)
 
 
+@once
 def undeclared_of(subject: Subject) -> Mapping[str, str]:
     """Weights in 8-bit floats beside a scale where no config declares a quantization, and their scales, by name."""
     config = usable_config(subject) if subject.is_hf else None
@@ -91,6 +92,7 @@ def undeclared_issue(undeclared: Mapping[str, str]) -> Issue:
     )
 
 
+@once
 def in_second_format(subject: Subject) -> frozenset[str]:
     """The parts of weights in the format of hf_quant_config.json where config.json declares another method (CK303)."""
     if not subject.is_hf or usable_config(subject) is None or "quant_method" not in differing_configs(subject.path):

@@ -70,12 +70,12 @@ def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares weights in floats."""
-    stored, specs = subject.once(float_weights), subject.checkpoint.specs
+    stored, specs = float_weights(subject), subject.checkpoint.specs
     if stored.unread is not None:
         raise CannotCheck(f"no decision for this quantization_config: {stored.unread}")
     if not stored.judged and not stored.broken:
         raise NotApplicable("nothing is stored in floats of 8 or 4 bits that the source has")
-    rounding = subject.once(float_rounding_of)
+    rounding = float_rounding_of(subject)
     tally.compared(len(rounding), nbytes=sum(specs[name].nbytes for name in stored.parts))
     for name, reason in stored.broken.items():
         yield Issue("codes and scales that fit", reason, _HINT, names=[name])
@@ -103,7 +103,7 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
         raise NotApplicable("the source is quantized itself; CK202 compares the two bit for bit")
-    rounding, grid = subject.once(rounding_of), grid_of(config)
+    rounding, grid = rounding_of(subject), grid_of(config)
     if is_gptq(config):
         tally.note(
             "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
@@ -160,7 +160,7 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
     config, specs = usable_config(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
         raise CannotCheck("config.json does not tell the bits of packed weights", "CK101", "CK302")
-    groups, (_, floats) = groups_of(config), subject.once(stored_floats_of)
+    groups, (_, floats) = groups_of(config), stored_floats_of(subject)
     in_floats = {one.name: one.layout.words for one in floats}
     for name in specs:
         if name.endswith(".weight"):
@@ -295,14 +295,14 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
     if stores_floats(subject):
-        for one in subject.once(float_scales_of):
+        for one in float_scales_of(subject):
             tally.compared(nbytes=one.nbytes)
             if one.median is not None:
                 sizes[one.stored.layout][one.stored.scale] = one.median
     if not stores_floats(subject) or packs_integers(subject):
         config, _, _ = packed_weights(subject)
         groups = groups_of(config)
-        for scale in subject.once(read_scales):
+        for scale in read_scales(subject):
             tally.compared(nbytes=scale.nbytes)
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median

@@ -59,7 +59,7 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
 @check(
     "CK124",
     applies_to=where(
-        lambda subject: subject.once(downloads), "the model hub's client has left no record of a download here"
+        lambda subject: downloads(subject), "the model hub's client has left no record of a download here"
     ),
 )
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -68,9 +68,9 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A file that is newer than its record was changed or replaced since: if it differs, that is a warning. Files without
     a record are not judged.
     """
-    subject.once(read_values)  # hashes weights on its way
-    records = subject.once(downloads)
-    hashes = subject.once(file_hashes)
+    read_values(subject)  # hashes weights on its way
+    records = downloads(subject)
+    hashes = file_hashes(subject)
     whole = _finished(hashes)
     if not whole:
         raise CannotCheck("not run because no tensor can be read", "CK201")

@@ -27,7 +27,7 @@ _ADAM = ("exp_avg", "exp_avg_sq")
 def has_optimizer(subject: Subject) -> None:
     """For checks of optimizer state."""
     try:
-        stored = subject.is_megatron and not subject.once(state_of).is_empty
+        stored = subject.is_megatron and not state_of(subject).is_empty
     except UnsupportedError:
         stored = False
     except CkptkitError as error:
@@ -59,7 +59,7 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _values(subject: Subject) -> OptimizerValues:
-    values = subject.once(optimizer_values)
+    values = optimizer_values(subject)
     if not values.stats and not values.unreadable:
         raise NotApplicable(AS_OBJECTS)
     return values
@@ -97,7 +97,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Each weight has a master weight and moments of its shape, where others have them; each bucket has all kinds."""
     names_of(subject)
-    state = subject.once(state_of)
+    state = state_of(subject)
     if state.opaque and not (state.by_weight or state.buckets):
         raise NotApplicable(AS_OBJECTS)
     where = subject.megatron_files.weights / ".metadata"

@@ -74,14 +74,14 @@ def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorD
     values = require_values(subject)
     for nbytes in values.compared.values():
         tally.compared(nbytes=nbytes)
-    judged = subject.once(float_weights).judged
+    judged = float_weights(subject).judged
     return values, {name: one for name, one in values.differences.items() if one.unequal and name not in judged}
 
 
 def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     """Tensors that only one of the two sides has, but those that other checks judge."""
-    values = subject.once(read_values)
-    quantized, floats = _judged_by_steps(subject), subject.once(float_weights)
+    values = read_values(subject)
+    quantized, floats = _judged_by_steps(subject), float_weights(subject)
     config = usable_config(subject) or {}
     dropped = _repeated_head(subject) | {name for name in values.only_here if is_cache_scale(name, config)}
     packed = {name for name in values.only_here if name.endswith((PACKED, *PARTS))}
@@ -101,8 +101,8 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
 
 def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[Issue]:
     """Tensors of `wrong` that have the bits of another tensor of the source, what one mistake explains together."""
-    judged = subject.once(float_weights).judged | _judged_by_steps(subject)
-    for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, subject.once(stages_of)):
+    judged = float_weights(subject).judged | _judged_by_steps(subject)
+    for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, stages_of(subject)):
         expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
         layers = set(layers_of(moved.names)) if moved.is_layers else set()
         packed = [name for name in judged if layer_of(name) in layers]
@@ -229,7 +229,7 @@ def _judged_by_steps(subject: Subject) -> Set[str]:
     if int4_format_of(subject.checkpoint.config) is None:
         return frozenset()
     packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
-    return packed & frozenset(subject.once(read_values).only_source)
+    return packed & frozenset(read_values(subject).only_source)
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
@@ -238,7 +238,7 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
     Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
     """
     tied = tied_head_of(subject)
-    values, source = subject.once(read_values), subject.source
+    values, source = read_values(subject), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()
     if tied[0] in values.only_source:
@@ -250,7 +250,7 @@ def _repeated_head(subject: Subject) -> frozenset[str]:
 
 def _origin_of(subject: Subject, name: str) -> str | None:
     """The source tensor whose values stand under this name, where there is one."""
-    values = subject.once(read_values)
+    values = read_values(subject)
     stats, difference = values.stats[name], values.differences[name]
     if _is_broken(stats) or not difference.same_shape:
         return None
@@ -277,7 +277,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Weights that are quantized here and plain in the source are for CK305 to judge.
     """
-    values, quantized = subject.once(read_values), subject.once(float_weights).judged
+    values, quantized = read_values(subject), float_weights(subject).judged
     counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     fp32 = fp32_names(usable_config(subject))
     changed = by_key(
@@ -317,7 +317,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from moved
     placed = {name for one in moved for name in one.names or ()}
     left = {name: one for name, one in differing.items() if name not in placed and one.same_shape}
-    indices = (subject.once(expected_of) or Expected({})).indices
+    indices = (expected_of(subject) or Expected({})).indices
     has_codes = is_quantized(usable_config(subject) or {})
     names = [
         name

@@ -88,7 +88,7 @@ def counted(tally: Tally, names: Sized, none: str = _NONE_READ, *because: str) -
 
 def require_values(subject: Subject) -> Values:
     """The values of a checkpoint. Raises CannotCheck where no tensor can be read, which CK201 says."""
-    values = subject.once(read_values)
+    values = read_values(subject)
     if not values.stats:
         raise CannotCheck(_NONE_READ, "CK201")
     return values
@@ -97,7 +97,7 @@ def require_values(subject: Subject) -> Values:
 @check("CK201", explained_by=("CK112", "CK117"))
 def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor is read once; this pass also feeds the other CK2xx checks."""
-    values, unreadable = subject.once(read_values).stats, subject.once(read_values).unreadable
+    values, unreadable = read_values(subject).stats, read_values(subject).unreadable
     for stats in values.values():
         tally.compared(nbytes=stats.nbytes)
     for names in by_key((_AT_BYTE.split(reason)[0], name) for name, reason in unreadable.items()).values():
@@ -107,11 +107,11 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK204", explained_by=("CK124",))
 def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
-    values = subject.once(read_values).stats
+    values = read_values(subject).stats
     counted(tally, values)
     wrong = [name for name, one in values.items() if not one.finite]
     wrong = [name for name in wrong if not values[name].low == values[name].high == _UNCLIPPED.get(name[-4:])]
-    for names, shared in _by_source(wrong, subject.once(read_values)):
+    for names, shared in _by_source(wrong, read_values(subject)):
         hint = "find the last good checkpoint of the run: the source holds the same" if shared else _FINITE_SOURCE
         yield Issue("finite values", "NaN or infinity", hint, names=names)
 
@@ -119,11 +119,11 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK205", explained_by=("CK124", "CK202"))
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
-    values = subject.once(read_values).stats
+    values = read_values(subject).stats
     counted(tally, values)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = usable_config(subject) or {}
-    scales = subject.once(scales_in_floats)
+    scales = scales_in_floats(subject)
     constant: list[str] = []
     for name, stats in values.items():
         if name in scales or name.endswith(_SCALES) or not stats.finite or not stats.rows:
@@ -146,7 +146,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
             severity = warning_if(_is_vector(name, values[name]))
         verdicts[severity, "all zero" if number == 0 else f"all {number:g}"].append(name)
     for (severity, actual), found in verdicts.items():
-        for names, shared in _by_source(found, subject.once(read_values)):
+        for names, shared in _by_source(found, read_values(subject)):
             hint = _SHARED if shared else _LOST
             yield Issue("values that vary", actual, hint, names=names, severity=severity)
 
@@ -154,7 +154,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _initial(subject: Subject, values: Mapping[str, Extremes], constant: Sequence[str]) -> Iterator[str]:
     """The tensors that training may begin with as a constant."""
     config = usable_config(subject) or {}
-    expected = subject.once(expected_of) or Expected({})
+    expected = expected_of(subject) or Expected({})
     norms = [stats.constant for name, stats in values.items() if _NORM.search(name)]
     untrained = 2 * sum(norms) > len(norms)
     varied = {pattern_of(name) for name, stats in values.items() if not stats.constant}
@@ -192,10 +192,10 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     It is only a warning where the source holds the same bits: then the source is to be asked.
     """
-    read = subject.once(read_values)
+    read = read_values(subject)
     values, same = read.stats, read.compared.keys() - read.differences.keys()
     counted(tally, values)
-    others = (subject.once(expected_of) or Expected({})).indices | subject.once(scales_in_floats)
+    others = (expected_of(subject) or Expected({})).indices | scales_in_floats(subject)
     groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
     for name, stats in values.items():
         if name in others:
@@ -207,7 +207,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if merged := layers_of(name for found in equal if _are_copies(found, origins) for name in found):
         tally.note(f"layers {ranges(merged)} repeat one another, as {_MERGED} says of the merge that made them")
         equal = [found for found in equal if not _are_copies(found, origins)]
-    for one in repeated(equal, subject.once(stages_of)):
+    for one in repeated(equal, stages_of(subject)):
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
         if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
@@ -252,7 +252,7 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
 def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`lm_head.weight` and the embedding are the same bytes, where config.json ties them and both are stored."""
     tied = tied_head_of(subject)
-    stats = subject.once(read_values).stats
+    stats = read_values(subject).stats
     if tied is None or not stats.keys() >= set(tied):
         raise CannotCheck(_NONE_READ, "CK201")
     head, embedding = tied
@@ -273,7 +273,7 @@ _LARGEST = 64.0
 @check("CK207")
 def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
-    stats = subject.once(read_values).stats
+    stats = read_values(subject).stats
     counted(tally, stats)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
@@ -287,9 +287,9 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     And that median is at most 64, which no trained model comes near. It is only a warning where the source holds the
     same bits: then the source is to be asked.
     """
-    values = subject.once(read_values)
+    values = read_values(subject)
     counted(tally, values.stats)
-    kinds = _kinds(values.stats, subject.once(parts_in_floats))
+    kinds = _kinds(values.stats, parts_in_floats(subject))
     medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
     ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
     same = values.compared.keys() - values.differences.keys()
@@ -364,7 +364,7 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     A warning, since some releases have such biases. Where the source holds the same bits there is no finding; CK205
     judges constant ones.
     """
-    values, biases = subject.once(read_values), _fp32_biases(subject)
+    values, biases = read_values(subject), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if name in biases}
     counted(tally, looked_at, f"{_NONE_READ}, or none of these biases is there", "CK201", "CK104")
     same = values.compared.keys() - values.differences.keys()
@@ -376,7 +376,7 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK215", applies_to=where(lambda subject: _named(subject, "indices"), "the model has no table of experts"))
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
-    values, tables = subject.once(read_values), set(_named(subject, "indices"))
+    values, tables = read_values(subject), set(_named(subject, "indices"))
     looked_at = {name: one for name, one in values.stats.items() if name in tables}
     counted(tally, looked_at, f"{_NONE_READ}, or none of these tables is there", "CK201", "CK104")
     experts = dims_of(require_config(subject)).experts

@@ -33,7 +33,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     from verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
     with_engine = "engine" in subject.against
-    reference = subject.once(run_engine_reference if with_engine else run_prediction)
+    reference = (run_engine_reference if with_engine else run_prediction)(subject)
     predicted = reference.predicted
     assert predicted is not None
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)

@@ -34,7 +34,7 @@ def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from verify.witnesses.reference.distance import not_finite_logprobs
 
-    run = subject.once(run_engine)
+    run = run_engine(subject)
     report = run.require_report()
     label = running_engine(subject).label
     tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_held(report)]
@@ -68,10 +68,10 @@ def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
     """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
-    if (why := subject.once(no_second_load)) is not None:
+    if (why := no_second_load(subject)) is not None:
         raise CannotCheck(why)
-    subject.once(run_engine).require_report()
-    runs = {"": subject.once(run_engine), DECODING: subject.once(run_draft_engine)}
+    run_engine(subject).require_report()
+    runs = {"": run_engine(subject), DECODING: run_draft_engine(subject)}
     earlier: dict[str, Reload] = {}
     for decoding, run in runs.items():
         if run is None or run.report is None:
@@ -132,10 +132,10 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
     from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 
-    passes = subject.once(run_engine).require_report().passes
+    passes = run_engine(subject).require_report().passes
     if not_finite_logprobs(passes[FIRST])[0]:
         raise CannotCheck("not run because the engine's answers are not numbers", "CK511")
-    reference = subject.once(run_engine_reference)
+    reference = run_engine_reference(subject)
     dtype, exact = reference.dtype, reference.exact
     found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])

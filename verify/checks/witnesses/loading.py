@@ -82,7 +82,7 @@ def each_engine(
 
 
 def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
-    run = subject.once(run_engine_load, engine)
+    run = run_engine_load(subject, engine)
     if run.unable:
         raise CannotCheck(run.unable)
     if run.report is None:
@@ -93,7 +93,7 @@ def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
 def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport, str | None]]:
     """What was seen of the model and of its draft model, where there is one, with the name of the latter."""
     yield _report(engine, subject), None
-    if (draft := subject.once(run_engine_load, engine).draft) is not None:
+    if (draft := run_engine_load(subject, engine).draft) is not None:
         yield draft, f"{engine.label}'s draft model"
 
 
@@ -138,12 +138,12 @@ def _findings(
 @each_engine(1)
 def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's own model class is built from the config and loaded by its own `load_weights`."""
-    run = subject.once(run_engine_load, engine)
+    run = run_engine_load(subject, engine)
     if run.unable:
         raise CannotCheck(run.unable)
     if run.report is None:
         message = run.crash or "it ended without a report"
-        _, lacking = keys_of(subject.once(stated_config_of))
+        _, lacking = keys_of(stated_config_of(subject))
         hint = why_refused(engine, message, lacking)
         yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
         return
@@ -169,7 +169,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every element of every parameter, poisoned before loading, is looked at after it."""
     promised = expected_hf(config_of(subject))
-    lost = lost_towers(subject.once(stated_config_of), subject.specs) if subject.is_hf else ()
+    lost = lost_towers(stated_config_of(subject), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
     for report, draft in _reports(engine, subject):
         tally.compared(report.parameters)
@@ -275,7 +275,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 )
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""
-    report, run = _report(engine, subject), subject.once(run_engine_load, engine)
+    report, run = _report(engine, subject), run_engine_load(subject, engine)
     if run.draft_crash is not None:
         hint = "serve without speculative decoding, which leaves these layers out"
         if weights_of(config_of(subject)):

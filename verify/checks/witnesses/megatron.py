@@ -15,7 +15,7 @@ from verify.check import Tally, check, where
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER, by_key, chunk_ranges, group_by_pattern
 from verify.evidence.moved import AGAIN, Stages, explain_moves
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue
 from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
@@ -24,6 +24,7 @@ from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 _ROUTER_BIAS = ".router.expert_bias"
 
 
+@once
 def stages_held(subject: Subject) -> Stages:
     """The pipeline that Megatron was loaded in: the layers of every chunk of every stage; none of a pipeline of one."""
     held = {report.pp: report.layers for report in finished(subject).reports}
@@ -40,7 +41,7 @@ def finished(subject: Subject) -> MegatronRun:
 
     Raises CannotCheck where Megatron could not be asked or did not load.
     """
-    run = subject.once(run_megatron)
+    run = run_megatron(subject)
     if run.unable:
         raise CannotCheck(run.unable)
     if run.failures or run.not_found:
@@ -51,7 +52,7 @@ def finished(subject: Subject) -> MegatronRun:
 @check("CK401", stage="megatron", needs=("megatron",))
 def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
-    run = subject.once(run_megatron)
+    run = run_megatron(subject)
     if run.unable:
         raise CannotCheck(run.unable)
     versions = ", ".join(sorted({report.version for report in run.reports})) or "?"
@@ -103,7 +104,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
         tally.compared(nbytes=tensor.nbytes)
-    yield from wrong_slices(run, subject.source_path or subject.path, subject.once(stages_held))
+    yield from wrong_slices(run, subject.source_path or subject.path, stages_held(subject))
     # Biases of routers in fewer bits than float32, in which Megatron updates them.
     narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
     actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"

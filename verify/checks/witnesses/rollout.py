@@ -70,7 +70,7 @@ _has_rollout = where(lambda subject: subject.options.rollout_data, "no --rollout
 @check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
 def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Recorded responses again in transformers: the mean difference a token, in units of the format's noise."""
-    recording = subject.once(recording_of)
+    recording = recording_of(subject)
     number = "" if recording.rollout is None else f" of rollout {recording.rollout}"
     versions = ", ".join(recording.versions) or "not recorded"
     tally.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
@@ -125,7 +125,7 @@ def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap
 
 def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
     """One side's log-probabilities. Raises CannotCheck where the gap is too large and may have another reason."""
-    dtype, every = subject.once(run_recompute)
+    dtype, every = run_recompute(subject)
     rows = [row for row in every if side in row[0].log_probs]
     (apart, noise), who = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
@@ -180,7 +180,7 @@ def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSampl
 def _has_prompts(subject: Subject) -> None:
     """The trainer's own files have none."""
     _has_rollout(subject)
-    if not subject.once(recorded_prompts):
+    if not recorded_prompts(subject):
         raise NotApplicable("the file of --rollout-data has no prompts that tokens can tell")
 
 

@@ -18,7 +18,7 @@ from verify.evidence.expected import expected_of, is_of_no_family
 from verify.evidence.extremes import same_bytes
 from verify.evidence.folding import by_key, pattern_of
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.issue import Issue
 from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.job import NamesJob, NamesReport
@@ -30,20 +30,34 @@ _WITNESS = "verify.witnesses.reference.names"
 def _is_asked(subject: Subject) -> None:
     if subject.is_megatron:
         raise NotApplicable("transformers reads HF checkpoints")
-    if "transformers" not in subject.against and not subject.once(is_of_no_family):
+    if "transformers" not in subject.against and not is_of_no_family(subject):
         raise NotApplicable("--against-transformers was not given")
+
+
+@once
+def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesReport]]]:
+    """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
+
+    Raises CannotCheck where transformers is not installed.
+    """
+    for module in ("torch", "transformers"):
+        if find_spec(module) is None:
+            raise CannotCheck(f"{module} is not installed, so transformers' class was not asked for names and shapes")
+    specs = _plain_specs(subject)
+    job = NamesJob(without_quantization(subject.hf_files.config), specs)
+    return specs, ask_meanwhile(job, _WITNESS, NamesReport, START_S)
 
 
 @check(
     "CK541",
     stage="transformers",
     applies_to=_is_asked,
-    begin=lambda subject: subject.once(_asked),
+    begin=_asked,
     explained_by=("CK102", "CK103", "CK104", "CK105"),
 )
 def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes, loaded by transformers into its class on the meta device; no value is read, no code run."""
-    specs, asked = subject.once(_asked)
+    specs, asked = _asked(subject)
     report = asked.result().require("transformers could not be asked")
     if not report.model_class and not report.refused:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
@@ -78,7 +92,7 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = f"store {name}: of tied weights with several values each release of transformers takes another"
             yield wrong("the values that it was trained with", actual, hint, names=[name])
     # What the family of ours knows to be dropped there, such as layers for multi-token prediction, engines read.
-    promised = expected.shapes.keys() | expected.optional if (expected := subject.once(expected_of)) else frozenset()
+    promised = expected.shapes.keys() | expected.optional if (expected := expected_of(subject)) else frozenset()
     if dropped := sorted(set(report.unexpected).intersection(promised)):
         tally.note(f"{report.model_class} has no place for {summarize(dropped)}, which engines read")
     extra = [name for name in report.unexpected if name not in promised]
@@ -119,16 +133,3 @@ def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
     if built is not None and built.joins_experts:
         return [spec for step in fuse(specs, config, "").steps for spec in step.outputs]
     return list(specs.values())
-
-
-def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesReport]]]:
-    """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
-
-    Raises CannotCheck where transformers is not installed.
-    """
-    for module in ("torch", "transformers"):
-        if find_spec(module) is None:
-            raise CannotCheck(f"{module} is not installed, so transformers' class was not asked for names and shapes")
-    specs = _plain_specs(subject)
-    job = NamesJob(without_quantization(subject.hf_files.config), specs)
-    return specs, ask_meanwhile(job, _WITNESS, NamesReport, START_S)

@@ -40,7 +40,7 @@ from verify.evidence.both_sides import common_groups, threads
 from verify.evidence.compare import rows_named
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.reading import as_hf_view, source_as_hf
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -88,6 +88,7 @@ class FloatWeights:
     stored: Mapping[str, StoredWeight] = field(default_factory=dict)  # by the name of the tensor that `judged` is of
 
 
+@once
 def float_weights(subject: Subject) -> FloatWeights:
     """What is stored in floats of 8 or 4 bits here and plain in the source.
 
@@ -116,9 +117,10 @@ def float_weights(subject: Subject) -> FloatWeights:
     return FloatWeights(form.words, judged, frozenset(parts | unused), broken, None, found)
 
 
+@once
 def float_rounding_of(subject: Subject) -> dict[str, FloatRounding]:
     """How far each of `float_weights` is off its source. Raises CkptkitError where one of the two cannot be read."""
-    found = subject.once(float_weights)
+    found = float_weights(subject)
     if not found.judged or found.unread is not None:
         return {}
     codes, scales = (_codes(subject, found.stored, part) for part in (0, 1))

@@ -11,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from quant.formats.dequantize import floats_of
 from quant.formats.release import Floats, StoredWeight, wrong_scale
 from verify.evidence.extremes import digest_of
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +38,7 @@ class FloatScales:
     nbytes: int = 0
 
 
+@once
 def stored_floats_of(subject: Subject) -> tuple[Floats | None, list[StoredWeight]]:
     """The formats of an HF checkpoint's weights in floats, None without any, and those weights.
 
@@ -49,19 +50,22 @@ def stored_floats_of(subject: Subject) -> tuple[Floats | None, list[StoredWeight
     return floats, [] if floats is None else list(floats.weights(subject.hf_files.specs))
 
 
+@once
 def parts_in_floats(subject: Subject) -> frozenset[str]:
     """The tensors that store weights in floats of 8 and 4 bits: codes and scales."""
-    return frozenset(part for one in subject.once(stored_floats_of)[1] for part in (*one.needed, *one.inputs))
+    return frozenset(part for one in stored_floats_of(subject)[1] for part in (*one.needed, *one.inputs))
 
 
+@once
 def scales_in_floats(subject: Subject) -> frozenset[str]:
     """The scales alone, whatever their names end in."""
-    return frozenset(part for one in subject.once(stored_floats_of)[1] for part in (*one.needed[1:], *one.inputs))
+    return frozenset(part for one in stored_floats_of(subject)[1] for part in (*one.needed[1:], *one.inputs))
 
 
+@once
 def float_scales_of(subject: Subject) -> list[FloatScales]:
     """What the scales of every weight hold whose scales are there and fit. Raises CkptkitError."""
-    sound = (one for one in subject.once(stored_floats_of)[1] if wrong_scale(one, subject.checkpoint.specs) is None)
+    sound = (one for one in stored_floats_of(subject)[1] if wrong_scale(one, subject.checkpoint.specs) is None)
     return [_scales_of(subject.checkpoint, stored) for stored in sound]
 
 

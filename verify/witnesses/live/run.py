@@ -8,7 +8,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from verify.evidence.expected import config_of
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.skip import CannotCheck
 from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
 from verify.witnesses.loading.engine import EngineFacts
@@ -42,6 +42,7 @@ class EngineRun:
         return self.report
 
 
+@once
 def run_engine(subject: Subject) -> EngineRun:
     """Serves the subject with a real engine and does what was asked.
 
@@ -50,6 +51,7 @@ def run_engine(subject: Subject) -> EngineRun:
     return _served(subject, draft=False)
 
 
+@once
 def run_draft_engine(subject: Subject) -> EngineRun | None:
     """Loads weights again as asked, with the checkpoint's multi-token prediction layers as draft model.
 
@@ -72,7 +74,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     config = config_of(subject)
     check_class(engine, config)
     logits = "logits" in subject.against and not draft
-    again = subject.once(no_second_load) is None
+    again = no_second_load(subject) is None
     prompts = [] if draft else prompts_of(config, logits)
     job = EngineJob(
         str(subject.path),
@@ -91,6 +93,7 @@ def _served(subject: Subject, draft: bool) -> EngineRun:
     return EngineRun(None, failed=f"{inconclusive('the engine gave no answer', answer.failure)}; {check}")
 
 
+@once
 def no_second_load(subject: Subject) -> str | None:
     """Why the engine cannot be updated with this checkpoint, known before it starts; None where it may be."""
     engine = running_engine(subject)
@@ -102,9 +105,10 @@ def no_second_load(subject: Subject) -> str | None:
     )
 
 
+@once
 def run_engine_reference(subject: Subject) -> Reference:
     """What transformers makes of the checkpoint for what the engine was asked. Raises CannotCheck."""
-    run = subject.once(run_engine)
+    run = run_engine(subject)
     report = run.require_report()
     check_reference(subject, run.prompts)
     tokenizer = tokenizer_of(subject.path)

@@ -12,7 +12,7 @@ from converters.passthrough import passthrough_beside
 from converters.registry import family_of
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.skip import CannotCheck
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
@@ -60,6 +60,7 @@ class LoadRun:
         return self.report.draft_model if self.report else None
 
 
+@once
 def run_engine_load(subject: Subject, engine: EngineFacts) -> LoadRun:
     """Loads a subject into a real engine, on GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
 

@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
@@ -22,6 +21,7 @@ from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp
 from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
 from converters.registry import unwitnessed
 from verify.evidence.expected import config_of
+from verify.evidence.subject import Subject, once
 from verify.quirks import quirks
 from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import RankJob, RankReport
@@ -30,9 +30,6 @@ from verify.witnesses.process.memory import free_memory
 from verify.witnesses.reference.job import Ids, Judged, Reference
 from verify.witnesses.reference.run import check_reference, judged_by_transformers
 from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
-
-if TYPE_CHECKING:
-    from verify.evidence.subject import Subject
 
 _TRAINER = "Megatron-LM's load_checkpoint"
 _WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
@@ -130,6 +127,7 @@ def megatron_interpreter(subject: Subject) -> Interpreter:
     return Interpreter(python_of("megatron", subject.options.pythons))
 
 
+@once
 def run_megatron(subject: Subject) -> MegatronRun:
     """Loads the checkpoint of `subject` into real Megatron, a process for each rank of its parallel sizes.
 

@@ -14,7 +14,7 @@ from converters.config.values import language_part
 from converters.planner import expected_hf
 from converters.registry import family_of
 from verify.evidence.expected import config_of, is_quantized
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.skip import CannotCheck
 from verify.witnesses.process.memory import free_memory, memory_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
@@ -37,6 +37,7 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
     return ask(job, _WITNESS, Reference, limit_s).require("transformers gave no reference")
 
 
+@once
 def run_prediction(subject: Subject) -> Reference:
     """What transformers alone makes of fixed texts, in float32 where that fits into memory.
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from converters.config.values import language_part
 from verify.evidence.expected import config_of
-from verify.evidence.subject import Subject
+from verify.evidence.subject import Subject, once
 from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.job import ReferenceJob
 from verify.witnesses.reference.run import run_reference
@@ -47,6 +47,7 @@ class RenderedPrompts:
     renderings: Sequence[Rendering]
 
 
+@once
 def recording_of(subject: Subject) -> Recording:
     """The recording in the subject's `rollout_data`.
 
@@ -62,12 +63,13 @@ def tokenizer_directory(subject: Subject) -> Path:
     return Path(getattr(subject.checkpoint, "hf_path", subject.path))
 
 
+@once
 def parts_of(subject: Subject) -> Sequence[RecordedSample]:
     """The parts to compute again: samples evenly spread over the file, of each as much as fits into 4096 tokens.
 
     Raises CannotCheck where no sample has log-probabilities that can be computed again.
     """
-    recording, given = subject.once(recording_of), subject.options.rollout_temperature
+    recording, given = recording_of(subject), subject.options.rollout_temperature
     longest = min(_MAX_TOKENS, language_part(config_of(subject)).get("max_position_embeddings") or _MAX_TOKENS)
     found = [_part(one, int(longest), given) for one in recording.samples if not one.skip_reason]
     usable = [part for part in found if any(part.mask) and part.log_probs]
@@ -101,9 +103,10 @@ def _spread(every: Sequence[RecordedSample], most: int) -> Sequence[RecordedSamp
     return [every[place * len(every) // count] for place in range(count)]
 
 
+@once
 def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
     """The dtype of an engine, and the parts with their log-probabilities. Raises CannotCheck as `run_reference`."""
-    parts = subject.once(parts_of)
+    parts = parts_of(subject)
     job = ReferenceJob(
         subject.path,
         prompts=[part.tokens for part in parts],
@@ -116,10 +119,11 @@ def run_recompute(subject: Subject) -> tuple[str, Sequence[Recomputed]]:
     return found.dtype, [(one, e.tokens[-one.response :], r.tokens[-one.response :]) for one, e, r in rows]
 
 
+@once
 def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
     """Samples with different recorded prompts, evenly spread over the file. Empty where it has none."""
     found: dict[str, RecordedSample] = {}
-    for one in subject.once(recording_of).samples:
+    for one in recording_of(subject).samples:
         if one.prompt is not None and one.prompt_tokens and not one.skip_reason:
             found.setdefault(repr((one.prompt, one.options, one.prompt_tokens)), one)
     return _spread(list(found.values()), _PROMPTS)
@@ -127,6 +131,6 @@ def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
 
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck where it gives none."""
-    job = RolloutJob(tokenizer_directory(subject).absolute(), subject.once(recorded_prompts))
+    job = RolloutJob(tokenizer_directory(subject).absolute(), recorded_prompts(subject))
     answer = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, START_S)
     return answer.require("prompts could not be rendered").renderings
