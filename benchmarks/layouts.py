@@ -96,8 +96,9 @@ def _crc(size: int) -> int:
 
 def look(path: Path, ranks: list[int]) -> None:
     """Runs the checks of Megatron. Raises SystemExit where one does not pass."""
-    from verify.check import all_checks, run_checks
-    from verify.evidence.subject import Subject
+    from verify.core.check import all_checks
+    from verify.core.run import run_checks
+    from verify.core.subject import Subject
     from verify.options import MegatronOptions, VerifyOptions
 
     options = MegatronOptions(ranks=tuple(ranks))

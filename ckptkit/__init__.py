@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from quant.lint.lint import lint as lint
     from quant.schemes.floats import FloatScheme as FloatScheme
     from quant.schemes.w4a16 import int4_scheme as int4_scheme
+    from verify.core.report import CheckResult as CheckResult
+    from verify.core.report import Finding as Finding
+    from verify.core.report import Report as Report
     from verify.diff.diff import diff as diff
     from verify.diff.result import Diff as Diff
     from verify.launch.preflight import preflight as preflight
@@ -31,9 +34,6 @@ if TYPE_CHECKING:
     from verify.opened import LazyTensors as LazyTensors
     from verify.opened import OpenedCheckpoint as OpenedCheckpoint
     from verify.opened import open as open  # noqa: A004 - as `gzip.open`
-    from verify.report import CheckResult as CheckResult
-    from verify.report import Finding as Finding
-    from verify.report import Report as Report
     from verify.run import verify as verify
     from verify.triage.triage import Triage as Triage
     from verify.triage.triage import triage as triage
@@ -53,7 +53,7 @@ _NAMES = {
     "verify.diff.result": ("Diff",),
     "verify.launch.preflight": ("preflight",),
     "verify.opened": ("LazyTensor", "LazyTensors", "OpenedCheckpoint", "open"),
-    "verify.report": ("CheckResult", "Finding", "Report"),
+    "verify.core.report": ("CheckResult", "Finding", "Report"),
     "verify.run": ("verify",),
     "verify.triage.triage": ("Triage", "triage"),
 }

@@ -87,7 +87,7 @@ def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tu
     }
     assert {"ckptkit/app/cli/__init__.py", "verify/reports/page.css", "verify/reports/page.html"} <= in_wheel.keys()
     assert {f"verify/launch/options/names/{name}.txt" for name in ("slime", "sglang", "roll")} <= in_wheel.keys()
-    assert {"verify/catalogue.toml", "verify/triage/symptoms.toml", "verify/quirks/sglang.toml"} <= in_wheel.keys()
+    assert {"verify/core/catalogue.toml", "verify/triage/symptoms.toml", "verify/quirks/sglang.toml"} <= in_wheel.keys()
     assert "ckptkit_verify-0.1.0.dist-info/licenses/LICENSE" in in_wheel
     assert {f"{package}/py.typed" for package in ("ckptkit", "converters", "quant", "verify")} <= in_wheel.keys()
     assert {"pyproject.toml", "SECURITY.md", "LICENSE", "verify/reports/page.html"} <= in_sdist.keys()

@@ -17,7 +17,7 @@ from support.page_blocks import BLOCKS, ROOT
 from ckptkit import hooks
 from ckptkit.app.cli import _MODULES, cli
 from docs.examples.symptoms import page
-from verify.check import all_checks
+from verify.core.check import all_checks
 
 _COMMAND = re.compile(r"^(?:\$ )?(ckptkit \w+ .*|ckptkit \w+)$", re.M)
 

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from verify.catalogue import retired_codes
-from verify.check import Check, all_checks
+from verify.core.catalogue import retired_codes
+from verify.core.check import Check, all_checks
 from verify.triage.symptom import TABLE, Symptom, page_symptoms
 
 

@@ -27,17 +27,18 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from converters.draft import is_draft
-from verify.check import NOT_APPLICABLE, all_checks, looked_at, run_checks
+from verify.core.check import NOT_APPLICABLE, all_checks
+from verify.core.report import Finding, Report, anchors, now
+from verify.core.run import looked_at, run_checks
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import model_of, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.folding import layers_of
 from verify.evidence.reading import read_values
 from verify.evidence.rounding import rounding_of
-from verify.evidence.subject import Subject
 from verify.options import VerifyOptions, verify_options
-from verify.report import Finding, Report, anchors, now
 from verify.reports.heat import Heat, Measured, heat_map, of_values
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.megatron.run import sizes_of
 from verify.witnesses.registry import programs_not_asked
 from verify.witnesses.rollouts.run import recording_of

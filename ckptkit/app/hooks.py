@@ -19,9 +19,9 @@ from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.planner import dims_of, rules_of
 from converters.stored import as_stored
-from verify.check import Outcome
 from verify.checks.config.arguments import mismatches
-from verify.evidence.subject import Subject
+from verify.core.run import Outcome
+from verify.core.subject import Subject
 from verify.launch.preflight import check_headers, preflight
 from verify.weight_sync.messages import first_lines, job_rank, say
 

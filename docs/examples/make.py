@@ -24,7 +24,7 @@ from ckptkit.formats.hf.writer import SafetensorsFiles
 from ckptkit.transfer.files import FilesWriter
 from docs.examples.demo import MOE, make_release
 from quant.formats.scheme import QuantScheme
-from verify.report import CheckResult, Finding, Report
+from verify.core.report import CheckResult, Finding, Report
 from verify.reports import FORMATS, write_report
 from verify.reports.heat import Measured, heat_map
 from verify.run import verify

@@ -295,7 +295,7 @@ def _code_link(code: str, source: str) -> str:
 
 def checks() -> dict[str, str]:
     """A page for each check: title, cause, example, remedy, and the command that runs it; and one that lists them."""
-    from verify.check import all_checks
+    from verify.core.check import all_checks
 
     found = all_checks()
     mutations, symptoms = _mutations(), _symptoms()
@@ -339,7 +339,7 @@ def _code(text: str) -> str:
 
 def command(check: Any) -> str:
     """The cheapest command that runs a check."""
-    from verify.check import WITNESSES
+    from verify.core.check import WITNESSES
 
     if check.stage == "launch":
         return "ckptkit preflight SCRIPT"

@@ -15,9 +15,9 @@ from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import read_metadata
 from converters.megatron.parallel import ParallelSizes
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron.run import run_megatron
 

@@ -22,12 +22,12 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.families.deepseek_v32 import RotaryLast
 from converters.megatron.arguments import megatron_args
 from converters.planner import dims_of, rules_of
-from verify.check import Tally
 from verify.checks.config.arguments import mismatches
 from verify.checks.witnesses.megatron import right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.skip import NotApplicable
 from verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]

@@ -27,11 +27,11 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.megatron.arguments import megatron_args
 from converters.megatron.parallel import ParallelSizes, check_sizes
 from converters.planner import dims_of, rules_of
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.skip import NotApplicable
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.megatron.slices import Position, compare_slice

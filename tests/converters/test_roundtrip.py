@@ -24,7 +24,7 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from converters.open import open_checkpoint
 from converters.planner import to_hf
 from quant.formats.scheme import QuantScheme
-from verify.report import Report
+from verify.core.report import Report
 from verify.run import verify
 
 

@@ -17,7 +17,7 @@ from support.sglang_runs import int4_config, online_int4, written
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 from quant.schemes.floats import FloatScheme
-from verify.report import Report
+from verify.core.report import Report
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -11,11 +11,11 @@ from support import models
 from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.report import Finding
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.report import Finding
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.fixture_types import PathOf
 
-from verify.check import Tally
 from verify.checks.witnesses.behaviour import judge_run
+from verify.core.check import Tally
+from verify.core.subject import Subject
 from verify.evidence.expected import config_of
-from verify.evidence.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.megatron.run import Computed, run_megatron_logits

@@ -15,7 +15,7 @@ from support.sglang_runs import written
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
-from verify.report import Report
+from verify.core.report import Report
 from verify.witnesses.process.interpreter import python_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]

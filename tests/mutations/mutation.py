@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from mutations.starts import Starts
-from verify.report import CheckResult, Finding, Report, Severity
+from verify.core.report import CheckResult, Finding, Report, Severity
 from verify.run import verify
 
 # What has to be read to see it, from cheap to expensive: headers and JSON, configuration, all bytes, a source too.

@@ -15,8 +15,8 @@ from mutations import MUTATIONS
 from mutations.edits import edit_config
 from mutations.mutation import LEVELS, Mutation, Run, clean, level_of, missed, name_of, one_each, run, runs
 from mutations.starts import MODELS, Starts, labels
-from verify.check import all_checks
-from verify.report import Finding, Report
+from verify.core.check import all_checks
+from verify.core.report import Finding, Report
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "lab" / "failure-modes.md"
 MODES = [f"F{number}" for number in range(1, 31)]

@@ -33,7 +33,7 @@ from converters.known_classes import KNOWN
 from converters.planner import tied_head
 from converters.registry import FAMILIES, family_of
 from quant.selection.tree import family_tree
-from verify.report import Report
+from verify.core.report import Report
 from verify.run import verify
 
 # Dense, with experts in one tensor each or all in one, with a vision tower, with other layers than attention.

@@ -26,8 +26,8 @@ from quant.formats.groups import refusals
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
 from quant.selection.readers import SGLANG
+from verify.core.report import Report
 from verify.launch.preflight import preflight
-from verify.report import Report
 from verify.run import verify
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}

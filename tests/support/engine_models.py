@@ -27,7 +27,7 @@ from transformers import (
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
 from support import trained
-from verify.report import Report
+from verify.core.report import Report
 from verify.run import verify
 
 ALL = frozenset({"engine", "update", "release-resume", "logits"})

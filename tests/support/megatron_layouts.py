@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.report import Finding
+from verify.core.subject import Subject
 from verify.options import MegatronOptions
-from verify.report import Finding
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
 

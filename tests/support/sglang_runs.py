@@ -33,7 +33,7 @@ from verify.witnesses.runner import read_answer
 from verify.witnesses.sglang.facts import SGLANG
 
 if TYPE_CHECKING:
-    from verify.report import CheckResult, Finding
+    from verify.core.report import CheckResult, Finding
 
 Weights = Iterator[tuple[str, Tensor]]
 Start = Callable[..., bool]
@@ -277,8 +277,9 @@ def checked(
 ) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     # The processes that load have none of the packages that checks need.
-    from verify.check import all_checks, run_checks
-    from verify.evidence.subject import Subject
+    from verify.core.check import all_checks
+    from verify.core.run import run_checks
+    from verify.core.subject import Subject
     from verify.options import VerifyOptions
 
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({engine.name})))

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from support.fixture_types import CopyOf, PathOf
 
-from verify.check import all_checks, run_checks
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.report import CheckResult, Finding, Report
+from verify.core.run import run_checks
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.report import CheckResult, Finding, Report
 
 _OPTIONS = {one.name for one in fields(VerifyOptions)}
 

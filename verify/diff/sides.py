@@ -18,19 +18,19 @@ from converters.megatron.legacy import LegacyCheckpoint
 from converters.planner import rules_in
 from converters.registry import family_of, named_family_of
 from converters.stored import as_stored
-from verify.check import Tally
 from verify.checks.config.config import (
     config_differences,
     describe_model,
     is_another_model,
     plain_differences,
 )
+from verify.core.check import Tally
+from verify.core.skip import CannotCheck
 from verify.evidence.folding import by_key
 from verify.evidence.reading import as_hf_view
 from verify.evidence.side.compare import code_differences, side_differences
 from verify.evidence.side_files import SideFiles
 from verify.opened import opened_at
-from verify.skip import CannotCheck
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from quant.selection.matrices import forbidden, matrices_named, matrices_of
 from quant.selection.portable import Question, advice, described, is_untargeted, severities
 from quant.selection.readers import INT4_READERS, counting
 from quant.selection.tree import class_tree
+from verify.core.issue import Issue
 from verify.evidence.folding import by_key
-from verify.issue import Issue
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
 _BY_CLASS = frozenset(INT4_READERS) - {"slime"}

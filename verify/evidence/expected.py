@@ -31,9 +31,9 @@ from quant.formats.part_names import (
     WEIGHT_ZERO_POINT,
 )
 from quant.formats.release import Floats
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject, once
 from verify.evidence.folding import by_key, group_by_pattern
-from verify.evidence.subject import Subject, once
-from verify.skip import CannotCheck, NotApplicable
 
 Shape = tuple[int, ...]
 # The names that parts have in formats which are not read.

@@ -26,8 +26,8 @@ from ckptkit.storage.links import dangling_in
 from ckptkit.storage.read import FileExtent
 from converters.megatron.hybrid_model import is_hybrid
 from converters.megatron.run_config import args_file, stored_args
+from verify.core.issue import Issue
 from verify.evidence.folding import by_key
-from verify.issue import Issue
 
 
 @dataclass(frozen=True)

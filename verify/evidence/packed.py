@@ -20,9 +20,9 @@ from quant.formats.part_names import (
     packed_in,
 )
 from quant.formats.scheme import EXPERTS_ZERO_POINTS
+from verify.core.subject import Subject, once
 from verify.evidence.both_sides import threads
 from verify.evidence.expected import weights_in, weights_of
-from verify.evidence.subject import Subject, once
 
 
 @dataclass(frozen=True)

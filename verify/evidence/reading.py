@@ -32,12 +32,12 @@ from ckptkit.transfer.ray import connected, cpus, outcomes, pieces_of
 from converters.experts import is_fused, unfuse
 from converters.foreign import refuse_foreign, refuse_stated
 from converters.megatron.legacy import LegacyCheckpoint
+from verify.core.subject import Subject, once
 from verify.evidence.both_sides import SPARE, BothSides, common_groups, threads
 from verify.evidence.compare import TensorDiff, compare
 from verify.evidence.extremes import Extremes, digest_of
 from verify.evidence.files import HfFiles
 from verify.evidence.plain import as_release
-from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor

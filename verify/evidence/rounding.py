@@ -42,11 +42,11 @@ from converters.planner import expected_hf
 from quant.formats.groups import Group, groups_of
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.formats.scheme import BITS, KEPT_SCALES
+from verify.core.subject import Subject, once
 from verify.evidence.both_sides import threads
 from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
 from verify.evidence.reading import source_as_hf
-from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import is_secret, is_withheld
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.settings.overrides import is_override

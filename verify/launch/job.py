@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.options.arguments import Arguments
 from verify.launch.options.speculative import Speculation

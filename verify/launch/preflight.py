@@ -18,11 +18,13 @@ from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
 from ckptkit.storage.regular import read_regular
-from verify.check import NOT_APPLICABLE, NOTES, Check, Outcome, all_checks, looked_at, run_checks
 from verify.checks.config.config import STAGES
 from verify.checks.headers.torch_dist import TRAINING_STATE
+from verify.core.check import NOT_APPLICABLE, NOTES, Check, all_checks
+from verify.core.report import CheckResult, Finding, Report, now
+from verify.core.run import Outcome, looked_at, run_checks
+from verify.core.subject import Subject
 from verify.evidence.expected import model_of
-from verify.evidence.subject import Subject
 from verify.launch.arguments import LaunchArguments
 from verify.launch.checks.architecture import differing_model
 from verify.launch.checks.paths import NOT_READ
@@ -35,7 +37,6 @@ from verify.launch.stacks.others import started_by
 from verify.launch.stacks.which import is_config, read_job
 from verify.launch.words import LaunchText, UnresolvedWord, Word
 from verify.options import VerifyOptions
-from verify.report import CheckResult, Finding, Report, now
 
 _LARGEST = 300_000  # bytes of a script, as `read_script` takes them
 

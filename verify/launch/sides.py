@@ -12,8 +12,8 @@ from ckptkit.formats.detect import ITERATION, TRACKER, Kind, OfKind, is_legacy, 
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.storage.links import absent, next_move
 from converters.registry import named_family_of
-from verify.issue import Issue
-from verify.report import Severity
+from verify.core.issue import Issue
+from verify.core.report import Severity
 
 ENGINE = "rollout engine"
 # The checks of what the actor, the reference and the like load, of an iteration, and of an HF directory.

@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text
 from ckptkit.formats.detect import LOADED, MANIFEST
 from ckptkit.storage.write import write_whole
-from verify.report import Report
+from verify.core.report import Report
 
 __all__ = ["FORMATS", "fault_of", "report_text", "write_report"]
 # How a report of each format begins; `page.html` says it in a <meta>.

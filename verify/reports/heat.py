@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.specs import ranges
-from verify.report import Finding, anchors
+from verify.core.report import Finding, anchors
 
 if TYPE_CHECKING:
     from verify.evidence.reading import Values

@@ -15,9 +15,9 @@ from typing import Any
 
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
-from verify.check import LOOKS_AT, WITNESSES, all_checks
+from verify.core.check import LOOKS_AT, WITNESSES, all_checks
+from verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from verify.evidence.folding import by_key
-from verify.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from verify.reports.heat import OUTSIDE, expand_numbers
 from verify.reports.text import alike, cause_of, duration, headline, named_subject, numbered, other_reasons, totals
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from ckptkit.core.printable import printable
-from verify.check import all_checks
-from verify.report import CheckResult, Report
+from verify.core.check import all_checks
+from verify.core.report import CheckResult, Report
 from verify.reports.text import FindingGroup, groups, named_subject, rest, said_of
 
 _SHOWN = 100  # findings of one code

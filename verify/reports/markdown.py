@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ckptkit.core.printable import printable
-from verify.report import Finding, Report
+from verify.core.report import Finding, Report
 from verify.reports.text import groups, headline, named_subject, other_reasons, rest, totals
 
 _SHOWN = 20  # findings of one code

@@ -12,9 +12,9 @@ from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from ckptkit.core.printable import printable
-from verify.check import NOT_APPLICABLE
+from verify.core.check import NOT_APPLICABLE
+from verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from verify.evidence.folding import by_key
-from verify.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
 from verify.reports.text import (
     groups,
     headline,

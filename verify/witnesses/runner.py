@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from verify.skip import CannotCheck
+from verify.core.skip import CannotCheck
 from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
 from verify.witnesses.process.interpreter import Interpreter

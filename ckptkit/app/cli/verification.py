@@ -18,7 +18,7 @@ from quant.selection.readers import ALL_READERS
 from verify.witnesses.registry import ENGINES, WITNESSES
 
 if TYPE_CHECKING:
-    from verify.report import Report
+    from verify.core.report import Report
 
 
 # What `verify` looks at, and how.

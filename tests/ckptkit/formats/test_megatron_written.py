@@ -19,9 +19,9 @@ from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.subject import Subject
 from verify.launch.preflight import preflight
 
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]

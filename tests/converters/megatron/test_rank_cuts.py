@@ -28,9 +28,9 @@ from ckptkit.transfer import copy as copying
 from converters.megatron import rank_cuts
 from converters.open import open_checkpoint
 from converters.planner import rules_of
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 
 Streamed = Callable[[], list[raw.FileExtent]]

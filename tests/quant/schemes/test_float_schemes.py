@@ -29,8 +29,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.lint.lint import lint
 from quant.schemes.floats import FloatScheme
+from verify.core.report import Report
 from verify.evidence.extremes import same_bytes
-from verify.report import Report
 from verify.run import verify
 
 LAYERS = range(6)

@@ -25,11 +25,11 @@ from ckptkit.app.api import convert, quantize
 from converters.planner import dims_of
 from converters.registry import FAMILIES
 from quant.formats.scheme import QuantScheme
-from verify.evidence.subject import Subject
+from verify.core.report import Report
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.report import Report
 from verify.run import verify
-from verify.skip import CannotCheck
 from verify.witnesses.megatron.run import run_megatron
 
 Made = dict[str, Path]

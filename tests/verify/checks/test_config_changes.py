@@ -14,9 +14,9 @@ from support.fixture_types import CodesOf, OnlyFinding, PathOf, RunAlone
 from support.installed import release
 from support.messages import text_with
 
-from verify.check import Tally
 from verify.checks.config.config import UNKNOWN, class_default, configs_match
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.subject import Subject
 from verify.launch.preflight import preflight
 from verify.reports.text import headline
 from verify.run import verify

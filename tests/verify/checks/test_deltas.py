@@ -35,8 +35,8 @@ from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
 from verify.checks.deltas.deltas import count_not_finite
+from verify.core.report import Finding
 from verify.diff.diff import diff
-from verify.report import Finding
 
 MIXED = ("xor", "overwrite") * 3
 NORM = "model.norm.weight"  # changed by odd steps

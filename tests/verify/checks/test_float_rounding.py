@@ -16,7 +16,7 @@ from support import models, quantized
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
-from verify.report import Report
+from verify.core.report import Report
 from verify.run import verify
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}

@@ -13,8 +13,8 @@ from support.fixture_types import CopyOf, PathOf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.fingerprint import ChangedError
 from verify import run
+from verify.core.subject import Subject
 from verify.diff.diff import diff
-from verify.evidence.subject import Subject
 from verify.run import verify
 
 

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflattened
-from verify.check import Tally
 from verify.checks.values.optimizer import masters_round, no_optimizer, optimizer_sound, optimizer_whole
-from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.core.check import Tally
+from verify.core.report import Finding
+from verify.core.subject import Subject
 from verify.run import verify
 
 CODES = ["CK114", "CK115", "CK116", "CK117"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quant.formats.modelopt import differing_configs
 from quant.lint.lint import lint
-from verify.report import Finding
+from verify.core.report import Finding
 from verify.run import verify
 
 ATTENTION, MLP = "model.layers.3.self_attn", "model.layers.4.mlp"

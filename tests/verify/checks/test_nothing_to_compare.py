@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from verify.check import Check, Tally, run_checks
-from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.core.check import Check, Tally
+from verify.core.issue import Issue
+from verify.core.run import run_checks
+from verify.core.subject import Subject
 from verify.launch.preflight import preflight
 from verify.run import verify
 

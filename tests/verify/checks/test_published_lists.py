@@ -21,8 +21,8 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
+from verify.core.report import Finding, Report
 from verify.launch.preflight import preflight
-from verify.report import Finding, Report
 from verify.run import verify
 
 K26_LIST = [

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from verify.checks.headers.renamed import renamed
+from verify.core.report import Finding, Report
 from verify.launch.preflight import preflight
-from verify.report import Finding, Report
 from verify.run import verify
 
 Change = Callable[[str], str | None]

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
+from verify.core.skip import CannotCheck
 from verify.evidence.side import templates
 from verify.evidence.side.compare import text_differences
 from verify.evidence.side_files import SideFiles
-from verify.skip import CannotCheck
 
 # Of 352 rows: 350 words, and two special tokens behind them.
 WORDS = {f"w{number}": number for number in range(350)}

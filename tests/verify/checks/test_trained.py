@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import UsageError
-from verify.report import Report
+from verify.core.report import Report
 from verify.run import verify
 
 LAYER = "model.layers.5."

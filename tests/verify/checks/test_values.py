@@ -29,11 +29,11 @@ from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
 from quant.formats.scheme import QuantScheme
-from verify.check import Tally
 from verify.checks.values import values
+from verify.core.check import Tally
+from verify.core.report import Report
+from verify.core.subject import Subject
 from verify.evidence.extremes import extremes, same_bytes
-from verify.evidence.subject import Subject
-from verify.report import Report
 from verify.reports.text import headline
 from verify.run import verify
 

@@ -23,14 +23,14 @@ from ckptkit.formats.hf.reader import INDEX
 from converters.planner import rules_of
 from quant.formats.scheme import QuantScheme
 from quant.lint.lint import lint
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.report import Finding, Report
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.launch.preflight import preflight
 from verify.options import VerifyOptions
-from verify.report import Finding, Report
 from verify.run import verify
-from verify.skip import CannotCheck
 from verify.witnesses.megatron.run import run_megatron
 
 # Groups of 32 do not divide the 72 columns of the shared expert in the test model.

@@ -11,7 +11,7 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from verify.checks.witnesses.megatron import _never_asked_for
-from verify.evidence.subject import Subject
+from verify.core.subject import Subject
 from verify.launch.preflight import preflight
 from verify.run import verify
 from verify.witnesses.megatron.job import RankReport

@@ -13,10 +13,10 @@ from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
-from verify import check as checks
-from verify.check import Check, Tally
-from verify.evidence.subject import Subject
-from verify.report import Finding
+from verify.core import check as checks
+from verify.core.check import Check, Tally
+from verify.core.report import Finding
+from verify.core.subject import Subject
 from verify.run import verify
 
 REASON = "common.pt Megatron"

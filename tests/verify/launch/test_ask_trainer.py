@@ -13,9 +13,9 @@ from support.messages import text_with
 import verify.launch.ask_trainer
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import UsageError
+from verify.core.report import Finding, Report
 from verify.launch.preflight import preflight
 from verify.launch.words import LaunchText, Word
-from verify.report import Finding, Report
 
 STUB = """
 import argparse, os, sys

@@ -15,8 +15,8 @@ from support.messages import text_with
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
+from verify.core.report import Finding, Report
 from verify.launch.preflight import preflight
-from verify.report import Finding, Report
 
 ENGINE = "--rollout-num-gpus-per-engine"
 

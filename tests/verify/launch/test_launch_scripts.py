@@ -15,13 +15,14 @@ from support.messages import text_with
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from verify.check import all_checks, run_checks
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.report import Finding, Report
+from verify.core.run import run_checks
+from verify.core.subject import Subject
 from verify.launch.job import Launch
 from verify.launch.preflight import preflight
 from verify.launch.shell.read import read_script
 from verify.launch.stacks.which import read_job
-from verify.report import Finding, Report
 
 LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722", "CK745", "CK746")
 

@@ -9,14 +9,15 @@ import pytest
 from support.fixture_types import PathOf
 from support.launch_scripts import write_config
 
-from verify.check import all_checks, run_checks
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.report import Finding
+from verify.core.run import run_checks
+from verify.core.subject import Subject
 from verify.launch.job import Launch
 from verify.launch.options.names import trainer_options
 from verify.launch.preflight import preflight
 from verify.launch.stacks.which import read_job
 from verify.launch.words import LaunchText, Word
-from verify.report import Finding
 
 TRAINER = "--rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 100 --ref-load /models/megatron"
 MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8"

@@ -17,8 +17,8 @@ from support.messages import text_with
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from quant.formats.scheme import QuantScheme
+from verify.core.report import CheckResult, Report
 from verify.launch.preflight import preflight
-from verify.report import CheckResult, Report
 
 NAME = "qwen3_moe"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from verify.catalogue import retired_codes, rows
-from verify.check import all_checks
+from verify.core.catalogue import retired_codes, rows
+from verify.core.check import all_checks
 from verify.explain import explain
 from verify.witnesses.registry import ENGINES
 

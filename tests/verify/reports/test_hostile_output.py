@@ -14,7 +14,7 @@ import pytest
 
 from ckptkit.core.findings_text import plain
 from ckptkit.core.printable import json_text, printable
-from verify.report import CheckResult, Finding, Report
+from verify.core.report import CheckResult, Finding, Report
 from verify.reports import report_text
 from verify.reports.render import report_lines
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptkit.core.specs import summarize
-from verify.report import CheckResult, Finding, Report
+from verify.core.report import CheckResult, Finding, Report
 from verify.reports import report_text, write_report
 from verify.reports.heat import Measured, heat_map
 from verify.reports.html import layer_map, stages

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support import browser
 
-from verify.report import CheckResult, Finding, Report
+from verify.core.report import CheckResult, Finding, Report
 from verify.reports import write_report
 
 pytestmark = pytest.mark.skipif(browser.found() is None, reason=f"none of {', '.join(browser.NAMES)} is on PATH")

@@ -18,7 +18,7 @@ from support.processes import python
 import ckptkit
 from ckptkit import CkptkitError
 from ckptkit.app.cli import _MODULES
-from verify.check import all_checks
+from verify.core.check import all_checks
 from verify.triage.scan import Found
 from verify.triage.symptom import PHASES, TABLE
 from verify.triage.triage import Triage, triage, triage_lines

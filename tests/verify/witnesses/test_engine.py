@@ -21,9 +21,10 @@ from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
-from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import engine as engine_checks
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.run import Outcome, run_checks
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses import runner

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import quantize
 from quant.schemes.floats import FloatScheme
-from verify.skip import CannotCheck
+from verify.core.skip import CannotCheck
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
 from verify.witnesses.reference.distance import mean_gap

@@ -19,13 +19,13 @@ from transformers import Qwen3MoeConfig
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.check import Tally
 from verify.checks.config.config import parallel_sizes_divide
 from verify.checks.witnesses.megatron import right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.skip import CannotCheck
 from verify.witnesses import runner
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import run_megatron

@@ -26,10 +26,10 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import UsageError
 from converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_release
 from converters.planner import dims_of, own_dialect, rules_of
-from verify.evidence.subject import Subject
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.options import MegatronOptions, VerifyOptions
 from verify.run import verify
-from verify.skip import CannotCheck
 from verify.witnesses.megatron.run import run_megatron
 
 require_megatron()

@@ -19,10 +19,10 @@ from transformers import PretrainedConfig
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.check import Tally
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.report import Finding
+from verify.core.subject import Subject
 from verify.options import MegatronOptions, VerifyOptions
-from verify.report import Finding
 from verify.run import verify
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen

@@ -21,9 +21,10 @@ from support.processes import environment
 from ckptkit.app.cli import cli
 from converters.megatron.parallel import ParallelSizes
 from converters.planner import dims_of
-from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import behaviour
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.run import Outcome, run_checks
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron import run as megatron_run
 from verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron

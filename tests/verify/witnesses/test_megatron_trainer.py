@@ -17,11 +17,11 @@ from support.megatron_layouts import CHECKS, judge
 from support.messages import text_with
 
 from ckptkit.app.api import convert
-from verify.check import Tally
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.report import Finding
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.options import MegatronOptions, VerifyOptions
-from verify.report import Finding
-from verify.skip import CannotCheck
 from verify.witnesses.megatron.run import run_megatron
 from verify.witnesses.process import interpreter
 

@@ -17,12 +17,13 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.cli import cli
-from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import behaviour
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.run import Outcome, run_checks
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.skip import CannotCheck
 from verify.witnesses.reference import run as reference_run
 from verify.witnesses.reference.job import Predicted, Reference
 from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of

@@ -21,9 +21,9 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.checks.witnesses.rollout import gap
-from verify.evidence.subject import Subject
+from verify.core.report import CheckResult, Finding
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.report import CheckResult, Finding
 from verify.run import verify
 from verify.witnesses.rollouts import run as rollout_run
 from verify.witnesses.rollouts.recorded import read_recording

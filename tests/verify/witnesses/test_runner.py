@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.messages import text_with
 
-from verify.skip import CannotCheck
+from verify.core.skip import CannotCheck
 from verify.witnesses.process.codec import save
 from verify.witnesses.process.exit_report import ExitReport, exit_report_path
 from verify.witnesses.runner import Answer, read_answer

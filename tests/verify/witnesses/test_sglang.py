@@ -20,11 +20,12 @@ from support.sglang_runs import Case, Judged, int4_config, online_int4, run_case
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
 from quant.formats.scheme import QuantScheme
-from verify.check import all_checks, run_checks
 from verify.checks.witnesses.loading import KEEP_ROUTER
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.report import Finding
+from verify.core.run import run_checks
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.report import Finding
 from verify.run import verify
 from verify.witnesses import runner
 from verify.witnesses.loading.job import LoadReport

@@ -14,9 +14,9 @@ import torch
 from support.messages import text_with
 from torch import nn
 
-from verify.check import Tally
 from verify.checks.witnesses.loading import repacked
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.subject import Subject
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points

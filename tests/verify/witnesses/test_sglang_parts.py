@@ -17,11 +17,12 @@ from support.sglang_runs import int4_config
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.check import Tally, all_checks, run_checks
 from verify.checks.witnesses.loading import none_dropped
-from verify.evidence.subject import Subject
+from verify.core.check import Tally, all_checks
+from verify.core.run import run_checks
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses import runner
 from verify.witnesses.loading.bits import difference, poison, poisoned
 from verify.witnesses.loading.compare import Loaded

@@ -11,7 +11,7 @@ from support.messages import text_with
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
-from verify.report import Report
+from verify.core.report import Report
 from verify.run import verify
 from verify.witnesses.loading import run as sglang_run
 from verify.witnesses.process.interpreter import Interpreter

@@ -21,11 +21,11 @@ from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.megatron.hybrid_model import gpt_only, needs_release
 from converters.planner import dims_of
-from verify.check import Tally
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.evidence.subject import Subject
+from verify.core.check import Tally
+from verify.core.report import Finding
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
-from verify.report import Finding
 from verify.witnesses.megatron import run as megatron_run
 
 pytestmark = pytest.mark.skipif(

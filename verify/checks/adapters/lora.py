@@ -20,12 +20,12 @@ from ckptkit.formats.hf.side_files import without_quantization
 from converters.adapter import FLAT, Adapter
 from converters.config.values import integer, number
 from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
-from verify.check import Tally, check, where
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject, once
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject, once
-from verify.issue import Issue, warning_if
 from verify.quirks import Quirk, quirk
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.job import NamesJob, NamesReport
 from verify.witnesses.runner import START_S, Answer, ask_meanwhile
 

@@ -15,16 +15,16 @@ from converters.megatron.arguments import comparable_args
 from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of
-from verify.check import Tally, check, where
 from verify.checks.config.arguments import compared, hint_of, mismatches
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.report import Severity
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
 from verify.evidence.reading import read_values
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
 from verify.launch.words import at_places, first_file
-from verify.report import Severity
-from verify.skip import CannotCheck, NotApplicable
 
 # Keys whose value is an object of settings of the language model.
 _NESTED = ("text_config", "rope_parameters", "rope_scaling")

@@ -14,13 +14,13 @@ from converters.family import KEY as TIED
 from converters.family import TieFlag
 from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
-from verify.check import Tally, check, where
 from verify.checks.config.tokenizer import side_of
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.report import Severity
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import stated_config_of
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.report import Severity
-from verify.skip import CannotCheck, NotApplicable
 
 # How the names of an output layer end, in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")

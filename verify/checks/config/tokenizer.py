@@ -14,15 +14,15 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
 from converters.config.values import language_part
 from converters.planner import dims_of
-from verify.check import Tally, check, where
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import is_of_no_family, require_config
 from verify.evidence.side.compare import side_differences
 from verify.evidence.side.texts import TextJob, ask_library
 from verify.evidence.side.tokenizers import ONLY_NEW
 from verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.skip import CannotCheck, NotApplicable
 
 
 def side_of(subject: Subject) -> SideFiles:

@@ -12,12 +12,12 @@ from ckptkit.formats.hf.reader import HfCheckpoint, read_config
 from converters.config.values import integer
 from converters.draft import EMBEDDING, FUSION, TOKENS, USED, Draft, draft_of, is_draft, target_of
 from converters.engines.registry import registries
-from verify.check import Tally, check
+from verify.core.check import Tally, check
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject, once
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject, once
-from verify.issue import Issue, warning_if
 from verify.quirks import quirk
-from verify.skip import CannotCheck, NotApplicable
 
 if TYPE_CHECKING:
     from torch import Tensor

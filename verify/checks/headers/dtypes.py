@@ -13,9 +13,11 @@ from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_save.records import Dtype
 from converters.foreign import refuse_foreign
 from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
-from verify.check import Tally, check
 from verify.checks.headers.files import file_of_tensor, names_of
 from verify.checks.quantization.quantization_config import undeclared_of
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.subject import Subject
 from verify.evidence.expected import (
     Expected,
     expected_of,
@@ -28,8 +30,6 @@ from verify.evidence.expected import (
 from verify.evidence.floats.stored import parts_in_floats
 from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
 # Float32 state of linear attention and of Mamba mixers that releases store in bfloat16 all the same (Qwen3-Next,

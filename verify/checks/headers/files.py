@@ -15,13 +15,13 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, in_words
-from verify.check import Tally, check, where
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
 from verify.evidence.files import HfFiles
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.skip import CannotCheck, NotApplicable
 
 _NUMBER = re.compile(r"\d+")
 

@@ -13,13 +13,13 @@ from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP
-from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.headers.torch_dist import only_megatron
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.folding import LAYER, MTP_LAYER
-from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.skip import CannotCheck, NotApplicable
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 # Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.

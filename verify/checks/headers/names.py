@@ -21,10 +21,13 @@ from converters.passthrough import lost_towers
 from converters.planner import dims_of
 from converters.registry import family_of
 from quant.formats.part_names import PACKED, SCALE, SHAPE
-from verify.check import Tally, check
 from verify.checks.headers.files import names_of, only_hf
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
+from verify.core.check import Tally, check
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
@@ -37,9 +40,6 @@ from verify.evidence.expected import (
 )
 from verify.evidence.files import HfFiles
 from verify.evidence.folding import LAYER, MTP_LAYER, by_key, layer_of
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.skip import CannotCheck, NotApplicable
 
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))

@@ -15,12 +15,12 @@ from converters.hf_names import layer_of
 from converters.planner import dims_of
 from quant.formats.groups import is_cache_calibrated
 from quant.selection.readers import BY_CLASS, severity_of_all, worst
-from verify.check import Tally
+from verify.core.check import Tally
+from verify.core.issue import Issue, warning_if
+from verify.core.report import Severity
+from verify.core.subject import Subject
 from verify.evidence.expected import usable_config
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.report import Severity
 
 # As compressed-tensors, ModelOpt and AutoFP8 name them.
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")

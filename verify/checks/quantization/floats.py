@@ -18,17 +18,17 @@ from quant.lint.opening import open_subject
 from quant.lists.table import named_in_lists
 from quant.selection.portable import described
 from quant.selection.readers import refuses_own_format
-from verify.check import Tally
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.quantization_config import misread_floats
+from verify.core.check import Tally
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import usable_config
 from verify.evidence.extremes import same_bytes
 from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
 from verify.evidence.folding import by_key, group_by_pattern
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
 from verify.quirks import quirk
-from verify.skip import CannotCheck, NotApplicable
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")

@@ -22,11 +22,14 @@ from quant.selection.readers import BY_CLASS, counting
 from quant.selection.reading import read_all
 from quant.selection.tiles import UNPACKED, fused_in_transformers
 from quant.selection.tree import class_tree
-from verify.check import Tally, check
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
 from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, stores_floats
 from verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject, once
 from verify.evidence.agreement import agreement
 from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from verify.evidence.floats.stored import stored_floats_of
@@ -41,9 +44,6 @@ from verify.evidence.packed import (
     read_scales,
 )
 from verify.evidence.rounding import keeps_scales, names_grid
-from verify.evidence.subject import Subject, once
-from verify.issue import Issue
-from verify.skip import CannotCheck, NotApplicable
 
 _NEVER = {"output_layer.weight": "the output layer", "shared_experts.gate_weight": "the shared expert's gate"}
 _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}

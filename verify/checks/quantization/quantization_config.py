@@ -18,11 +18,11 @@ from quant.formats.modelopt import TWO_CONFIGS, differing_configs, flattened
 from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from quant.patterns import check_entries
 from quant.selection.readers import BY_CLASS, severity_of, severity_of_all, worst
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject, once
 from verify.evidence.expected import usable_config
 from verify.evidence.packed import int4_format_of
-from verify.evidence.subject import Subject, once
-from verify.issue import Issue
-from verify.skip import CannotCheck
 
 _FORMATS = (FORMAT, "mixed-precision")
 # How integers are rounded: with these values they are judged.

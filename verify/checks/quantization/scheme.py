@@ -18,21 +18,21 @@ from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
 from quant.selection import tiles
 from quant.selection.tree import ClassTree, class_tree
-from verify.check import Tally, check
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, stores_floats
 from verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
 from verify.checks.values.source import values_kept
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import is_quantized, require_config, usable_config
 from verify.evidence.floats.rounding import float_rounding_of, float_weights
 from verify.evidence.floats.stored import float_scales_of, stored_floats_of
 from verify.evidence.folding import by_key, group_by_pattern
 from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, read_scales
 from verify.evidence.rounding import grid_of, is_gptq, rounding_of
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 from verify.quirks import quirk
-from verify.skip import CannotCheck, NotApplicable
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))

@@ -16,8 +16,10 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from converters.adapter import Adapter
 from quant.formats.part_names import PACKED, packed_in
-from verify.check import Tally, check, where
 from verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.subject import Subject
 from verify.evidence.compare import TensorDiff
 from verify.evidence.expected import (
     Expected,
@@ -34,8 +36,6 @@ from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_o
 from verify.evidence.moved import explain_moves, stages_of
 from verify.evidence.packed import int4_format_of
 from verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
 
 _FLOATS = frozenset({*COMPUTED, "float64"})
 # Of tensors, and of kinds of them, that differ where another model is compared; and more kinds than one block has.

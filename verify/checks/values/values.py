@@ -31,7 +31,11 @@ from ckptkit.storage.regular import read_regular
 from converters.planner import dims_of, rules_of
 from quant.formats.floats.layout import SCALE_ENDINGS
 from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
-from verify.check import Tally, check, where
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue, warning_if
+from verify.core.report import Severity
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.evidence.expected import (
     Expected,
     expected_of,
@@ -46,11 +50,7 @@ from verify.evidence.floats.stored import parts_in_floats, scales_in_floats
 from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
 from verify.evidence.moved import repeated, stages_of
 from verify.evidence.reading import Values, read_values
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
 from verify.quirks import quirks
-from verify.report import Severity
-from verify.skip import CannotCheck
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verify.check import Tally, check
 from verify.checks.witnesses.megatron import finished, ranks_named
+from verify.core.check import Tally, check
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import config_of
 from verify.evidence.side_files import TOKENIZER
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.live.run import run_engine_reference
 from verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
 from verify.witnesses.reference.run import prompts_of, run_prediction

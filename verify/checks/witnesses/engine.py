@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from verify.check import Tally, check
+from verify.core.check import Tally, check
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject
 from verify.evidence.folding import group_by_pattern
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
-from verify.skip import CannotCheck
 from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from verify.witnesses.live.run import (
     EngineRun,

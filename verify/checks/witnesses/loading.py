@@ -15,10 +15,14 @@ from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from quant.selection.matrices import spell
-from verify.catalogue import wording_of
-from verify.check import AppliesTo, Run, Tally, check, where
 from verify.checks.config.config import is_parallel
 from verify.checks.config.spellings import in_words, keys_of
+from verify.core.catalogue import wording_of
+from verify.core.check import AppliesTo, Run, Tally, check, where
+from verify.core.issue import Issue
+from verify.core.report import Severity
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import (
     config_of,
     is_cache_scale,
@@ -28,11 +32,7 @@ from verify.evidence.expected import (
     weights_of,
 )
 from verify.evidence.folding import LAYER, group_by_pattern
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 from verify.quirks import quirks
-from verify.report import Severity
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, routers

@@ -11,13 +11,13 @@ from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
 from converters.planner import dims_of, rules_in
-from verify.check import Tally, check, where
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of
 from verify.evidence.folding import LAYER, by_key, chunk_ranges, group_by_pattern
 from verify.evidence.moved import AGAIN, Stages, explain_moves
-from verify.evidence.subject import Subject, once
-from verify.issue import Issue
-from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 

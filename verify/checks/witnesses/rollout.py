@@ -10,13 +10,13 @@ import numpy as np
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.values import language_part
-from verify.check import Tally, check, where
 from verify.checks.witnesses.engine import FURTHEST
+from verify.core.check import Tally, check, where
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import config_of
 from verify.evidence.side_files import SideFiles
-from verify.evidence.subject import Subject
-from verify.issue import Issue
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.activations import rounds_activations
 from verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
 from verify.witnesses.rollouts.run import (

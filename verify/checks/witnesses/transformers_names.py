@@ -12,15 +12,15 @@ from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from converters.by_class import built_class
 from converters.experts import fuse
-from verify.check import Tally, check
 from verify.checks.headers.files import names_of
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject, once
 from verify.evidence.expected import expected_of, is_of_no_family
 from verify.evidence.extremes import same_bytes
 from verify.evidence.folding import by_key, pattern_of
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject, once
-from verify.issue import Issue
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.job import NamesJob, NamesReport
 from verify.witnesses.runner import START_S, Answer, ask_meanwhile
 

@@ -36,11 +36,11 @@ from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import E4M3, Layout
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.formats.release import Floats, Release, StoredWeight, step_of
+from verify.core.subject import Subject, once
 from verify.evidence.both_sides import common_groups, threads
 from verify.evidence.compare import rows_named
 from verify.evidence.expected import is_quantized, weights_of
 from verify.evidence.reading import as_hf_view, source_as_hf
-from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,8 +10,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from quant.formats.dequantize import floats_of
 from quant.formats.release import Floats, StoredWeight, wrong_scale
+from verify.core.subject import Subject, once
 from verify.evidence.extremes import digest_of
-from verify.evidence.subject import Subject, once
 
 if TYPE_CHECKING:
     from torch import Tensor

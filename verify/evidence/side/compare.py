@@ -7,6 +7,7 @@ from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
+from verify.core.skip import CannotCheck
 from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
 from verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
 from verify.evidence.side.texts import first_apart, strings_in
@@ -19,7 +20,6 @@ from verify.evidence.side_files import (
     SideFiles,
     of_keys,
 )
-from verify.skip import CannotCheck
 
 # Other checks compare these with weights and config.json; a conversion, a merge or a quantizer rewrites them.
 _COMPARED_ELSEWHERE = frozenset(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verify.core.report import Severity
+from verify.core.skip import CannotCheck
 from verify.evidence.side.texts import TextAnswer, ask_libraries, first_other
 from verify.evidence.side_files import (
     ADDED_TOKENS,
@@ -20,8 +22,6 @@ from verify.evidence.side_files import (
     of_keys,
     show,
 )
-from verify.report import Severity
-from verify.skip import CannotCheck
 
 SPECIAL = ("eos", "bos", "pad", "unk")
 _ANOTHER = "another model's tokenizer: "

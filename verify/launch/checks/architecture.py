@@ -13,20 +13,20 @@ from ckptkit.formats.detect import is_legacy
 from converters.megatron.arguments import comparable_args
 from converters.megatron.hybrid_model import PATTERNS, gpt_only, stored_pattern
 from converters.planner import dims_of
-from verify.check import Tally, check
 from verify.checks.config.arguments import differing, mismatches
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.report import Severity
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import expected_of
 from verify.evidence.folding import LAYER
 from verify.evidence.side_files import SideFiles
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.options.argv import options_of
 from verify.launch.sides import ENGINE, Side
 from verify.quirks import quirk
-from verify.report import Severity
-from verify.skip import NotApplicable
 
 # slime and miles make a critic's output layer anew where its shape is another one.
 _OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")

@@ -9,10 +9,10 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from converters.config.dims import ModelDims
 from converters.registry import named_family_of
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.side_files import SideFiles
-from verify.evidence.subject import Subject
 from verify.launch.job import Job
-from verify.skip import NotApplicable
 
 
 def job_of(subject: Subject) -> Job:

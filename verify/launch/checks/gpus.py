@@ -14,14 +14,14 @@ from typing import Any
 
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
-from verify.check import Tally, check
-from verify.evidence.subject import Subject
-from verify.issue import Issue, warning_if
+from verify.core.check import Tally, check
+from verify.core.issue import Issue, warning_if
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.launch.checks.engine import engine_config, engine_dims, job_of
 from verify.launch.stacks.sizes import Cut, GpuPlacement
 from verify.launch.words import at_places, first_file
 from verify.quirks import quirk
-from verify.skip import NotApplicable
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:

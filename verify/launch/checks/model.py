@@ -10,16 +10,16 @@ from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.dims import ModelDims
 from converters.megatron.arguments import comparable_args
 from converters.megatron.flags import LLAMA3_FACTOR
-from verify.check import Tally, check
 from verify.checks.config.arguments import compared, mismatches
-from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of
 from verify.launch.job import Job
 from verify.launch.options.arguments import Arguments
 from verify.launch.options.argv import options_of
 from verify.launch.options.tables import MODULES
-from verify.skip import CannotCheck, NotApplicable
 
 # Options that change what an argument of another name comes to.
 _DECIDED_BY: Mapping[str, tuple[str, ...]] = {

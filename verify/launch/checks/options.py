@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from itertools import islice
 
 from converters.config.values import language_part
-from verify.check import Tally, check
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.side_files import SideFiles
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, engine_directory, job_of
 from verify.launch.job import Job
 from verify.launch.options.arguments import Arguments
@@ -18,7 +19,6 @@ from verify.launch.options.argv import last, options_of
 from verify.launch.options.names import engine_settings, nearest
 from verify.launch.options.tables import OPTIONS
 from verify.launch.words import UnresolvedWord, Word
-from verify.skip import NotApplicable
 
 # Letters that may differ, in a short name and in a long one.
 _FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4

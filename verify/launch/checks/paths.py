@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from verify.check import Tally, check
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.expected import weights_of
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
-from verify.skip import CannotCheck, NotApplicable
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"

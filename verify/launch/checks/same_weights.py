@@ -15,15 +15,15 @@ from ckptkit.transfer.manifest import file_digest, read_manifest
 from converters.ops.basic import Copy
 from converters.planner import dialect_of, dims_of, mappings_of
 from converters.stored import as_stored
-from verify.check import Tally, check
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.report import Severity
+from verify.core.skip import NotApplicable
+from verify.core.subject import Subject
 from verify.evidence.samples import SamplePair, Stored, samples_of
-from verify.evidence.subject import Subject
-from verify.issue import Issue
 from verify.launch.checks.architecture import of_two_models
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.sides import ENGINE, Side, is_trained
-from verify.report import Severity
-from verify.skip import NotApplicable
 
 # Facts for the verdict: what was compared of weights, and a line for each two sides that could not be.
 COMPARED, NOT_COMPARED = "weights compared", "weights not compared"

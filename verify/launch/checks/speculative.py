@@ -14,14 +14,14 @@ from ckptkit.formats.hf.reader import read_config
 from converters.config.values import class_of, language_part
 from converters.draft import FUSION, is_draft, sizes_of, target_of
 from converters.engines.registry import registries
-from verify.check import Tally, check
-from verify.evidence.subject import Subject
-from verify.issue import Issue
+from verify.core.check import Tally, check
+from verify.core.issue import Issue
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.options.speculative import Speculation
 from verify.launch.words import UnresolvedWord
 from verify.quirks import quirks
-from verify.skip import CannotCheck, NotApplicable
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verify.issue import Issue
+from verify.core.issue import Issue
+from verify.core.report import Severity
 from verify.launch.words import Word
-from verify.report import Severity
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.regular import read_regular
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from verify.launch.options.argv import Option, last, options_of
 from verify.launch.options.names import nearest

@@ -14,7 +14,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.storage.regular import read_regular
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.shell import syntax
 from verify.launch.shell.arithmetic import ArithmeticFault
 from verify.launch.shell.commands import Result, filtered, known_command

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.shell.syntax import Node, Substitution
 
 # A script that needs more is not read to its end.

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.arguments import LaunchArguments
 from verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from verify.launch.options.lists import numbers

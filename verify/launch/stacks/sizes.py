@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.arguments import LaunchArguments, Server, server_of
 from verify.launch.options.arguments import Arguments
 from verify.launch.options.tables import SIZES

@@ -36,7 +36,7 @@ from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, track
 from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from ckptkit.storage.tree import ForeignFileError
 from converters.config.values import class_of, language_part
-from verify.issue import Issue
+from verify.core.issue import Issue
 from verify.launch.arguments import LaunchArguments, launch_arguments
 from verify.launch.checks.engine import engine_config
 from verify.launch.job import Job, Launch, Stack, TrainedAdapter

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of
-from verify.evidence.subject import Subject, once
-from verify.skip import CannotCheck
 from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import EngineSizes

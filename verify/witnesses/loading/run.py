@@ -10,10 +10,10 @@ from ckptkit.formats.hf.reader import read_config
 from converters.open import open_megatron
 from converters.passthrough import passthrough_beside
 from converters.registry import family_of
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.plain import plain
-from verify.evidence.subject import Subject, once
-from verify.skip import CannotCheck
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
 from verify.witnesses.process.exit_report import ExitReport

@@ -20,10 +20,10 @@ from converters.megatron.hybrid_model import hybrid_dims, needs_release
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
 from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
 from converters.registry import unwitnessed
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of
-from verify.evidence.subject import Subject, once
 from verify.quirks import quirks
-from verify.skip import CannotCheck
 from verify.witnesses.megatron.job import RankJob, RankReport
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.process.memory import free_memory

@@ -12,8 +12,8 @@ import numpy as np
 
 from ckptkit.core.errors import words_of
 from converters.config.values import language_part
+from verify.core.skip import CannotCheck
 from verify.evidence.side_files import TOKENIZER
-from verify.skip import CannotCheck
 from verify.witnesses.reference.job import Ids, Predicted
 
 if TYPE_CHECKING:

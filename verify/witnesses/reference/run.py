@@ -13,9 +13,9 @@ from ckptkit.core.progress import size
 from converters.config.values import language_part
 from converters.planner import expected_hf
 from converters.registry import family_of
+from verify.core.skip import CannotCheck
+from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of, is_quantized
-from verify.evidence.subject import Subject, once
-from verify.skip import CannotCheck
 from verify.witnesses.process.memory import free_memory, memory_limit
 from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from verify.witnesses.reference.prediction import texts_of, tokenizer_of

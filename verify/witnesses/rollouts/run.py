@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from converters.config.values import language_part
+from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of
-from verify.evidence.subject import Subject, once
-from verify.skip import CannotCheck, NotApplicable
 from verify.witnesses.reference.job import ReferenceJob
 from verify.witnesses.reference.run import run_reference
 from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording

@@ -15,10 +15,10 @@ from support.launch_scripts import quantized_launch, write_config
 
 from converters.config.dims import Mla, ModelDims
 from converters.planner import dims_of
+from verify.core.report import Finding
 from verify.launch.checks.gpus import engine_fit
 from verify.launch.preflight import preflight
 from verify.launch.stacks.sizes import Cut
-from verify.report import Finding
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # What CK722 calls the side of a layer, by words of its finding, and the layers of an engine that it stands for.

@@ -18,8 +18,8 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from converters.megatron.arguments import megatron_args
 from converters.megatron.flags import launch_flags
 from converters.planner import dims_of
+from verify.core.report import Report
 from verify.launch.preflight import preflight
-from verify.report import Report
 
 NAME = "qwen2-untied"
 

@@ -11,8 +11,8 @@ import pytest
 from support.fixture_types import PathOf
 from support.messages import text_with
 
+from verify.core.report import Finding, Report
 from verify.launch.preflight import preflight
-from verify.report import Finding, Report
 
 WORDS = {f"w{number}": number for number in range(300)}
 ADDED = [{"id": 300, "content": "<end>", "special": True}, {"id": 301, "content": "<turn>", "special": True}]

@@ -19,7 +19,7 @@ from ckptkit.app.api import quantize
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.hf.reader import INDEX
 from quant.formats.scheme import QuantScheme
-from verify.evidence.subject import Subject
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.loading.job import EngineSizes, LoadReport, Observation

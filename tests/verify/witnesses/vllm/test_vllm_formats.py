@@ -25,7 +25,7 @@ from support.vllm_runs import run_cases
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
-from verify.report import CheckResult
+from verify.core.report import CheckResult
 from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.vllm.facts import VLLM
 

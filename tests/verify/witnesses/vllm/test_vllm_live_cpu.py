@@ -17,9 +17,10 @@ from support.live_faults import NONE, mistakes, reports
 from support.sglang_runs import written
 from support.sync_faults import FAULTS, LAYER
 
-from verify.check import Outcome, all_checks, run_checks
 from verify.checks.witnesses import engine as engine_checks
-from verify.evidence.subject import Subject
+from verify.core.check import all_checks
+from verify.core.run import Outcome, run_checks
+from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.live.job import EngineReport
 from verify.witnesses.live.run import EngineRun

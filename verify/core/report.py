@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from verify.evidence.folding import by_key
 
-# The formats know what a report is, which so finds them by name, as `verify.check` finds the checks.
+# The formats know what a report is, which so finds them by name, as `verify.core.check` finds the checks.
 _WRITERS = "verify.reports"
 SCHEMA = "ckptkit-report/2"
 
