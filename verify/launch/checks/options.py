@@ -150,8 +150,8 @@ def _attention(given: Arguments) -> Iterator[Issue]:
 def _experts(given: Arguments) -> Iterator[Issue]:
     if not given.value("num_experts", 0) or given.anything:
         return
-    if given.value("moe_router_dtype", "nothing") not in (None, "fp32", "fp64"):
-        actual = f"moe_router_dtype = {given.value('moe_router_dtype')}"
+    if (dtype := given.value("moe_router_dtype", "nothing")) not in (None, "fp32", "fp64"):
+        actual = f"moe_router_dtype = {dtype}"
         hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine does"
         yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
     if given.lacks("moe_permute_fusion"):
