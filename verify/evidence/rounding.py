@@ -237,7 +237,6 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
     kind, f32, i32 = KINDS[weight], np.float32, np.int32
     clipped = f32(_CLIPPED_STEPS)
 
-    @inlined
     def bits_of_steps(error: Any, number: Any, code: Any, scale: Any) -> Any:
         steps = f32(abs(error) / abs(scale))
         if signed:
@@ -245,6 +244,8 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
             is_clipped = (ideal < f32(-8)) & (code == f32(-8)) | (ideal > f32(7)) & (code == f32(7))
             steps -= clipped * f32(is_clipped)
         return f32(steps).view(i32)
+
+    bits_of = inlined(bits_of_steps)
 
     def measure(weights: Any, codes: Any, scales: Any, zeros: Any, found: Any, width: int) -> None:
         for row in range(scales.shape[0]):
@@ -257,7 +258,7 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
                     if in_pairs:
                         code, number = f32(pairs[at] >> 4) - f32(8), from_bits(some[2 * at + np.uint64(1)], kind)
                         far = number - (code - zero) * scale
-                        worst = max(worst, bits_of_steps(far, number, code, scale))
+                        worst = max(worst, bits_of(far, number, code, scale))
                         high = max(high, f32(abs(number)).view(i32))
                         if squared:
                             error += far * far
@@ -266,7 +267,7 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
                     else:
                         code, number = f32(pairs[at]), from_bits(some[at], kind)
                     far = number - (code - zero) * scale
-                    worst = max(worst, bits_of_steps(far, number, code, scale))
+                    worst = max(worst, bits_of(far, number, code, scale))
                     high = max(high, f32(abs(number)).view(i32))
                     if squared:
                         error += far * far
