@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.extents import byte_ranges_of, extents_of, is_streamable, read_with
+from ckptkit.core.extents import Extent, byte_ranges_of, extents_of, is_streamable, read_with
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.buffers import BUFFER, elements, tensor_of
 from ckptkit.storage.read import ARENA, FileReader
@@ -61,38 +61,42 @@ class BothSides:
 
     def largest(self, groups: Sequence[Sequence[str]]) -> int:
         """Bytes on one side of the largest of these groups, as far as it must be in memory as a whole."""
-        held = ([name for name in names if not self._streams(name)] for names in groups)
+        held = ([name for name in names if self._extents(name) is None] for names in groups)
         return max((sum(self._sides(name)[0].specs[name].nbytes for name in names) for names in held), default=0)
 
     def _sides(self, name: str) -> list[Checkpoint]:
         """Those that have a tensor."""
         return [side for side in (self.a, self.b) if side is not None and name in side.specs]
 
-    def _streams(self, name: str) -> bool:
-        """Whether a tensor is so large that pieces of it are compared as they are read, where files have its rows."""
+    def _extents(self, name: str) -> list[Sequence[Extent]] | None:
+        """Where the files of each side have the rows of a tensor that is so large that pieces of it are compared as
+        they are read; None for any other, and where they cannot be read: reading it as a whole gives the error.
+        """
         sides = self._sides(name)
         spec = sides[0].specs[name]
         is_large = spec.nbytes > ARENA and len(spec.shape) > 1 and spec.nbytes // spec.shape[0] <= BUFFER
         is_alike = all((side.specs[name].shape, side.specs[name].dtype) == (spec.shape, spec.dtype) for side in sides)
-        return is_large and is_alike and all(is_streamable(side, name) for side in sides)
+        if not (is_large and is_alike and all(is_streamable(side, name) for side in sides)):
+            return None
+        try:
+            found = [extents for side in sides if (extents := extents_of(side, name)) is not None]
+        except (CkptkitError, OSError):
+            return None
+        return found if len(found) == len(sides) else None
 
     def _streamed(self, name: str, readers: Sequence[FileReader]) -> Both | None:
         """A large tensor that one side has, or both with the same bytes; None for any other.
 
         None also for one that cannot be read: reading it as a whole gives the error.
         """
-        if not self._streams(name):
+        if (extents := self._extents(name)) is None:
             return None
-        sides, streams = self._sides(name), list[Stream]()
         try:
-            for side, reader in zip(sides, readers, strict=False):
-                if (extents := extents_of(side, name)) is None:
-                    return None
-                streams.append(Stream(name, extents, reader))
-            stats = _measured(sides[0].specs[name], streams)
+            streams = [Stream(name, one, reader) for one, reader in zip(extents, readers, strict=False)]
+            stats = _measured(self._sides(name)[0].specs[name], streams)
         except (CkptkitError, OSError):
             return None
-        return None if stats is None else Both(name, stats, is_equal=len(sides) > 1)
+        return None if stats is None else Both(name, stats, is_equal=len(streams) > 1)
 
     def _held(
         self, names: Sequence[str], reader_a: FileReader, reader_b: FileReader, unreadable: dict[str, str] | None
