@@ -40,7 +40,19 @@ from quant.selection import tiles  # noqa: E402
 # Times, places and what differs from run to run.
 DROPPED = {"seconds", "date", "version", "command", "elapsed"}
 # Keys whose text is for people, at any depth below them.
-WORDS = {"expected", "actual", "hint", "reason", "reasons", "facts", "notes", "message", "quantization", "severities"}
+WORDS = {
+    "title",
+    "expected",
+    "actual",
+    "hint",
+    "reason",
+    "reasons",
+    "facts",
+    "notes",
+    "message",
+    "quantization",
+    "severities",
+}
 TIME = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d")
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
