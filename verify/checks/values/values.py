@@ -345,11 +345,16 @@ def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 yield Issue("rows of zeros beyond the vocabulary", actual, names=[name], severity=severity)
 
 
-def _named(subject: Subject, field: str) -> list[str]:
-    """Tensors of mappings with this field, by their HF and Megatron names; empty where no config says so."""
+def _named(subject: Subject, field: str) -> set[str]:
+    """Tensors of mappings with this field, by their HF and Megatron names from `layers.` on; empty without a config."""
     config = usable_config(subject)
     rules = [rule for rule in rules_of(config) if getattr(rule.mapping, field)] if config else []
-    return [name for rule in rules for name in (*rule.hf, rule.megatron)]
+    return {_inside_model(name) for rule in rules for name in (*rule.hf, rule.megatron)}
+
+
+def _inside_model(name: str) -> str:
+    """A name without the part before `layers.`, which releases of one model spell in several ways."""
+    return name[max(0, name.find("layers.")) :]
 
 
 def _fp32_biases(subject: Subject) -> set[str]:
@@ -365,7 +370,7 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     judges constant ones.
     """
     values, biases = read_values(subject), _fp32_biases(subject)
-    looked_at = {name: one for name, one in values.stats.items() if name in biases}
+    looked_at = {name: one for name, one in values.stats.items() if _inside_model(name) in biases}
     counted(tally, looked_at, f"{_NONE_READ}, or none of these biases is there", "CK201", "CK104")
     same = values.compared.keys() - values.differences.keys()
     hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
@@ -376,8 +381,8 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK215", applies_to=where(lambda subject: _named(subject, "indices"), "the model has no table of experts"))
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
-    values, tables = read_values(subject), set(_named(subject, "indices"))
-    looked_at = {name: one for name, one in values.stats.items() if name in tables}
+    values, tables = read_values(subject), _named(subject, "indices")
+    looked_at = {name: one for name, one in values.stats.items() if _inside_model(name) in tables}
     counted(tally, looked_at, f"{_NONE_READ}, or none of these tables is there", "CK201", "CK104")
     experts = dims_of(require_config(subject)).experts
     for name, one in looked_at.items():
