@@ -18,8 +18,7 @@ from verify import checks as general
 from verify.core.catalogue import Wording, wording_of
 from verify.core.issue import Issue, collect
 from verify.core.report import BEHAVIOUR, Finding
-from verify.core.skip import CannotCheck as CannotCheck
-from verify.core.skip import NotApplicable as NotApplicable
+from verify.core.skip import NotApplicable
 from verify.core.subject import Subject
 from verify.launch import checks as of_launches
 from verify.witnesses import registry

@@ -41,9 +41,8 @@ class Outcome:
     facts: dict[str, list[str]] = field(default_factory=dict)
     # The codes of the checks that could not look, by reason and by what reports it (`CannotCheck`).
     not_checked: dict[Stop, list[str]] = field(default_factory=dict)
-    not_applicable: dict[str, list[str]] = field(
-        default_factory=dict
-    )  # the codes of those without a subject, by reason
+    # The codes of those without a subject, by reason.
+    not_applicable: dict[str, list[str]] = field(default_factory=dict)
 
     @property
     def reasons(self) -> list[str]:

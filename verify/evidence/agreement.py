@@ -70,7 +70,7 @@ def agreement(
     for reader, its in by_key((one.reader, one) for one in others).items():
         severity = "error" if any(is_untargeted(one, asked) for one in its) else by_reader[reader]
         expected = "an ignore list that every reader interprets in the same way"
-        issues.append(Issue(expected, "; ".join(described(its)), hint, severity=severity))
+        issues.append(Issue(expected, "; ".join(described(its)), hint, file="config.json", severity=severity))
     missing = [
         matrix.module
         for matrix, packs in zip(matrices, packed, strict=True)

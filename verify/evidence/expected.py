@@ -22,14 +22,7 @@ from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_o
 from quant.formats.dequantize import floats_of
 from quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
 from quant.formats.groups import Group, group_of, groups_of
-from quant.formats.part_names import (
-    PACKED,
-    WEIGHT_G_IDX,
-    WEIGHT_PACKED,
-    WEIGHT_SCALE,
-    WEIGHT_SHAPE,
-    WEIGHT_ZERO_POINT,
-)
+from quant.formats.part_names import PACKED, WEIGHT_G_IDX, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT
 from quant.formats.release import Floats
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject, once

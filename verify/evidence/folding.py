@@ -14,6 +14,7 @@ LAYER = re.compile(r"(?:model\.|language_model\.|decoder\.)*layers\.(\d+)\.")
 # Multi-token prediction layers that are not numbered on from the last decoder layer: Megatron and Qwen, MiMo,
 # DeepSeek-V4.
 MTP_LAYER = re.compile(r"(?:mtp\.layers|model\.mtp_layers|mtp)\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d+)\.")  # of a routed expert, in HF and in Megatron
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

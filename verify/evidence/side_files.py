@@ -114,10 +114,15 @@ class SideFiles:
     @cached_property
     def added_tokens(self) -> Sequence[str]:
         """The tokens that are added to the vocabulary, by tokenizer.json and by tokenizer_config.json."""
-        decoder = self.tokenizer_config.get("added_tokens_decoder")
-        stated = list(decoder.values()) if isinstance(decoder, Mapping) else []
-        both = [*_objects(self.tokenizer.get("added_tokens")), *_objects(stated)]
+        both = [*_objects(self.tokenizer.get("added_tokens")), *self._added_by_config.values()]
         return list(dict.fromkeys(str(one["content"]) for one in both if "content" in one))
+
+    @property
+    def _added_by_config(self) -> Mapping[str, Mapping[str, Any]]:
+        """The tokens that tokenizer_config.json adds, by their ids as text."""
+        decoder = self.tokenizer_config.get("added_tokens_decoder")
+        pairs = decoder.items() if isinstance(decoder, Mapping) else ()
+        return {number: one for number, one in pairs if isinstance(one, Mapping) and "content" in one}
 
     @property
     def has_vocabulary(self) -> bool:
@@ -151,16 +156,8 @@ class SideFiles:
         added = [one for one in _objects(tokenizer.get("added_tokens")) if {"content", "id"} <= one.keys()]
         words = dict(vocab) if isinstance(vocab, Mapping) else {}
         yield TOKENIZER, words | {str(one["content"]): one["id"] for one in added}
-        decoder = self.tokenizer_config.get("added_tokens_decoder")
-        pairs = decoder.items() if isinstance(decoder, Mapping) else ()
-        yield (
-            TOKENIZER_CONFIG,
-            {
-                str(one["content"]): int(number)
-                for number, one in pairs
-                if number.isdecimal() and isinstance(one, Mapping) and "content" in one
-            },
-        )
+        numbered = {number: one for number, one in self._added_by_config.items() if number.isdecimal()}
+        yield TOKENIZER_CONFIG, {str(one["content"]): int(number) for number, one in numbered.items()}
         for file in (VOCABULARY, ADDED_TOKENS):
             yield file, self.json(file)
         yield _TIKTOKEN, self._tiktoken()

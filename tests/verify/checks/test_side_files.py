@@ -20,6 +20,8 @@ from verify.core.skip import CannotCheck
 from verify.evidence.side import templates
 from verify.evidence.side.compare import text_differences
 from verify.evidence.side_files import SideFiles
+from verify.witnesses.process.exit_report import ExitReport
+from verify.witnesses.runner import Answer
 
 # Of 352 rows: 350 words, and two special tokens behind them.
 WORDS = {f"w{number}": number for number in range(350)}
@@ -240,7 +242,8 @@ def test_templates_that_were_not_rendered_are_no_fault_of_the_checkpoint(
 ) -> None:
     here, source = pair
     change(here, "tokenizer_config.json", chat_template="{{ messages  }}")
-    monkeypatch.setattr(templates, "ask", lambda *_: (None, "no answer within 60 s"))
+    late = Answer[templates.RenderedTemplates]({}, {0: ExitReport("rendering", "no answer within 60 s")})
+    monkeypatch.setattr(templates, "ask", lambda *_: late)
     found = []
     with pytest.raises(CannotCheck, match="no answer"):
         found += text_differences(SideFiles(here), SideFiles(source), "in the source")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject, once
+from verify.evidence.folding import EXPERT
 from verify.evidence.plain import plain
 from verify.quirks import Quirk, quirk
 from verify.witnesses.reference.job import NamesJob, NamesReport
@@ -85,7 +85,7 @@ _NO_BASE = "no base model was given as --source"
 _needs_base = where(_has_base, _NO_BASE)
 
 
-@check("CK131", stage="adapter", gate=True)
+@check("CK131", gate=True)
 def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The files are whole, and A and B of each module are there.
 
@@ -126,7 +126,7 @@ def _dropped(subject: Subject) -> Iterator[Issue]:
         yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, together=True)
 
 
-@check("CK132", stage="adapter", begin=ask_peft)
+@check("CK132", begin=ask_peft)
 def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What PEFT itself loads, misses and drops; where it cannot be asked, what ckptkit's rules of PEFT find."""
     files, asked = adapter_files(subject), ask_peft(subject)
@@ -192,7 +192,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
         yield Issue("patterns that name modules", actual, hint, file=ADAPTER_CONFIG, severity="warning")
 
 
-@check("CK133", stage="adapter")
+@check("CK133")
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN, no infinity; no factor of zeros while others are not; names under which PEFT looks for them.
 
@@ -229,10 +229,10 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _of_layer(name: str) -> str:
     """The name of a factor without the expert's number."""
-    return re.sub(r"(\.experts)\.\d+\.", r"\1.#.", name)
+    return EXPERT.sub(".experts.#.", name)
 
 
-@check("CK134", stage="adapter", needs=("source",), applies_to=_needs_base)
+@check("CK134", needs=("source",), applies_to=_needs_base)
 def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The directory's name, and the bytes of the base's own tensors where the adapter holds them."""
     adapter = over_base(subject)
@@ -252,7 +252,7 @@ def base_is_named(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("the base that the adapter was trained on", actual, "give that base", names=[name], file=source)
 
 
-@check("CK135", stage="adapter", needs=("source",), applies_to=_needs_base)
+@check("CK135", needs=("source",), applies_to=_needs_base)
 def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What each engine multiplies by, against adapter_config.json."""
     adapter = over_base(subject)
@@ -279,12 +279,7 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(wanted, actual, _MERGE_IT, names=names, severity="warning", together=True, file=None)
 
 
-@check(
-    "CK136",
-    stage="adapter",
-    needs=("source",),
-    applies_to=where(_given_adapter, "no other adapter was given as --source"),
-)
+@check("CK136", needs=("source",), applies_to=where(_given_adapter, "no other adapter was given as --source"))
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and what adapter_config.json makes of them."""
     here, there = adapter_files(subject), AdapterFiles(subject.source_path or Path())
@@ -312,7 +307,7 @@ def _known(part: str, **facts: object) -> str:
     return "; ".join(known.message.format(**facts) for known in both if known is not None)
 
 
-@check("CK137", stage="adapter", needs=("source",), applies_to=_needs_base)
+@check("CK137", needs=("source",), applies_to=_needs_base)
 def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and ranks, against what the engines' own LoRA managers do with them."""
     adapter = over_base(subject)

@@ -28,7 +28,6 @@ from verify.evidence.expected import (
     usable_config,
 )
 from verify.evidence.floats.stored import parts_in_floats
-from verify.evidence.folding import group_by_pattern
 from verify.evidence.packed import int4_format_of
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
@@ -58,18 +57,14 @@ def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     codes = parts_in_floats(subject)
     for names in subject.kinds:
         tally.compared()
-        dtypes = {specs[name].dtype for name in names}
-        usual, _ = Counter(specs[name].dtype for name in (names if len(dtypes) > 1 else names[:1])).most_common(1)[0]
+        usual, count = Counter(specs[name].dtype for name in names).most_common(1)[0]
         # Layers may be left out of FP8 and the like, which CK302 and CK306 judge.
-        plain = [name for name in names if name not in codes] if len(dtypes) > 1 else []
+        plain = [name for name in names if name not in codes] if count < len(names) else []
         most, _ = Counter(specs[name].dtype for name in plain or names[:1]).most_common(1)[0]
-        odd = [name for name in plain if specs[name].dtype != most]
-        for group in group_by_pattern(odd):
-            actual = specs[group[0]].dtype
-            others = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0][0]
-            yield Issue(
-                f"{others}, as in the other layers", actual, names=group, file=file_of_tensor(subject, group[0])
-            )
+        if odd := [name for name in plain if specs[name].dtype != most]:
+            others, _ = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0]
+            expected_dtype, file = f"{others}, as in the other layers", file_of_tensor(subject, odd[0])
+            yield Issue(expected_dtype, specs[odd[0]].dtype, names=odd, file=file)
         if names[0] in fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
             hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
             yield Issue("float32", usual, hint, names=names, file=file_of_tensor(subject, names[0]), severity="warning")

@@ -21,7 +21,7 @@ from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject
 from verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
 from verify.evidence.files import HfFiles
-from verify.evidence.folding import group_by_pattern
+from verify.evidence.folding import by_key, group_by_pattern
 
 _NUMBER = re.compile(r"\d+")
 
@@ -255,10 +255,8 @@ def _renamed(files: HfFiles) -> Iterator[Issue]:
     if not files.missing or not files.orphans:
         return
     held = {frozenset(files.scan(name).specs): name for name in files.orphans}
-    homes: dict[str, set[str]] = defaultdict(set)
-    for name, file in (files.index or {}).items():
-        homes[file].add(name)
-    found = {file: held.get(frozenset(homes[file])) for file in files.missing if homes[file]}
+    homes = by_key((file, name) for name, file in (files.index or {}).items())
+    found = {file: held.get(frozenset(homes[file])) for file in files.missing if file in homes}
     renamed = [(file, other) for file, other in found.items() if other]
     if renamed:
         (missing, other), more = renamed[0], len(renamed) - 1

@@ -19,7 +19,7 @@ from verify.core.check import Tally, check
 from verify.core.issue import Issue
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject
-from verify.evidence.folding import LAYER, MTP_LAYER
+from verify.evidence.folding import LAYER, MTP_LAYER, by_key
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 # Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.
@@ -97,10 +97,7 @@ def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]
     for name in names:
         if match := _ROUTED.fullmatch(name):
             found[match[1], match[3]].add(int(match[2]))
-    places: dict[tuple[str, frozenset[int]], list[str]] = defaultdict(list)
-    for (place, projection), experts in found.items():
-        places[projection, frozenset(experts)].append(place)
-    return places
+    return by_key(((projection, frozenset(experts)), place) for (place, projection), experts in found.items())
 
 
 def _numbers(

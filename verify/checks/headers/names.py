@@ -39,7 +39,7 @@ from verify.evidence.expected import (
     usable_config,
 )
 from verify.evidence.files import HfFiles
-from verify.evidence.folding import LAYER, MTP_LAYER, by_key, layer_of
+from verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
 
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))
@@ -156,7 +156,6 @@ def renamed_layers(subject: Subject) -> Iterator[Issue]:
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 
-_OF_EXPERT = re.compile(r".*\.experts\.(\d+)\.(.+)")
 # The parts of a quantized weight: some layers may be left unquantized.
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 
@@ -199,8 +198,8 @@ def _uneven(names: Iterable[str]) -> Iterator[Issue]:
     for name in (_PACKED_PART.sub(".weight", name) for name in names):
         if match := LAYER.match(name):
             parts[int(match[1])].add(name[match.end() :])
-        if match := _OF_EXPERT.fullmatch(name):
-            experts[match[2]].add(int(match[1]))
+        if match := EXPERT.search(name):
+            experts[name[match.end() :]].add(int(match[1]))
     counts = Counter(map(frozenset, parts.values()))
     for layer, found in parts.items():
         fuller = [kind for kind, count in counts.items() if count > 1 and found < kind]
@@ -312,7 +311,6 @@ _OUTPUT = ("lm_head.weight", "output_layer.weight", "head.weight")
 _TOWER = re.compile(
     r"(?:model\.|thinker\.)*(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|embed_vision)\."
 )
-_EXPERT = re.compile(r"\.experts\.(?:experts\.)?(\d+)\.")
 _MTP_PARTS = re.compile(r"\.(?:eh_proj|enorm|hnorm|shared_head|final_layernorm|embed_tokens)\b")
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
@@ -339,7 +337,7 @@ class Mismatch:
 
     @cached_property
     def _layers(self) -> frozenset[int]:
-        return frozenset(layer for name in self.names if (layer := layer_of(name)) is not None)
+        return frozenset(layers_of(self.names))
 
     @cached_property
     def _mtp(self) -> frozenset[int]:
@@ -350,7 +348,7 @@ class Mismatch:
     @cached_property
     def _experts(self) -> int:
         """How many experts the names have at most."""
-        return max((int(match[1]) + 1 for name in self.names if (match := _EXPERT.search(name))), default=0)
+        return max((int(match[1]) + 1 for name in self.names if (match := EXPERT.search(name))), default=0)
 
     def _stated(self, *keys: str) -> str:
         """Those of these keys that config.json has, with their values; the first of them where it has none."""
@@ -368,7 +366,7 @@ class Mismatch:
 
     def why_unexpected(self, name: str) -> str:
         """What to do about a tensor that config.json does not promise."""
-        layer, expert, dims = layer_of(name), _EXPERT.search(name), self._dims
+        layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if _HEAD.fullmatch(name):
             return (
                 f"{self._class} has no such head: name the class of this value, reward or classification model in "
@@ -392,7 +390,7 @@ class Mismatch:
 
     def why_missing(self, name: str) -> str:
         """What to do about a tensor that config.json promises and no file has."""
-        layer, expert, dims = layer_of(name), _EXPERT.search(name), self._dims
+        layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if name.endswith(_OUTPUT) and layer is None:
             if self._head is not None:
                 return (

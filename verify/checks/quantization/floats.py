@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
@@ -277,7 +276,7 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     where, config = "config.json", usable_config(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
-    yield from (replace(issue, file=where) for issue in misread)
+    yield from misread
     if any(issue.severity == "error" for issue in misread):
         return
     readers = subject.readers or (("vllm",) if subject.engine == "vllm" else None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
@@ -66,8 +65,7 @@ def _declares_quantization(subject: Subject) -> None:
 
 
 def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """Config, specs and format. Raises NotApplicable with the reason where there is nothing quantized to look at."""
-    require_quantized(subject)
+    """Config, specs and format. Raises NotApplicable where no group of the config packs integers."""
     config = config_of(subject)
     form = int4_format_of(config)
     if form is None:
@@ -106,7 +104,7 @@ def never_packed(subject: Subject) -> dict[str, str]:
     return found
 
 
-@check("CK301", stage="quantization", preflight=True, applies_to=require_quantized)
+@check("CK301", preflight=True, applies_to=require_quantized)
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
     if stores_floats(subject):
@@ -131,7 +129,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
     )
 
 
-@check("CK302", stage="quantization", preflight=True, applies_to=require_quantized)
+@check("CK302", preflight=True, applies_to=require_quantized)
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
 
@@ -139,7 +137,6 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     the files are as these read the list, and only others take it otherwise, that is a warning with the portable
     spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
     """
-    require_quantized(subject)
     if renamed_of(subject) is not None:
         raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
     config, specs = config_of(subject), subject.checkpoint.specs
@@ -152,17 +149,15 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
         if not packed:
             raise _nothing_packed(config, issue.actual)
-        yield replace(issue, file="config.json")
+        yield issue
         return
-    for issue in refused_parts(config, subject.readers, subject.engine):
-        yield replace(issue, file="config.json")
+    yield from refused_parts(config, subject.readers, subject.engine)
     try:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
     except CkptkitError as error:
         raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
     tally.compared(found.looked_at - len(packed))
-    for issue in found.issues:
-        yield replace(issue, file="config.json")
+    yield from found.issues
     if not packed and not found.missing:
         actual = "nothing is packed, and no reader expects that anything is"
         yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file="config.json")
@@ -207,7 +202,7 @@ def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | C
     return NotApplicable(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
 
 
-@check("CK303", stage="quantization", preflight=True, applies_to=_declares_quantization)
+@check("CK303", preflight=True, applies_to=_declares_quantization)
 def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Shape and dtype of every part: words int32 [rows, columns x bits / 32], scale [rows, groups], shape int64 [2]."""
     yield from second_config(subject.path, subject.readers)
@@ -263,7 +258,7 @@ def _by_targets(
     return found
 
 
-@check("CK304", stage="quantization", explained_by=("CK204",), applies_to=require_quantized)
+@check("CK304", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Reads every scale and weight_shape, which are a small part of the checkpoint.
 

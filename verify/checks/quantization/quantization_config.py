@@ -40,7 +40,7 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, 
     content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
     if not isinstance(content, Mapping) or not content:
-        return Issue(_EXPECTED, f"quantization_config is {content!r:.80}", hint)
+        return Issue(_EXPECTED, f"quantization_config is {content!r:.80}", hint, file="config.json")
     if refused := next((issue for issue in refused_parts(config, asked, engine) if issue.severity == "error"), None):
         return refused
     try:
@@ -54,9 +54,10 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, 
                 if not _are_judged(rounded_usually):
                     stated_scheme(rounded_usually)
                 raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
-        return Issue(_EXPECTED, error.message, hint)
-    is_read = int4_format_of(config) is not None
-    return None if is_read else Issue(_EXPECTED, "its first group spells out no weights", hint)
+        return Issue(_EXPECTED, error.message, hint, file="config.json")
+    if int4_format_of(config) is None:
+        return Issue(_EXPECTED, "its first group spells out no weights", hint, file="config.json")
+    return None
 
 
 def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
@@ -113,7 +114,7 @@ def refused_parts(
     for refusal in found:
         severity = severity_of_all(refusal.readers, asked, engine)
         actual = f"{' and '.join(refusal.readers)}: {refusal.what}"
-        yield Issue(_EXPECTED, actual, refusal.hint, severity=severity)
+        yield Issue(_EXPECTED, actual, refusal.hint, file="config.json", severity=severity)
 
 
 def misread_floats(
@@ -131,23 +132,25 @@ def misread_floats(
 
         if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
             actual = f"quant_method is {shortened(method)}, of which transformers loads no weights"
-            yield Issue(expected, actual, "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`")
+            convert = "serve it with SGLang or vLLM, or dequantize it with `ckptkit convert`"
+            yield Issue(expected, actual, convert, file="config.json")
     if method != "compressed-tensors":
         return
     severity = severity_of_all(BY_CLASS, asked)
     try:
         parse(content)
     except CkptkitError as error:
-        yield Issue(expected, error.message, hint, severity=severity)
+        yield Issue(expected, error.message, hint, file="config.json", severity=severity)
         return
     groups = groups_of(config)
     modules = [name.removesuffix(".weight_scale") for name in specs if name.endswith(".weight_scale")]
     for group, stated in zip(groups, content["config_groups"].values(), strict=True):
         own = [module for module in modules if group_of(groups, module) is group]
         for actual, names in _misread_group(group, stated, own, specs):
-            yield Issue(expected, actual, hint, names=names, severity=severity)
+            yield Issue(expected, actual, hint, names=names, file="config.json", severity=severity)
     for one in rounded(content):
-        yield Issue(expected, one.what, one.hint, severity=worst(severity_of(reader, asked) for reader in one.readers))
+        severity = worst(severity_of(reader, asked) for reader in one.readers)
+        yield Issue(expected, one.what, one.hint, file="config.json", severity=severity)
 
 
 def _misread_group(

@@ -40,10 +40,6 @@ _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for p
 # Scales follow the largest weights of a group. Layers of one kind differ by a factor of a few, lost units by hundreds.
 _MAX_FACTOR = 32.0
 
-# Readers of `--reader` that hold those layers as one.
-_ENGINES = ("sglang", "vllm")
-_PACKED, _UNQUANTIZED = "packed integers", "unquantized"
-
 _HINT = "quantize again from this source"
 
 
@@ -52,18 +48,10 @@ def _quantized_and_kept(subject: Subject) -> None:
     require_quantized(subject)
 
 
-@check(
-    "CK305",
-    stage="quantization",
-    needs=("source",),
-    explained_by=("CK202", "CK204", "CK205", "CK304"),
-    applies_to=_quantized_and_kept,
-)
+@check("CK305", needs=("source",), explained_by=("CK202", "CK204", "CK205", "CK304"), applies_to=_quantized_and_kept)
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every quantized weight against the source; `verify.evidence.rounding` and `floats.rounding` derive the bounds."""
-    if subject.source is None:
-        raise NotApplicable("no --source was given")
-    plain = not is_quantized(subject.source.config)
+    plain = subject.source is not None and not is_quantized(subject.source.config)
     packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats_near_source(subject, tally) if plain and not packed else _int4_near_source(subject, tally)
 
@@ -123,14 +111,14 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)
 
 
-@check("CK306", stage="quantization", applies_to=require_quantized)
+@check("CK306", applies_to=require_quantized)
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Packed or not, bits, group size, dtype of scales and zero points, over fused layers and each layer's experts.
 
     Raises NotApplicable where no engine is among the readers: transformers holds each layer by itself.
     """
     specs = subject.hf_files.specs
-    if subject.readers and not set(_ENGINES) & set(subject.readers):
+    if subject.readers and {"sglang", "vllm"}.isdisjoint(subject.readers):
         raise NotApplicable(f"--reader {' '.join(subject.readers)} holds no layers in one")
     if stores_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
@@ -164,7 +152,7 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
     in_floats = {one.name: one.layout.words for one in floats}
     for name in specs:
         if name.endswith(".weight"):
-            yield name.removesuffix(".weight"), in_floats.get(name, _UNQUANTIZED)
+            yield name.removesuffix(".weight"), in_floats.get(name, "unquantized")
         elif name.endswith(PACKED) and (scale := specs.get((module := name.removesuffix(PACKED)) + SCALE)) is not None:
             zeros = ", zero points" * (module + ZERO_POINT in specs)
             form = _as_stored(int4_format_in(config, groups, module), specs[name].shape, scale.shape)
@@ -187,7 +175,7 @@ def _parameters(module: str, scheme: str) -> Iterator[tuple[tuple[str, str], str
     layer, _, expert = parent.rpartition(".experts.")
     if layer and expert.isdecimal():
         packed = scheme.startswith("INT")
-        yield (layer, "experts"), _PACKED if packed else scheme
+        yield (layer, "experts"), "packed integers" if packed else scheme
         if packed:
             yield (layer, _FUSED_OF.get(projection, projection)), scheme
     elif projection in _FUSED_OF:
@@ -216,7 +204,7 @@ def _cut_for_sglang(subject: Subject) -> None:
         raise NotApplicable(f"no weight is packed as INT4: {describe_quantization(config)}")
 
 
-@check("CK309", stage="quantization", preflight=True, applies_to=_packed_for_sglang)
+@check("CK309", preflight=True, applies_to=_packed_for_sglang)
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
     config = usable_config(subject)
@@ -233,15 +221,13 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, layout.message, hint, names=shifted)
 
 
-@check("CK307", stage="quantization", preflight=True, applies_to=_cut_for_sglang)
+@check("CK307", preflight=True, applies_to=_cut_for_sglang)
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
 
     On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
     """
     config = require_config(subject)
-    if int4_format_of(config) is None:
-        raise CannotCheck("there is no usable config.json", "CK101")
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
     chosen = [
         TensorSpec(name, shape, subject.hf_files.specs[name.removesuffix(".weight") + PACKED].dtype)
@@ -286,7 +272,7 @@ def _tile_issues(
         yield Issue(f"INT4 weights that {tp} ranks can share", error.message, error.hint or "")
 
 
-@check("CK308", stage="quantization", applies_to=require_quantized)
+@check("CK308", applies_to=require_quantized)
 def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 

@@ -56,12 +56,7 @@ _SLACK_S = 1  # as the client allows, since times of files are not exact
 _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 
 
-@check(
-    "CK124",
-    applies_to=where(
-        lambda subject: downloads(subject), "the model hub's client has left no record of a download here"
-    ),
-)
+@check("CK124", applies_to=where(downloads, "the model hub's client has left no record of a download here"))
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SHA-256 (of small files git's SHA-1) of the weight files that loaders open, and of the files beside them.
 

@@ -196,12 +196,9 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     values, same = read.stats, read.compared.keys() - read.differences.keys()
     counted(tally, values)
     others = (expected_of(subject) or Expected({})).indices | scales_in_floats(subject)
-    groups: dict[tuple[str, bytes], list[str]] = defaultdict(list)
-    for name, stats in values.items():
-        if name in others:
-            continue
-        if pattern_of(name) != name and stats.rows > 1 and not stats.constant and not name.endswith(PARTS):
-            groups[pattern_of(name), stats.digest].append(name)
+    matrices = (name for name, one in values.items() if one.rows > 1 and not one.constant and name not in others)
+    kinds = {name: pattern_of(name) for name in matrices if not name.endswith(PARTS)}
+    groups = by_key(((kind, values[name].digest), name) for name, kind in kinds.items() if kind != name)
     equal = [found for found in groups.values() if len(found) > 1]
     origins = _layer_origins(subject.config_root)
     if merged := layers_of(name for found in equal if _are_copies(found, origins) for name in found):

@@ -16,7 +16,7 @@ from verify.core.issue import Issue
 from verify.core.skip import CannotCheck
 from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of
-from verify.evidence.folding import LAYER, by_key, chunk_ranges, group_by_pattern
+from verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
 from verify.evidence.moved import AGAIN, Stages, explain_moves
 from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
 from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
@@ -251,14 +251,13 @@ def _whose(seen: Sequence[Seen]) -> dict[str, str | None]:
         origins[tensor.name] = origins.get(tensor.name, set(tensor.origins)) & set(tensor.origins)
     layers: dict[int, set[int]] = {}
     for name, found in origins.items():
-        if (match := LAYER.match(name)) and found:
-            here = {int(other[1]) for one in found if (other := LAYER.match(one))}
-            layers[int(match[1])] = layers.get(int(match[1]), here) & here
+        if (layer := layer_of(name)) is not None and found:
+            here = set(layers_of(found))
+            layers[layer] = layers.get(layer, here) & here
     return {name: _one_of(name, found, layers) for name, found in origins.items()}
 
 
 def _one_of(name: str, found: set[str], layers: Mapping[int, set[int]]) -> str | None:
-    if len(found) > 1 and (match := LAYER.match(name)):
-        fits = layers[int(match[1])]
-        found = {one for one in found if (other := LAYER.match(one)) and int(other[1]) in fits}
+    if len(found) > 1 and (layer := layer_of(name)) is not None:
+        found = {one for one in found if layer_of(one) in layers[layer]}
     return next(iter(found)) if len(found) == 1 else None

@@ -26,7 +26,6 @@ class FloatScales:
     stored: StoredWeight
     values: int
     not_finite: int = 0
-    zero: int = 0
     silenced: int = 0  # blocks with other codes than zero and a scale of zero
     negative: int = 0
     above: int = 0  # powers of two that make weights infinite in bfloat16
@@ -94,7 +93,6 @@ def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
         stored,
         scales.numel(),
         int((~finite).sum()),
-        int(zero.sum()),
         _silenced(checkpoint, stored, zero) if bool(zero.any()) else 0,
         int((scales < 0).sum()),
         int(((exponents > stored.layout.max_exponent) & finite).sum()) if exponents is not None else 0,

@@ -69,7 +69,7 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     return {}, list(sides.values())
 
 
-@check("CK740", stage="launch", needs=("sound headers",), applies_to=_roles)
+@check("CK740", needs=("sound headers",), applies_to=_roles)
 def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Names and shapes of tensors, and stored arguments: of critic and teacher against --hf-checkpoint.
 
@@ -192,7 +192,7 @@ def _of_megatron(subject: Subject) -> tuple[Job, Sequence[Side]]:
     raise NotApplicable("the launch loads no checkpoint in torch_dist")
 
 
-@check("CK748", stage="launch", applies_to=_of_megatron)
+@check("CK748", applies_to=_of_megatron)
 def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """HybridModel where the launch has a layer pattern, else GPTModel, against the names in each checkpoint.
 

@@ -176,7 +176,7 @@ def _placement(subject: Subject) -> GpuPlacement:
     return placement
 
 
-@check("CK722", stage="launch", applies_to=_placement)
+@check("CK722", applies_to=_placement)
 def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Nodes x GPUs against tp x pp x cp and ep x etp x pp of every role; sizes that roles of one process share.
 

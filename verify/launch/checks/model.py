@@ -46,7 +46,7 @@ def _job(subject: Subject) -> Job:
     return job
 
 
-@check("CK718", stage="launch", applies_to=_job)
+@check("CK718", applies_to=_job)
 def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every argument that describes the model, with Megatron's defaults for those that are not given.
 

@@ -38,7 +38,7 @@ def _job(subject: Subject) -> Job:
     return job
 
 
-@check("CK721", stage="launch", applies_to=_job)
+@check("CK721", applies_to=_job)
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
 
@@ -84,7 +84,7 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
     return issues
 
 
-@check("CK746", stage="launch", applies_to=_combinations)
+@check("CK746", applies_to=_combinations)
 def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
     tally.compared()
@@ -104,7 +104,7 @@ def _described(subject: Subject) -> Arguments:
     return given
 
 
-@check("CK719", stage="launch", applies_to=_described)
+@check("CK719", applies_to=_described)
 def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Dropout, fp16, the attention backend under context parallelism, and a router's dtype and order."""
     given = _described(subject)
@@ -179,7 +179,7 @@ def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
     return template.word if template else None, ids
 
 
-@check("CK724", stage="launch", applies_to=_asked)
+@check("CK724", applies_to=_asked)
 def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""
     template, ids = _asked(subject)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from verify.core.issue import Issue
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject
 from verify.evidence.expected import weights_of
+from verify.evidence.folding import by_key
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.job import Job
 from verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
@@ -40,7 +40,7 @@ def _check_paths(code: str) -> None:
         found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
         yield from dict.fromkeys(issue for reported_by, issue in found if reported_by == code)
 
-    check(code, stage="launch", applies_to=_sides)(paths_found)
+    check(code, applies_to=_sides)(paths_found)
 
 
 def _packed(job: Job) -> Iterator[PathIssue]:
@@ -73,7 +73,7 @@ def _words(subject: Subject) -> Job:
     return job
 
 
-@check("CK717", stage="launch", applies_to=_words)
+@check("CK717", applies_to=_words)
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
     job = _words(subject)
@@ -88,13 +88,8 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def _unread(lines: Sequence[str]) -> tuple[str, list[str]]:
     """Why words were not read, a variable that is not set once; and a line for all words of a variable, or for each."""
-    unset: dict[str, list[str]] = defaultdict(list)
-    others = []
-    for line in lines:
-        if match := _UNSET.fullmatch(line):
-            unset[match["name"]].append(match["words"])
-        else:
-            others.append(line)
+    others = [line for line in lines if not _UNSET.fullmatch(line)]
+    unset = by_key((match["name"], match["words"]) for match in map(_UNSET.fullmatch, lines) if match)
     if not unset:
         more = f", and {len(others) - 1} more" if others[1:] else ""
         return f"{others[0]}{more}", others

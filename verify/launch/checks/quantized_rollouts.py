@@ -51,7 +51,7 @@ def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
     return root, options
 
 
-@check("CK709", stage="launch", applies_to=_rounding)
+@check("CK709", applies_to=_rounding)
 def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
     root, options = _rounding(subject)
@@ -97,7 +97,7 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     return root, config
 
 
-@check("CK715", stage="launch", applies_to=_updated)
+@check("CK715", applies_to=_updated)
 def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `OnlineQuantizer` refuses: INT4 Linear layers, zero points, layers packed in part, several groups."""
     root, config = _updated(subject)
@@ -127,7 +127,7 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     return root, stated, option
 
 
-@check("CK747", stage="launch", applies_to=_sent)
+@check("CK747", applies_to=_sent)
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and SGLang's own option.
 

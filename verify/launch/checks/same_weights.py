@@ -45,7 +45,7 @@ def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
     return apart
 
 
-@check("CK723", stage="launch", needs=("sound headers",), applies_to=_pairs)
+@check("CK723", needs=("sound headers",), applies_to=_pairs)
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The digests of ckptkit.json beside both, of tensors that both formats store alike; else what one was made of.
 

@@ -18,6 +18,7 @@ from verify.core.check import Tally, check
 from verify.core.issue import Issue
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject
+from verify.evidence.folding import LAYER
 from verify.launch.checks.engine import engine_config, job_of
 from verify.launch.options.speculative import Speculation
 from verify.launch.words import UnresolvedWord
@@ -26,7 +27,6 @@ from verify.quirks import quirks
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
 _NAMES = re.compile(r"(?:.*\.)?mtp(?:_layers|_block)?\.")
-_LAYER = re.compile(r".*?layers\.(\d+)\.")
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -41,7 +41,7 @@ def _speculation(subject: Subject) -> Speculation:
     return replace(job.speculation, known=job.speculation.known and not anything)
 
 
-@check("CK745", stage="launch", applies_to=_speculation)
+@check("CK745", applies_to=_speculation)
 def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A draft model where the method needs one, of a class and sizes that go with method and served model.
 
@@ -216,5 +216,5 @@ def _stored(subject: Subject, root: Path, config: Mapping[str, Any]) -> bool | N
     names = _names(subject, root)
     if not names or not isinstance(layers, int):
         return None
-    beyond = (match for name in names if (match := _LAYER.match(name)))
-    return any(_NAMES.match(name) for name in names) or any(int(match[1]) >= layers for match in beyond)
+    numbered = (match for name in names if (match := LAYER.search(name)))
+    return any(_NAMES.match(name) for name in names) or any(int(match[1]) >= layers for match in numbered)

@@ -31,7 +31,7 @@ def _engine(subject: Subject) -> SideFiles:
     return SideFiles(root)
 
 
-@check("CK716", stage="launch", applies_to=_engine)
+@check("CK716", applies_to=_engine)
 def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The tokenizer of the HF directory against the one in `hf/` next to the Megatron weights, as CK708 compares them.
 
