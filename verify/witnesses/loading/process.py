@@ -50,9 +50,14 @@ def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
     location = locate(job.checkpoint)
     if location.is_hf:
         path = location.path
-        reference, fused = partial(safetensors_of, path), engine.FACTS.fuses_shared(HfCheckpoint(path).specs)
         return ModelBuild(
-            path, job.scratch, read_json(path / "config.json"), None, reference, fused, job.sizes, job.rank
+            path,
+            job.scratch,
+            config=read_json(path / "config.json"),
+            reference=partial(safetensors_of, path),
+            fused_shared=engine.FACTS.fuses_shared(HfCheckpoint(path).specs),
+            sizes=job.sizes,
+            rank=job.rank,
         )
     checkpoint = open_megatron(location, job.hf)
     view = as_release(checkpoint, location.root)
@@ -60,8 +65,15 @@ def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
     source = source_of(job.source) if job.source else view
-    weights, reference = partial(stream, view), partial(stream, source)
-    return ModelBuild(path, job.scratch, checkpoint.config, weights, reference, sizes=job.sizes, rank=job.rank)
+    return ModelBuild(
+        path,
+        job.scratch,
+        config=checkpoint.config,
+        weights=partial(stream, view),
+        reference=partial(stream, source),
+        sizes=job.sizes,
+        rank=job.rank,
+    )
 
 
 def safetensors_of(root: Path, wanted: Wanted = lambda name: True) -> Weights:

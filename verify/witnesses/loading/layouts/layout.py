@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,17 +76,16 @@ def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[t
     elif found.dtype != first.dtype or found.shape != first.shape:
         yield name, f"{list(found.shape)} {found.dtype} instead of {list(first.shape)} {first.dtype}"
     else:
-        actual = found.detach()
-        for expert in range(len(actual)) if actual.dim() == 3 else [None]:
-            differences = [difference(_of(actual, expert), _of(one, expert)) for one in candidates]
+        for place, (actual, *expected) in by_expert(name, found.detach(), *candidates):
+            differences = [difference(actual, matrix) for matrix in expected]
             if None not in differences:
-                yield of_expert(name, expert), str(differences[0])
+                yield place, str(differences[0])
 
 
-def of_expert(name: str, expert: int | None) -> str:
-    """The place of an expert in a parameter for all of them; None: of the parameter."""
-    return name if expert is None else f"{name}[{expert}]"
-
-
-def _of(tensor: Tensor, expert: int | None) -> Tensor:
-    return tensor if expert is None else tensor[expert]
+def by_expert(name: str, *tensors: Tensor) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    """Tensors of a parameter, with its name; those of three axes expert by expert, with NAME[EXPERT]."""
+    if tensors[0].dim() != 3:
+        yield name, tensors
+    else:
+        for expert, matrices in enumerate(zip(*tensors, strict=True)):
+            yield f"{name}[{expert}]", matrices

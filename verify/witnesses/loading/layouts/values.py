@@ -16,7 +16,7 @@ from quant.formats.floats.decode import codes_and_scales
 from quant.formats.packing import unpack, unpack_zero_point
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
 from verify.witnesses.loading.bits import first_wrong, unequal
-from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, of_expert, own_parameters
+from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, by_expert, own_parameters
 
 # Of a step of INT4. Kernels multiply codes and zero points by the scale in bfloat16, which rounds each product of up to
 # 15 steps by a 512th, and their sum once more; a wrong code is a whole step away.
@@ -152,13 +152,10 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
                 if [(one.shape, one.dtype) for one in now] != [(one.shape, one.dtype) for one in (codes, scales)]:
                     outcome.unknown = f"{scale_name} has a layout of its kernel's own"
                     continue
-                for expert in range(len(codes)) if codes.dim() == 3 else [None]:
-                    was, found = (
-                        [one if expert is None else one[expert] for one in several]
-                        for several in ((codes, scales), now)
-                    )
+                for place, matrices in by_expert(name, codes, scales, *now):
+                    was, found = matrices[:2], matrices[2:]
                     if wrong := _wrong_codes(block, was, found):
-                        outcome.differences[of_expert(name, expert)] = wrong
+                        outcome.differences[place] = wrong
                     elif change := _change(block, was, found):
                         outcome.requantized[name] = max(change, outcome.requantized.get(name, 0.0))
             return outcome
