@@ -84,28 +84,29 @@ def main(how: str, hf: Path, scratch: Path) -> None:
 
     from ckptkit.formats.hf.reader import read_json
     from verify.witnesses.loading.engine import ModelBuild
-    from verify.witnesses.loading.examine import Examination
+    from verify.witnesses.loading.examine import examine
+    from verify.witnesses.loading.job import LoadReport
     from verify.witnesses.loading.process import safetensors_of
     from verify.witnesses.process.exit_report import PhaseLog
     from verify.witnesses.sglang import adapter
 
-    seconds = 0.0
+    seconds, reports = 0.0, list[LoadReport]()
+    build = ModelBuild(hf, scratch, read_json(hf / "config.json"), reference=lambda: safetensors_of(hf))
 
     def timed(model: Any, weights: Any, device: Any) -> None:
         nonlocal seconds
         began = time.monotonic()
-        (examination if how == "witness" else DefaultModelLoader.load_weights_and_postprocess)(model, weights, device)
+        if how == "witness":
+            reports.append(examine(adapter, build, phases, model, weights, device).report)
+        else:
+            DefaultModelLoader.load_weights_and_postprocess(model, weights, device)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds = time.monotonic() - began
 
     with PhaseLog(scratch / "report") as phases:
-        examination = Examination(
-            adapter, read_json(hf / "config.json"), lambda: safetensors_of(hf), lambda weights: weights, phases
-        )
-        adapter.build(ModelBuild(hf, scratch), timed, phases)
-        if how == "witness":
-            report = examination.report
+        adapter.build(build, timed, phases)
+        for report in reports:
             if report.unwritten or report.dropped or report.differing or report.repacked:
                 raise SystemExit(f"the witness finds fault with a sound model: {report}")
     print(seconds)

@@ -20,7 +20,8 @@ from ckptkit.app.api import convert, quantize
 from quant.formats.scheme import QuantScheme
 from verify.checks.witnesses.loading import KEEP_ROUTER
 from verify.run import verify
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 
@@ -84,14 +85,14 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Case]]
 
 
 @pytest.fixture(scope="module")
-def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+def runs(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
     runs = run_cases(cases, tmp_path_factory.mktemp("reports"), gpu=True)
     for name, run in runs.items():
-        print(f"{name}: {run.crash or run.unable or run.report}")
+        print(f"{name}: {run.failure or run.report}")
     return runs
 
 
-def findings(case: Case, run: LoadRun) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
+def findings(case: Case, run: Answer[LoadReport]) -> tuple[dict[str, str], set[tuple[str, str | None]]]:
     """Status of each check, and (code, tensor) of each finding."""
     results, found, facts = checked(case, run)
     for line in (*found, *facts.get("SGLang", ())):
@@ -104,7 +105,7 @@ def findings(case: Case, run: LoadRun) -> tuple[dict[str, str], set[tuple[str, s
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("kind", ["bf16", "qmax7", "minmax", "online", "megatron"])
 def test_sound_checkpoints_pass_through_repacking(
-    kind: str, family: str, cases: dict[str, Case], runs: dict[str, LoadRun]
+    kind: str, family: str, cases: dict[str, Case], runs: dict[str, Answer[LoadReport]]
 ) -> None:
     name = f"{kind} {family}"
     status, found = findings(cases[name], runs[name])
@@ -118,7 +119,7 @@ def test_sound_checkpoints_pass_through_repacking(
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 def test_zero_points_and_fp8_blocks_pass_through_repacking(
-    name: str, cases: dict[str, Case], runs: dict[str, LoadRun]
+    name: str, cases: dict[str, Case], runs: dict[str, Answer[LoadReport]]
 ) -> None:
     """Experts' zero points come in AWQ's order, Linear layers' in compressed-tensors'; both end in Marlin's."""
     status, found = findings(cases[name], runs[name])
@@ -132,7 +133,9 @@ def test_zero_points_and_fp8_blocks_pass_through_repacking(
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_quantized_router_is_named(family: str, cases: dict[str, Case], runs: dict[str, LoadRun]) -> None:
+def test_the_quantized_router_is_named(
+    family: str, cases: dict[str, Case], runs: dict[str, Answer[LoadReport]]
+) -> None:
     name = f"router {family}"
     status, found = findings(cases[name], runs[name])
     router = ROUTERS[family]

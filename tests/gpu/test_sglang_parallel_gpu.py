@@ -14,8 +14,8 @@ from support.sglang_runs import LOST, Case, clean, reported, run_cases
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
-from verify.witnesses.loading.job import EngineSizes
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import EngineSizes, LoadReport
+from verify.witnesses.runner import Answer
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
@@ -38,7 +38,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[EngineSizes, Mapping[str, LoadRun]]:
+def runs(
+    root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]:
     found = {}
     for sizes in SIZES:
         cases = {name: Case(root / name) for name in (*NAMES, *[INT4] * (sizes.ep == 2))}
@@ -50,7 +52,7 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[Engine
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", [*NAMES, INT4])
 def test_every_tensor_is_on_some_gpu(
-    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, LoadRun]]
+    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
 ) -> None:
     if name == INT4 and sizes.ep == 1:
         pytest.skip("the kernel's tiles are larger than half an expert")
@@ -66,7 +68,7 @@ def test_every_tensor_is_on_some_gpu(
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_lost_and_exchanged_tensors_are_named(
-    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, LoadRun]]
+    name: str, sizes: EngineSizes, root: Path, runs: Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
 ) -> None:
     report = reported(runs[sizes][f"{name} broken"])
     tensors = models.tensors(root / name)

@@ -33,7 +33,7 @@ def summary(runs: Runs) -> dict[str, object]:
     found: dict[str, object] = {}
     for name, run in runs.items():
         if (report := run.report) is None:
-            found[name] = {"crash": run.crash, "unable": run.unable}
+            found[name] = {"failure": str(run.failure)}
             continue
         wrong = (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ()))
         found[name] = {
@@ -41,7 +41,7 @@ def summary(runs: Runs) -> dict[str, object]:
             "seen": report.repacked_seen,
             "unchecked": report.unchecked[:3],
             "requantized": [len(report.requantized), max(report.requantized.values(), default=0.0)],
-            "draft": run.draft_crash or run.draft_error,
+            "draft": run.failure and str(run.failure),
         }
     return found
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from support.sglang_cells import Cell
 from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.runner import Answer
 
 CLEAN, BY_CKPTKIT, BY_SGLANG, LIMIT, FALSE = "clean", "ckptkit refuses", "SGLang refuses", "left out", "FALSE FAILURE"
 # What SGLang's classes leave out of sound checkpoints: how the names of the tensors end, by a regex for cells.
@@ -32,10 +32,10 @@ class Outcome:
     why: str = ""
 
 
-def judged(cell: Cell, run: LoadRun, sizes: Mapping[str, int]) -> Outcome:
+def judged(cell: Cell, run: Answer[LoadReport], sizes: Mapping[str, int]) -> Outcome:
     """The outcome of a cell that was loaded; `sizes`: the bytes of its tensors."""
     if run.report is None:
-        said = (run.crash or run.unable or "").partition("; ")[2]
+        said = (run.failure.message if run.failure else "").partition("; ")[2]
         return Outcome(BY_SGLANG if any(re.search(words, said) for words in REFUSALS) else FALSE, said)
     wrong = list(troubles(run.report, sizes, cell.way == "Megatron"))
     if not wrong:

@@ -26,10 +26,10 @@ from support.forking import ran
 from support.processes import run_logged
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.loading.run import LoadRun, outcome, run_engine_load
+from verify.witnesses.loading.run import outcome, run_engine_load
 from verify.witnesses.process.codec import decoded
 from verify.witnesses.process.exit_report import exit_report_of
-from verify.witnesses.runner import read_answer
+from verify.witnesses.runner import Answer, read_answer
 from verify.witnesses.sglang.facts import SGLANG
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ def run_cases(
     sizes: EngineSizes = ONE_RANK,
     engine: EngineFacts = SGLANG,
     start: Start | None = None,
-) -> dict[str, LoadRun]:
+) -> dict[str, Answer[LoadReport]]:
     """What an engine made of every case, on the CPU unless `gpu`, in a process a rank.
 
     `start` starts such a process, with its log and the words behind `python -m`. After a crash new processes go on with
@@ -232,7 +232,7 @@ def run_cases(
             sizes=sizes,
         )
         orders[name] = {"job": asdict(job), "alter": case.alter}
-    runs: dict[str, LoadRun] = {}
+    runs: dict[str, Answer[LoadReport]] = {}
     while left := {name: order for name, order in orders.items() if name not in runs}:
         (root / "cases.json").write_text(json.dumps(list(left.values()), default=str))
         logs = [root / f"log-{rank}" for rank in range(sizes.ranks)]
@@ -255,17 +255,32 @@ def run_cases(
 
 
 Cases = Mapping[str, Case]
-Runs = Mapping[str, LoadRun]
+Runs = Mapping[str, Answer[LoadReport]]
 Judged = Callable[[str], tuple[Any, Any, Any]]
 
 
-def reported(run: LoadRun) -> LoadReport:
+def reported(run: Answer[LoadReport]) -> LoadReport:
     """The report of a run, which must have ended."""
     assert run.report is not None, run
     return run.report
 
 
-def clean(run: LoadRun) -> LoadReport:
+def draft_of(run: Answer[LoadReport]) -> LoadReport | None:
+    """What was seen of the draft model."""
+    return run.report.draft_model if run.report else None
+
+
+def refusal(run: Answer[LoadReport]) -> str:
+    """The words in which an engine refused the model or its draft model; empty where it did not."""
+    return run.failure.message if run.failure and run.failure.verdict else ""
+
+
+def answered(report: LoadReport) -> Answer[LoadReport]:
+    """A run that ended well."""
+    return Answer({0: report}, {})
+
+
+def clean(run: Answer[LoadReport]) -> LoadReport:
     """The report of a run in which every tensor is where the engine keeps it."""
     report = reported(run)
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
@@ -273,7 +288,7 @@ def clean(run: LoadRun) -> LoadReport:
 
 
 def checked(
-    case: Case, run: LoadRun, engine: EngineFacts = SGLANG
+    case: Case, run: Answer[LoadReport], engine: EngineFacts = SGLANG
 ) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     # The processes that load have none of the packages that checks need.

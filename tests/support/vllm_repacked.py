@@ -20,15 +20,16 @@ from support import sglang_runs, vllm_faults
 from support.processes import run_logged
 from support.sglang_runs import ALTER, Case, Weights
 from verify.witnesses.loading.engine import Loading, ModelBuild
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport
 from verify.witnesses.process.exit_report import PhaseLog
 from verify.witnesses.process.interpreter import python_of
+from verify.witnesses.runner import Answer
 from verify.witnesses.vllm.facts import VLLM
 
 _INT4 = 8  # codes in a word
 
 
-def run_cases(cases: Mapping[str, Case], root: Path) -> dict[str, LoadRun]:
+def run_cases(cases: Mapping[str, Case], root: Path) -> dict[str, Answer[LoadReport]]:
     """What vLLM made of every case, repacked on the CPU."""
 
     def start(log: Path, module: str, *words: object) -> bool:

@@ -12,9 +12,9 @@ from pathlib import Path
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
 from support.sglang_runs import ALTER, Case, Weights, swapped_experts
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport
 from verify.witnesses.process.interpreter import Interpreter, python_of
+from verify.witnesses.runner import Answer
 from verify.witnesses.vllm.facts import VLLM
 
 # What a mutation leaves out. Layer 5 has experts in every test model with experts.
@@ -72,7 +72,7 @@ def release() -> tuple[int, ...] | None:
 
 def run_cases(
     cases: Mapping[str, Case], root: Path, sizes: EngineSizes = ONE_RANK, *, gpu: bool = False
-) -> dict[str, LoadRun]:
+) -> dict[str, Answer[LoadReport]]:
     """What vLLM made of every case, on the CPU unless `gpu`."""
     start = partial(run_logged, program=python_of("vllm", {}), gpu=gpu, limit_s=840)
     return sglang_runs.run_cases(cases, root, sizes=sizes, engine=VLLM, start=start)

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from support import models
-from support.sglang_runs import Case, Runs, reported
+from support.sglang_runs import Case, Runs, draft_of, refusal, reported
 from support.vllm_faults import CASES, EXPERT, FEED, LINEAR, ROUTER, STEPS
 from support.vllm_formats import CLEAN, MISORDERED, NO_GROUPS, REFUSED, write_all
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.runner import Answer
 
 Made = tuple[dict[str, Path], Runs]
 LABELS = (*CLEAN, *REFUSED, *MISORDERED)
 NOT_USED = "weight_shape"
 
 
-def all_runs(root: Path, run: Callable[[Mapping[str, Case], Path], dict[str, LoadRun]]) -> Made:
+def all_runs(root: Path, run: Callable[[Mapping[str, Case], Path], dict[str, Answer[LoadReport]]]) -> Made:
     """Every checkpoint with its path, and what vLLM made of each, and of those with a fault planted."""
     paths = dict(write_all(root, LABELS))
     cases = {label: Case(path) for label, path in paths.items()}
@@ -36,10 +37,10 @@ class Steps:
         """Every tensor is where vLLM keeps it before its steps, and stands for the same after them."""
         run = made[1][label]
         assert run.report is not None, run
-        assert (run.draft_crash, run.draft_error) == (None, None)
+        assert run.failure is None
         given = {name for name in models.tensors(made[0][label]) if not name.endswith(NOT_USED)}
         held: set[str] = set()
-        for report in filter(None, (run.report, run.draft)):
+        for report in filter(None, (run.report, draft_of(run))):
             assert (report.unwritten, report.differing, report.routers, report.computed) == ((), (), (), ())
             assert report.dropped == ()
             assert (report.repacked, report.unchecked) == ((), ())
@@ -50,7 +51,7 @@ class Steps:
     @pytest.mark.parametrize("label", REFUSED)
     def test_what_vllm_refuses_is_quoted(self, label: str, made: Made) -> None:
         run = made[1][label]
-        assert NO_GROUPS in (run.crash or ""), run
+        assert NO_GROUPS in refusal(run), run
 
     @pytest.mark.parametrize("label", MISORDERED)
     def test_scales_of_experts_no_wider_than_a_group_are_misordered(self, label: str, made: Made) -> None:

@@ -16,7 +16,8 @@ from support.sglang_runs import Case, checked, run_cases
 
 from ckptkit.core.errors import CkptkitError
 from verify.witnesses import runner
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.runner import Answer
 
 
 @dataclass(frozen=True)
@@ -61,12 +62,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+def runs(cases: Mapping[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
     """What SGLang made of each of a module's `cases`."""
     return run_cases(cases, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def judged(cases: Mapping[str, Case], runs: Mapping[str, LoadRun]) -> Callable[[str], tuple[Any, Any, Any]]:
+def judged(cases: Mapping[str, Case], runs: Mapping[str, Answer[LoadReport]]) -> Callable[[str], tuple[Any, Any, Any]]:
     """`judged(name)`: results, findings and facts of the checks, of what became of a case."""
     return lambda name: checked(cases[name], runs[name])

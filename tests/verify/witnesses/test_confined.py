@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hostile.planted import plant, ran
 from support.processes import environment as of_tests
+from support.sglang_runs import refusal
 
 from verify.witnesses import runner
 from verify.witnesses.loading.job import LoadReport
@@ -55,10 +56,9 @@ def is_alive(pid: int) -> bool:
 def assert_inconclusive(failed: dict[int, str], folder: Path, *words: str) -> None:
     answer = read_answer(LoadReport, {0: folder / "report-0.json"}, {0: folder / "log-0"}, failed)
     said = outcome(answer, 1)
-    assert (said.report, said.crash) == (None, None)
-    assert said.unable is not None
+    assert (said.report, refusal(said)) == (None, "")
     for word in words:
-        assert word in said.unable
+        assert word in str(said.failure)
 
 
 def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path: Path) -> None:

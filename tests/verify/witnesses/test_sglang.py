@@ -15,7 +15,7 @@ import torch
 from support import models
 from support.messages import text_with
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
-from support.sglang_runs import Case, Judged, int4_config, online_int4, run_cases, written
+from support.sglang_runs import Case, Judged, int4_config, online_int4, refusal, run_cases, written
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
@@ -29,7 +29,7 @@ from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses import runner
 from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.runner import Answer
 
 pytestmark = pytest.mark.sglang
 
@@ -157,11 +157,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def reports(runs: dict[str, LoadRun]) -> dict[str, LoadReport]:
+def reports(runs: dict[str, Answer[LoadReport]]) -> dict[str, LoadReport]:
     """What SGLang made of every case; only one of them stops it."""
-    assert {
-        name: run.crash or run.unable for name, run in runs.items() if run.report is None and name != "fp8 uneven"
-    } == {}
+    assert {name: run.failure for name, run in runs.items() if run.report is None and name != "fp8 uneven"} == {}
     return {name: run.report for name, run in runs.items() if run.report}
 
 
@@ -340,6 +338,6 @@ def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(
 ) -> None:
     """Our feed, in the middle of SGLang's load_weights: raised by us, so nothing about the checkpoint."""
     run = run_cases({"broken": Case(releases("qwen2-tied"), alter="broken_feed")}, tmp_path)["broken"]
-    assert (run.report, run.crash) == (None, None)
-    assert "loading" in (run.unable or "")
-    assert "KeyError: 'a defect of ours'" in (run.unable or "")
+    assert (run.report, refusal(run)) == (None, "")
+    assert "loading" in str(run.failure)
+    assert "KeyError: 'a defect of ours'" in str(run.failure)

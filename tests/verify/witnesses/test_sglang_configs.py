@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from support import models
 from support.installed import release
 from support.messages import text_with
-from support.sglang_runs import Case, Cases, Runs, reported
+from support.sglang_runs import Case, Cases, Runs, refusal, reported
 
 from verify.checks.config.spellings import keys_of
 from verify.checks.witnesses.loading import why_refused
@@ -108,7 +108,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 def test_sglang_stops_without_a_key_and_the_hint_names_it(name: str, key: str, runs: Runs, cases: Cases) -> None:
     if key == "swiglu_limit" and release("sglang") >= (0, 5, 23):
         pytest.skip("SGLang 0.5.23 has a default for it")
-    said = str(runs[f"{name} {key}"].crash)
+    said = refusal(runs[f"{name} {key}"])
     assert f"{key.rpartition('.')[2]}" in said
     config = json.loads((Path(cases[f"{name} {key}"].checkpoint) / "config.json").read_text())
     _, lacking = keys_of(config)
@@ -150,7 +150,7 @@ def test_sglang_builds_a_vision_tower_that_is_not_stored(label: str, runs: Runs)
 
 def test_a_multimodal_class_over_a_config_of_text_alone_is_refused(runs: Runs) -> None:
     """`verify` warns of it (CK104): its layers are named as the multimodal class has them."""
-    assert "vision_config" in str(runs["text under a multimodal class"].crash)
+    assert "vision_config" in refusal(runs["text under a multimodal class"])
 
 
 def test_the_hint_for_a_key_that_no_table_has() -> None:

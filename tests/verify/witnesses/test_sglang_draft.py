@@ -12,7 +12,19 @@ import torch
 from support import models
 from support.installed import before
 from support.messages import text_with
-from support.sglang_runs import Case, Cases, Judged, Runs, checked, int4_config, online_int4, reported, written
+from support.sglang_runs import (
+    Case,
+    Cases,
+    Judged,
+    Runs,
+    answered,
+    checked,
+    draft_of,
+    int4_config,
+    online_int4,
+    reported,
+    written,
+)
 from torch import Tensor
 
 from quant.lint.lint import lint
@@ -20,7 +32,7 @@ from quant.selection.readers import VLLM
 from verify.checks.witnesses.loading import KEEP_ROUTER
 from verify.run import verify
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -106,9 +118,10 @@ def without(tensors: Mapping[str, Tensor], *names: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def draft(run: LoadRun) -> LoadReport:
-    assert run.draft is not None, run
-    return run.draft
+def draft(run: Answer[LoadReport]) -> LoadReport:
+    report = draft_of(run)
+    assert report is not None, run
+    return report
 
 
 def said(observations: tuple[Observation, ...]) -> set[tuple[str, str]]:
@@ -127,7 +140,7 @@ def test_a_sound_draft_model_passes(name: str, cases: Cases, runs: Runs, judged:
         f"Glm4MoeForCausalLMNextN, {len(own) - 2 * (name == 'megatron')} "
     )
     assert results["CK502"].tensors_compared == sum(
-        report.parameters for report in (runs[name].report, runs[name].draft) if report
+        report.parameters for report in (runs[name].report, draft_of(runs[name])) if report
     )
 
 
@@ -245,5 +258,5 @@ def test_without_such_layers_nothing_is_asked_of_draft_models(
         {name: one for name, one in tensors.items() if not name.startswith(L)},
         num_nextn_predict_layers=0,
     )
-    results, _, _ = checked(Case(path), LoadRun(replace(reported(runs["no copies"]), draft_model=None)))
+    results, _, _ = checked(Case(path), answered(replace(reported(runs["no copies"]), draft_model=None)))
     assert "CK508" not in results

@@ -12,7 +12,7 @@ from support import models
 from support.messages import text_with
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, DRAFTS, LEFT_OUT, NO_DRAFT, OF_DRAFT, SAID, STRICT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case, Cases, Runs, clean, reported
+from support.sglang_runs import LOST_OF_DRAFT, Case, Cases, Runs, clean, draft_of, refusal, reported
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -53,14 +53,14 @@ def test_what_sglangs_class_leaves_out_is_named(name: str, runs: Runs) -> None:
 def test_what_sglang_refuses_is_quoted(name: str, runs: Runs) -> None:
     run = runs[name]
     assert run.report is None
-    assert SAID[name] in f"{run.crash}{run.unable}"
+    assert SAID[name] in str(run.failure)
 
 
 @pytest.mark.parametrize("name", of_a_kind(STRICT))
 def test_a_class_that_stops_at_a_lost_tensor_is_quoted(name: str, runs: Runs) -> None:
     run = runs[f"{name} broken"]
     assert run.report is None
-    assert "Some parameters are not loaded: {'model.layers.5.input_layerno" in str(run.crash)
+    assert "Some parameters are not loaded: {'model.layers.5.input_layerno" in refusal(run)
 
 
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in STRICT]))
@@ -72,7 +72,7 @@ def test_lost_and_exchanged_tensors_are_named(name: str, cases: Cases, runs: Run
 
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name in DRAFTS]))
 def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(name: str, cases: Cases, runs: Runs) -> None:
-    report = runs[name].draft
+    report = draft_of(runs[name])
     assert report is not None, runs[name]
     assert report.model == DRAFTS[name]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
@@ -84,7 +84,7 @@ def test_every_tensor_of_a_draft_layer_is_in_sglangs_draft_model(name: str, case
 @pytest.mark.parametrize("name", of_a_kind(DRAFTS))
 def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(name: str, cases: Cases, runs: Runs) -> None:
     """The projection of both inputs, a norm and up of one expert are missing; two experts have each other's names."""
-    report = runs[f"{name} broken"].draft
+    report = draft_of(runs[f"{name} broken"])
     assert report is not None, runs[f"{name} broken"]
     tensors = models.tensors(cases[name].checkpoint)
     assert len(report.dropped) == (
@@ -98,10 +98,10 @@ def test_lost_and_exchanged_tensors_of_a_draft_layer_are_named(name: str, cases:
 
 @pytest.mark.parametrize("name", of_a_kind(NO_DRAFT))
 def test_why_no_draft_model_is_built_is_said(name: str, runs: Runs) -> None:
-    assert (runs[name].draft, runs[name].draft_crash) == (None, None)
-    assert NO_DRAFT[name] in str(runs[name].draft_error)
+    assert (draft_of(runs[name]), refusal(runs[name])) == (None, "")
+    assert NO_DRAFT[name] in str(runs[name].failure)
 
 
 @pytest.mark.parametrize("name", of_a_kind([name for name in CLEAN if name not in DRAFTS and name not in NO_DRAFT]))
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Runs) -> None:
-    assert (runs[name].draft, runs[name].draft_error) == (None, None)
+    assert (draft_of(runs[name]), runs[name].failure) == (None, None)

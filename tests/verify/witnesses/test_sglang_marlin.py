@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,16 @@ import numpy
 import pytest
 import torch
 from support.messages import text_with
+from support.sglang_runs import answered
 from torch import nn
 
 from verify.checks.witnesses.loading import repacked
 from verify.core.check import Tally
 from verify.core.subject import Subject
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome
+from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome
 from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
-from verify.witnesses.loading.run import LoadRun, run_engine_load
+from verify.witnesses.loading.run import run_engine_load
 from verify.witnesses.sglang.adapter import layout
 from verify.witnesses.sglang.facts import SGLANG
 
@@ -108,7 +109,7 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     module.w13_weight_zero_point = nn.Parameter(
         torch.randint(-(2**31), 2**31 - 1, (2, 4, 8), dtype=torch.int32), requires_grad=False
     )
-    expected = marlin(awq_experts=True)(module)
+    _, compare = marlin(awq_experts=True)(module)
     zeros = module.w13_weight_zero_point.data
     module.w13_weight_packed = nn.Parameter(
         torch.stack([marlin_weight(one) for one in module.w13_weight_packed.data]), requires_grad=False
@@ -117,19 +118,14 @@ def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
     module.w13_weight_zero_point.data = of_sglang(
         "moe_awq_to_marlin_zero_points", zeros, size_k=4, size_n=64, num_bits=4
     )
-    assert expected.compare() == LayerOutcome()
+    assert compare() == LayerOutcome()
     module.w13_weight_zero_point.data = zeros
-    differences = expected.compare().differences
-    assert [(one.param, one.expert) for one in differences] == [
-        ("w13_weight_zero_point", 0),
-        ("w13_weight_zero_point", 1),
-    ]
-    found = [
-        Observation(f"m.{one.param}[{one.expert}]", f"m.{one.param}[{one.expert}]", one.what) for one in differences
-    ]
+    differences = compare().differences
+    assert list(differences) == ["w13_weight_zero_point[0]", "w13_weight_zero_point[1]"]
+    found = [Observation(f"m.{place}", f"m.{place}", what) for place, what in differences.items()]
     report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
     subject = Subject(Path("checkpoint"))
-    subject._results[run_engine_load, SGLANG] = LoadRun(report)
+    subject._results[run_engine_load, SGLANG] = answered(report)
     assert next(repacked["sglang"](subject, Tally())).code == "CK506"
 
 
@@ -156,22 +152,22 @@ class Packed(nn.Module):
 
 def test_repacking_is_checked_expert_by_expert() -> None:
     module = Packed()
-    expected = marlin()(module)
+    _, compare = marlin()(module)
     packed, scales = module.w13_weight_packed.data, module.w13_weight_scale.data
     module.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
     module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
-    assert expected.compare() == LayerOutcome()
+    assert compare() == LayerOutcome()
     module.w13_weight_packed.data[1, 3, 5] ^= 1
-    (difference,) = expected.compare().differences
-    assert (difference.param, difference.expert) == ("w13_weight_packed", 1)
-    assert difference.what.startswith("1 of 1024 elements differ")
+    ((place, difference),) = compare().differences.items()
+    assert place == "w13_weight_packed[1]"
+    assert difference.startswith("1 of 1024 elements differ")
 
 
 def test_a_weight_that_was_never_repacked_is_found() -> None:
     module = Packed()
-    differences = marlin()(module).compare().differences
-    assert [one.param for one in differences] == ["w13_weight_packed", "w13_weight_scale", "w13_weight_scale"]
-    assert differences[0].what == "[2, 16, 64] torch.int32 instead of [2, 8, 128] torch.int32"
+    differences = marlin()(module)[1]().differences
+    assert list(differences) == ["w13_weight_packed", "w13_weight_scale[0]", "w13_weight_scale[1]"]
+    assert differences["w13_weight_packed"] == "[2, 16, 64] torch.int32 instead of [2, 8, 128] torch.int32"
 
 
 def test_a_repacked_linear_layer() -> None:
@@ -184,21 +180,22 @@ def test_a_repacked_linear_layer() -> None:
     module.weight_zero_point = nn.Parameter(
         torch.randint(-(2**31), 2**31 - 1, (8, 4), dtype=torch.int32), requires_grad=False
     )
-    expected = marlin()(module)
+    _, compare = marlin()(module)
     codes = of_sglang("unpack_cols", module.weight_zero_point.data.t(), 4, 4, 64)
     repacked = of_sglang("marlin_zero_points", codes, size_k=4, size_n=64, num_bits=4)
     module.weight_zero_point = nn.Parameter(repacked, requires_grad=False)
     module.weight_packed = nn.Parameter(marlin_weight(module.weight_packed.data.t()), requires_grad=False)
     module.weight_scale = nn.Parameter(marlin_scales(module.weight_scale.data.t())[0], requires_grad=False)
-    assert expected.compare() == LayerOutcome()
+    assert compare() == LayerOutcome()
 
 
 def test_another_kernels_layout_is_not_taken_for_marlins() -> None:
     module = Packed()
-    assert not expected_of(module).free
+    assert expected_of(module)[0]
     module.scheme = nn.Identity()
-    assert expected_of(module).free
-    assert expected_of(module).compare().unknown == text_with("layout")
+    params, compare = expected_of(module)
+    assert not params
+    assert compare().unknown == text_with("layout")
     assert layout(nn.Linear(2, 2)) is None
 
 
@@ -206,10 +203,10 @@ def test_columns_in_activation_order_are_not_checked() -> None:
     """SGLang sorts them by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
     module.scheme.actorder = "group"
-    assert expected_of(module).compare().unknown == text_with("CompressedTensorsWNA16MoE")
+    assert expected_of(module)[1]().unknown == text_with("CompressedTensorsWNA16MoE")
 
 
-def expected_of(module: nn.Module) -> LayerExpected:
+def expected_of(module: nn.Module) -> tuple[Collection[str], Compare]:
     found = layout(module)
     assert found is not None
     return found(module)

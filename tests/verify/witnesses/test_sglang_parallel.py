@@ -13,15 +13,15 @@ from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
-from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, reported, run_cases
+from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, answered, draft_of, refusal, reported, run_cases
 from support.sglang_runs import Case as Load
 from torch import Tensor
 
 from ckptkit.app.api import convert
 from verify.run import verify
 from verify.witnesses.loading.job import EngineSizes, LoadReport
-from verify.witnesses.loading.run import LoadRun
 from verify.witnesses.process.codec import load_record
+from verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -43,7 +43,7 @@ ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
 DAILY = {*OF_A_KIND, *SOME}
 
 Case = tuple[EngineSizes, str]
-Runs = Mapping[EngineSizes, Mapping[str, LoadRun]]
+Runs = Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
 
 
 def of_a_kind(cases: list[Case]) -> list[Any]:
@@ -119,7 +119,7 @@ def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs:
 @pytest.mark.parametrize("case", of_a_kind([one for one in ALSO_BROKEN if one[1] in DRAFTS]), ids=id_of)
 def test_every_tensor_of_a_draft_layer_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
     sizes, name = case
-    report, broken = runs[sizes][name].draft, runs[sizes][f"{name} broken"].draft
+    report, broken = draft_of(runs[sizes][name]), draft_of(runs[sizes][f"{name} broken"])
     assert report is not None, runs[sizes][name]
     assert broken is not None, runs[sizes][f"{name} broken"]
     assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
@@ -153,7 +153,7 @@ def test_what_sglang_cannot_share_out_is_quoted(case: Case, runs: Runs) -> None:
     sizes, name = case
     run = runs[sizes][name]
     assert run.report is None
-    assert REFUSED_IN_PARALLEL[sizes][name] in str(run.crash)
+    assert REFUSED_IN_PARALLEL[sizes][name] in refusal(run)
 
 
 def is_whole(sizes: EngineSizes, name: str) -> bool:
@@ -247,7 +247,7 @@ def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1})
-    monkeypatch.setattr("verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: LoadRun(loaded))
+    monkeypatch.setattr("verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: answered(loaded))
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import models
 from support.messages import text_with
-from support.sglang_runs import int4_config
+from support.sglang_runs import answered, int4_config
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
@@ -27,9 +27,9 @@ from verify.witnesses import runner
 from verify.witnesses.loading.bits import difference, poison, poisoned
 from verify.witnesses.loading.compare import Loaded
 from verify.witnesses.loading.job import DROPPED, LoadReport, Observation
-from verify.witnesses.loading.run import LoadRun, run_engine_load
+from verify.witnesses.loading.run import run_engine_load
 from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.runner import last_words
+from verify.witnesses.runner import Answer, last_words
 from verify.witnesses.sglang.adapter import left_empty
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.vllm.adapter import left_empty as vllm_left_empty
@@ -176,19 +176,19 @@ def test_a_vision_tower_that_is_not_at_hand_makes_no_finding(tmp_path: Path, mon
     monkeypatch.setattr(runner, "run_ranks", run_ranks)
     against = frozenset({"sglang"})
     assert "it was started" in str(
-        run_engine_load(Subject(megatron, options=VerifyOptions(against=against)), SGLANG).unable
+        run_engine_load(Subject(megatron, options=VerifyOptions(against=against)), SGLANG).failure
     )
     shutil.rmtree(megatron / "carried")
     with pytest.raises(CannotCheck, match=r"visual\.\*.*--hf"):
         run_engine_load(Subject(megatron, options=VerifyOptions(against=against)), SGLANG)
     run = run_engine_load(Subject(megatron, hf_path=release, options=VerifyOptions(against=against)), SGLANG)
-    assert "it was started" in str(run.unable)
+    assert "it was started" in str(run.failure)
 
 
-def dropped(*names: str) -> LoadRun:
+def dropped(*names: str) -> Answer[LoadReport]:
     """What the witness reports where SGLang has no place for these tensors."""
     seen = tuple(Observation(name, name, DROPPED) for name in names)
-    return LoadRun(LoadReport("0", "SomeMoe", "cpu", "bfloat16", equal={"a": 1}, dropped=seen))
+    return answered(LoadReport("0", "SomeMoe", "cpu", "bfloat16", equal={"a": 1}, dropped=seen))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["BF16", "INT4"])

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
 from families import HF_CASES
 from support.messages import text_with
-from torch import Tensor
+from torch import Tensor, nn
 
 from verify.witnesses.loading.bits import difference, poison
 from verify.witnesses.loading.compare import Loaded
+from verify.witnesses.loading.engine import ModelBuild
 from verify.witnesses.loading.job import LoadReport
 from verify.witnesses.loading.placement import Placement
 from verify.witnesses.loading.region import Region, covered
@@ -205,10 +207,11 @@ def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) 
     tensor[96:] = behind
     parameters = {name: torch.zeros(96)}
     placement = placed(parameters, {name: tensor}, lambda held, weights: held[name].copy_(next(weights)[1][:96]))
-    loaded = Loaded(adapter, config, parameters, placement, {name: 128})
-    assert loaded.in_part == {}
     report = LoadReport("0", "m", "cpu", "float32")
-    loaded.compare(report, [(name, tensor)])
+    build = ModelBuild(Path(), Path(), config, reference=lambda: iter([(name, tensor)]))
+    loaded = Loaded(adapter, build, nn.Module(), parameters, placement, {name: 128}, report)
+    assert loaded.in_part == {}
+    assert loaded.compare() == [name]
     assert [one.what for one in report.differing] == wrong
 
 

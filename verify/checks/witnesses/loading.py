@@ -37,7 +37,9 @@ from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, routers
 from verify.witnesses.loading.run import engine_sizes, interpreter_of, run_engine_load
+from verify.witnesses.process.exit_report import ExitReport
 from verify.witnesses.registry import ENGINES
+from verify.witnesses.runner import inconclusive
 
 if TYPE_CHECKING:  # each adapter is held to the protocol
     from verify.witnesses.loading.engine import Engine
@@ -83,18 +85,25 @@ def each_engine(
 
 def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
     run = run_engine_load(subject, engine)
-    if run.unable:
-        raise CannotCheck(run.unable)
     if run.report is None:
+        _refusal(run.failure)
         raise CannotCheck(f"not run because {engine.label} did not load the checkpoint", f"{engine.codes}1")
     return run.report
 
 
+def _refusal(failure: ExitReport | None) -> str:
+    """The words in which an engine refused the checkpoint. Raises CannotCheck for any other failure."""
+    if failure is None or not failure.verdict:
+        raise inconclusive("the witness failed", failure)
+    return failure.message
+
+
 def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport, str | None]]:
     """What was seen of the model and of its draft model, where there is one, with the name of the latter."""
-    yield _report(engine, subject), None
-    if (draft := run_engine_load(subject, engine).draft) is not None:
-        yield draft, f"{engine.label}'s draft model"
+    report = _report(engine, subject)
+    yield report, None
+    if report.draft_model is not None:
+        yield report.draft_model, f"{engine.label}'s draft model"
 
 
 def _may_repack(subject: Subject) -> None:
@@ -139,10 +148,8 @@ def _findings(
 def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's own model class is built from the config and loaded by its own `load_weights`."""
     run = run_engine_load(subject, engine)
-    if run.unable:
-        raise CannotCheck(run.unable)
     if run.report is None:
-        message = run.crash or "it ended without a report"
+        message = _refusal(run.failure)
         _, lacking = keys_of(stated_config_of(subject))
         hint = why_refused(engine, message, lacking)
         yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
@@ -153,7 +160,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.loaded_names} tensors into {report.parameters} parameters"]
-    not_seen = report.draft if run.draft is None else ()
+    not_seen = report.draft if report.draft_model is None else ()
     drafts = map(summarize, group_by_pattern(not_seen))
     facts += [f"of multi-token prediction layers, not looked at: {text}" for text in drafts]
     facts += [f"it logged: {line}" for line in report.log[:5]]
@@ -275,21 +282,23 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 )
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""
-    report, run = _report(engine, subject), run_engine_load(subject, engine)
-    if run.draft_crash is not None:
+    report, failure = _report(engine, subject), run_engine_load(subject, engine).failure
+    draft = report.draft_model
+    if failure is not None and failure.verdict:
         hint = "serve without speculative decoding, which leaves these layers out"
         if weights_of(config_of(subject)):
             hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
         expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
-        yield Issue(expected, run.draft_crash, hint, names=report.draft, together=True)
+        yield Issue(expected, str(failure), hint, names=report.draft, together=True)
         return
-    if run.draft is None:
-        raise CannotCheck(run.draft_error or f"{engine.label} was given no tensor of the multi-token prediction layers")
-    tally.compared(run.draft.loaded_names)
+    if draft is None:
+        nothing = f"{engine.label} was given no tensor of the multi-token prediction layers"
+        raise CannotCheck(f"the draft model was not looked at: {failure}" if failure else nothing)
+    tally.compared(draft.loaded_names)
     tally.facts[f"{engine.label}'s draft model"] = [
-        f"{run.draft.model}, {run.draft.loaded_names} tensors into {run.draft.parameters} parameters; embeddings and "
+        f"{draft.model}, {draft.loaded_names} tensors into {draft.parameters} parameters; embeddings and "
         f"output layer are those of {report.model}",
-        *(f"it logged: {line}" for line in run.draft.log[:5]),
+        *(f"it logged: {line}" for line in draft.log[:5]),
     ]
     yield from ()
 

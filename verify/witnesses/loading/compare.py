@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from converters.hf_names import LATENT_DOWN
 from converters.ops.basic import ZeroPadded
@@ -19,7 +19,7 @@ from converters.registry import family_of
 from converters.stored import unused_names
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.witnesses.loading.bits import difference, poisoned
-from verify.witnesses.loading.engine import Engine
+from verify.witnesses.loading.engine import Engine, ModelBuild
 from verify.witnesses.loading.job import DROPPED, NO_ROUTER, LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, padded_names, promised_names, routers
 from verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
@@ -32,28 +32,33 @@ _WEIGHTS = ("weight", WEIGHT_PACKED)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that was loaded, and what went where."""
+    """A model that was loaded, what went where, and the report on it."""
 
     engine: Engine
-    config: Mapping[str, Any]
+    build: ModelBuild
+    model: nn.Module
     tensors: Mapping[str, Tensor]  # its parameters and persistent buffers
     placement: Placement
     sizes: Mapping[str, int]  # how many elements each tensor had that was given
-    ranks: int = 1  # of how many this is one
+    report: LoadReport
 
-    def compare(
-        self,
-        report: LoadReport,
-        reference: Iterable[tuple[str, Tensor]],
-        wanted: Callable[[str], bool] = lambda param: True,
-    ) -> None:
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The checkpoint's config."""
+        return self.build.config
+
+    def compare(self, wanted: Callable[[str], bool] = lambda param: True) -> list[str]:
         """Compares each tensor of the reference with every place it went to in `wanted` parameters, bit for bit.
+
+        Returns their names.
 
         The report gets `equal`, `differing`, `rounded` and `computed`. Not compared is `weight_shape`: engines never
         use it, keep only the last of a fused layer's shards, and round those of experts to the model's dtype.
         """
+        report, names = self.report, list[str]()
         differing, rounded, known = list[Observation](), list[Observation](), set[str]()
-        for name, tensor in reference:
+        for name, tensor in self.build.reference():
+            names.append(name)
             if name.endswith(f".{WEIGHT_SHAPE}"):
                 continue
             pieces = [piece for piece in self.placement.pieces.get(name, ()) if wanted(piece.param)]
@@ -73,6 +78,7 @@ class Loaded:
                 rounded += [one for piece in pieces[:1] if (one := _rounded(piece, tensor))]
         report.differing, report.rounded = tuple(differing), tuple(rounded)
         report.computed = tuple(one for one in self.placement.computed if one not in known)
+        return names
 
     def computed(self, name: str, tensor: Tensor) -> Iterator[tuple[str, bool]]:
         """Whole parameters that were computed of this tensor alone by a known formula, and whether they are right.
@@ -157,7 +163,7 @@ class Loaded:
         wrong = difference(actual, piece.cast(piece.taken(tensor).to(actual.device)))
         return Observation(piece.tensor, piece.param, wrong) if wrong else None
 
-    def unwritten(self, equal: Mapping[str, int]) -> Iterator[Observation]:
+    def unwritten(self) -> Iterator[Observation]:
         """Every place that still holds the poison, by the HF name that belongs there, else by the engine's."""
         masks: dict[str, Tensor] = {}
         seen: set[int] = set()
@@ -169,7 +175,7 @@ class Loaded:
         if not masks:
             return
         # The poison may stand in a file.
-        for name in equal:
+        for name in self.report.equal:
             for piece in self.placement.pieces.get(name, ()):
                 if piece.param in masks and piece.surviving is None:
                     piece.into.of(masks[piece.param])[...] = False
@@ -224,7 +230,7 @@ class Loaded:
                 why = "no HF tensor belongs there"
                 if in_part:  # each tensor is, on one of several ranks
                     part = "what belongs there was written in part"
-                    why = part if self.ranks == 1 else "none that was given was written there"
+                    why = part if self.build.sizes.ranks == 1 else "none that was given was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
                 yield Observation(param, param, what)
 
@@ -287,9 +293,9 @@ class Loaded:
             return None
         return name, whole(own)
 
-    def dropped(self, equal: Mapping[str, int], reference: Iterable[str]) -> Iterator[Observation]:
+    def dropped(self, reference: Iterable[str]) -> Iterator[Observation]:
         """Names that were given and written nowhere, or not as a whole, and names that were never asked for."""
-        computed = frozenset[str]().union(*self.placement.computed.values())
+        known = {*self.report.equal}.union(*self.placement.computed.values())
         for name in dict.fromkeys([*self.sizes, *reference]):
             if not self.concerns(name):
                 continue
@@ -300,7 +306,7 @@ class Loaded:
             elif name in self.in_part:
                 what = f"only {self.in_part[name]} of its {self.sizes[name]} elements were written"
                 yield Observation(name, param, what)
-            elif not self.placement.pieces[name] and name not in equal and name not in computed and self.sizes[name]:
+            elif not self.placement.pieces[name] and name not in known and self.sizes[name]:
                 if not self.placement.written[name]:
                     yield self.nowhere(name, param)
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from converters.planner import copies_of, dims_of, expected_hf
 from verify.evidence.folding import LAYER
 from verify.witnesses.loading.compare import Loaded
+from verify.witnesses.loading.engine import ModelBuild
 from verify.witnesses.loading.job import Observation
 from verify.witnesses.loading.names import draft_names, of_draft, promised_names, routers
 from verify.witnesses.loading.placement import whole
@@ -25,6 +26,14 @@ def without_shared(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) 
     """A draft model's own tensors, without those that are its target's."""
     shared = {tensor.data_ptr() for tensor in target.values()}
     return {name: tensor for name, tensor in tensors.items() if tensor.data_ptr() not in shared}
+
+
+def draft_build(build: ModelBuild) -> ModelBuild:
+    """The draft model of a model: it may look at `beyond_layers`, and must hold multi-token prediction layers."""
+    prefixes = of_draft(build.config)
+    weights = partial(build.weights, beyond_layers(build.config)) if build.weights else None
+    reference = partial(build.reference, lambda name: name.startswith(prefixes))
+    return replace(build, draft=True, weights=weights, reference=reference)
 
 
 def beyond_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
@@ -42,7 +51,7 @@ def beyond_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
 class DraftLoaded(Loaded):
     """A draft model that was loaded for `target`; `sizes` has the tensors of multi-token prediction layers alone."""
 
-    target: Loaded | None = None
+    target: Loaded
 
     def promised(self) -> Iterable[str]:
         """Every HF name of multi-token prediction layers, without the copies of what the target shares."""
@@ -58,7 +67,6 @@ class DraftLoaded(Loaded):
 
     def is_shared(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor that was not written repeats one that the target shares, bit for bit."""
-        assert self.target is not None
         pieces = self.target.placement.pieces.get(self._copies.get(name, ""), ())
         return bool(pieces) and not any(self.target.differs(piece, tensor) for piece in pieces)
 
@@ -106,10 +114,10 @@ class DraftLoaded(Loaded):
             beside = param.split(".")[-3:-2]
             absent = {name: size for name, size in self._absent.items() if name.split(".")[-3:-2] == beside}
             absent = absent or dict(self._absent)
-            fitting = [name for name, size in absent.items() if count in (size, size // self.ranks)]
+            fitting = [name for name, size in absent.items() if count in (size, size // self.build.sizes.ranks)]
             together = sum(absent.values())
             if len(fitting) != 1:
-                fitting = list(absent) if count in (together, together // self.ranks) else []
+                fitting = list(absent) if count in (together, together // self.build.sizes.ranks) else []
             for name in fitting:
                 yield Observation(name, param, f"{count} elements were never written: {self.why_absent(name)}")
             if not fitting:

@@ -7,7 +7,7 @@ process alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from verify.witnesses.loading.layouts.layout import Layout
 
 Weights = Iterator[tuple[str, "Tensor"]]
+# Gives tensors: all, or those whose names the function that it is called with accepts.
+Feed = Callable[..., Weights]
 Loading = Callable[["nn.Module", Weights, "torch.device"], None]
 
 
@@ -59,11 +61,13 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class ModelBuild:
-    """The model that one rank is to build."""
+    """The model that one rank is to build, the weights that it is given, and what to compare it with."""
 
     path: Path  # the directory that has its config
     scratch: Path  # shared by all ranks, which may meet there
-    weights: Weights | None = None  # None: the engine reads those in `path`
+    config: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
+    weights: Feed | None = None  # None: the engine reads those in `path`
+    reference: Feed = lambda: iter(())  # what the model must hold
     fused_shared: bool = False  # the shared expert is kept as one more routed expert, as `fuses_shared` says
     sizes: EngineSizes = ONE_RANK
     rank: int = 0

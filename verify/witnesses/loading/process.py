@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch import nn
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import View
@@ -32,42 +34,46 @@ from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from converters.experts import is_fused, only_fused, unfuse
 from converters.open import open_megatron
 from verify.evidence.plain import as_release
-from verify.witnesses.loading.draft import beyond_layers
+from verify.witnesses.loading.compare import Loaded
+from verify.witnesses.loading.draft import draft_build
 from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
-from verify.witnesses.loading.examine import Examination
+from verify.witnesses.loading.examine import examine
 from verify.witnesses.loading.job import LoadJob
-from verify.witnesses.loading.names import of_draft
 from verify.witnesses.process.codec import load_record, save
 from verify.witnesses.process.exit_report import PhaseLog
 
 Wanted = Callable[[str], bool]  # tells by its name whether a tensor is wanted
 
 
-@dataclass(frozen=True)
-class Material:
-    """What a checkpoint is to an engine."""
-
-    path: Path  # the directory that its config is read from
-    config: Mapping[str, Any]
-    fused: bool  # the shared expert is kept as one more routed expert
-    feed: Callable[[Wanted], Weights | None]  # what is streamed; None where the engine reads the directory itself
-    reference: Callable[[Wanted], Weights]  # what to compare with
-
-
-def material_of(job: LoadJob, engine: Engine) -> Material:
-    """The checkpoint of a job. A Megatron one gets a directory for its config in the job's scratch directory."""
+def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
+    """The model of a job. A Megatron checkpoint gets a directory for its config in the job's scratch directory."""
     location = locate(job.checkpoint)
     if location.is_hf:
-        fused = engine.FACTS.fuses_shared(HfCheckpoint(location.path).specs)
-        config = read_json(location.path / "config.json")
-        return Material(location.path, config, fused, lambda wanted: None, partial(safetensors_of, location.path))
+        path = location.path
+        return ModelBuild(
+            path,
+            job.scratch,
+            config=read_json(path / "config.json"),
+            reference=partial(safetensors_of, path),
+            fused_shared=engine.FACTS.fuses_shared(HfCheckpoint(path).specs),
+            sizes=job.sizes,
+            rank=job.rank,
+        )
     checkpoint = open_megatron(location, job.hf)
     view = as_release(checkpoint, location.root)
     path = job.scratch / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
     source = source_of(job.source) if job.source else view
-    return Material(path, checkpoint.config, False, partial(stream, view), partial(stream, source))
+    return ModelBuild(
+        path,
+        job.scratch,
+        config=checkpoint.config,
+        weights=partial(stream, view),
+        reference=partial(stream, source),
+        sizes=job.sizes,
+        rank=job.rank,
+    )
 
 
 def safetensors_of(root: Path, wanted: Wanted = lambda name: True) -> Weights:
@@ -78,7 +84,7 @@ def safetensors_of(root: Path, wanted: Wanted = lambda name: True) -> Weights:
                 yield name, shard.get_tensor(name)
 
 
-def stream(checkpoint: Checkpoint, wanted: Wanted) -> Weights:
+def stream(checkpoint: Checkpoint, wanted: Wanted = lambda name: True) -> Weights:
     """Every wanted tensor of a checkpoint in the order it is cheapest to read."""
     for names in checkpoint.groups:
         if chosen := list(filter(wanted, names)):
@@ -103,34 +109,29 @@ def run(job: LoadJob, alter: Callable[[Weights], Weights] = lambda weights: weig
     report = Path(job.report)
     with PhaseLog(report) as phases:
         engine: Any = import_module(job.adapter)
-        material = material_of(job, engine)
-        target = examine(engine, material, job, alter, phases)
+        build = build_of(job, engine)
+        target = load(engine, build, alter, phases)
         save(target.report, report)
         if target.report.draft:
-            draft = examine(engine, material, job, alter, phases, target)
+            draft = load(engine, draft_build(build), alter, phases, target)
             save(replace(target.report, draft_model=draft.report), report)
 
 
-def examine(
+def load(
     engine: Engine,
-    material: Material,
-    job: LoadJob,
+    build: ModelBuild,
     alter: Callable[[Weights], Weights],
     phases: PhaseLog,
-    target: Examination | None = None,
-) -> Examination:
-    """Loads a checkpoint into an engine, into the draft model of a `target` where there is one.
+    target: Loaded | None = None,
+) -> Loaded:
+    """Has an engine build and load a model, which may be the draft model of `target`. Raises whatever it raises."""
+    loaded = list[Loaded]()
 
-    Raises whatever the engine raises.
-    """
-    config, draft = material.config, target is not None
-    prefixes = of_draft(config) if draft else ("",)
-    reference = partial(material.reference, lambda name: name.startswith(prefixes))
-    feed = material.feed(beyond_layers(config) if draft else lambda name: True)
-    examination = Examination(engine, config, reference, alter, phases, job.sizes, target)
-    wanted = ModelBuild(material.path, job.scratch, feed, material.fused, job.sizes, job.rank, draft)
-    engine.build(wanted, examination, phases)
-    return examination
+    def loading(model: nn.Module, weights: Weights, device: torch.device) -> None:
+        loaded.append(examine(engine, build, phases, model, alter(weights), device, target))
+
+    engine.build(build, loading, phases)
+    return loaded[0]
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
-"""Has a real engine load a checkpoint, in a process a rank, and turns whatever becomes of it into data."""
+"""Has a real engine load a checkpoint, in a process a rank. The answer has one report, or why there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ckptkit.formats.hf.reader import read_config
@@ -16,52 +16,14 @@ from verify.evidence.expected import config_of, is_quantized
 from verify.evidence.plain import plain
 from verify.witnesses.loading.engine import EngineFacts
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.process.exit_report import ExitReport
 from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
+from verify.witnesses.runner import Answer, ask_ranks, time_limit
 
 _WITNESS = "verify.witnesses.loading.process"  # the module that ranks run
 
 
-@dataclass(frozen=True)
-class LoadRun:
-    """What became of a load, and of that of the draft model where there are multi-token prediction layers."""
-
-    report: LoadReport | None  # None: the model was not loaded
-    failure: ExitReport | None = None  # why there is no report, or no draft model in it
-
-    @property
-    def crash(self) -> str | None:
-        """The engine's refusal to load the model."""
-        return self.failure.message if self.failure and self.failure.verdict and not self.report else None
-
-    @property
-    def unable(self) -> str | None:
-        """Why the engine could not be asked."""
-        if self.report or not self.failure or self.failure.verdict:
-            return None
-        return str(inconclusive("the witness failed", self.failure))
-
-    @property
-    def draft_crash(self) -> str | None:
-        """The engine's refusal to load the draft model."""
-        return str(self.failure) if self.failure and self.failure.verdict and self.report else None
-
-    @property
-    def draft_error(self) -> str | None:
-        """Why the engine could not be asked about the draft model."""
-        if not self.report or not self.failure or self.failure.verdict:
-            return None
-        return f"the draft model was not looked at: {self.failure}"
-
-    @property
-    def draft(self) -> LoadReport | None:
-        """What was seen of the draft model."""
-        return self.report.draft_model if self.report else None
-
-
 @once
-def run_engine_load(subject: Subject, engine: EngineFacts) -> LoadRun:
+def run_engine_load(subject: Subject, engine: EngineFacts) -> Answer[LoadReport]:
     """Loads a subject into a real engine, on GPUs (NCCL) where there is one for each rank, else on the CPU (gloo).
 
     Raises Unable where the engine is missing, would take a class or a layout that ckptkit does not know, or would
@@ -75,15 +37,16 @@ def run_engine_load(subject: Subject, engine: EngineFacts) -> LoadRun:
     if run.report is None and engine.without_gpu and not _gpus():
         again = _load(engine, subject, dict(engine.without_gpu))
         run = again if again.report is not None else run
-    if run.failure is None or not run.failure.verdict or release in engine.tested or _gpus():
+    failure = run.failure
+    if failure is None or not failure.verdict or release in engine.tested or _gpus():
         return run
     # What a release that is not known refuses without a GPU may be how ckptkit builds models there.
     tested = ", ".join(engine.tested)
-    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {run.failure.message}"
-    return replace(run, failure=replace(run.failure, verdict=False, message=why))
+    why = f"{engine.label} {release} was not tested without a GPU ({tested} were), and fails: {failure.message}"
+    return replace(run, failures={0: replace(failure, verdict=False, message=why)})
 
 
-def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> LoadRun:
+def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | None = None) -> Answer[LoadReport]:
     """One load, with these variables in the environment of its processes."""
     source = subject.source_path if subject.is_megatron and subject.source_is_hf else None
     if source is not None and is_quantized(read_config(source)):
@@ -129,14 +92,18 @@ def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
     return EngineSizes(tp, ep, engine.attention_whole and subject.options.dp_attention and tp > 1, pp)
 
 
-def outcome(answer: Answer[LoadReport], ranks: int) -> LoadRun:
-    """What became of a load on so many ranks."""
-    report = LoadReport.merged([*answer.reports.values()]) if len(answer.reports) == ranks else None
-    if report is not None and (report.draft_model is not None or not report.draft):
-        return LoadRun(report)
+def outcome(answer: Answer[LoadReport], ranks: int) -> Answer[LoadReport]:
+    """The answer of so many ranks as that of one: their merged report, if the model was loaded on all of them.
+
+    Its failure is why there is no report or, with multi-token prediction layers, no draft model in it.
+    """
+    reports = [*answer.reports.values()]
+    merged = {0: LoadReport.merged(reports)} if len(reports) == ranks else {}
+    if merged and (merged[0].draft_model is not None or not merged[0].draft):
+        return Answer(merged, {})
     rank = answer.to_blame
     failure = answer.failures[rank]
-    return LoadRun(report, failure if ranks == 1 else replace(failure, message=f"rank {rank}: {failure.message}"))
+    return Answer(merged, {0: failure if ranks == 1 else replace(failure, message=f"rank {rank}: {failure.message}")})
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:

@@ -73,7 +73,7 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
 
     class Loader(DefaultModelLoader):  # type: ignore[misc]
         def _get_all_weights(self, model_config: Any, model: nn.Module) -> Weights:
-            return super()._get_all_weights(model_config, model) if wanted.weights is None else wanted.weights
+            return super()._get_all_weights(model_config, model) if wanted.weights is None else wanted.weights()
 
         def load_weights_and_postprocess(self, model: nn.Module, weights: Weights, target_device: torch.device) -> None:
             loading(model, weights, target_device)

@@ -63,7 +63,7 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
 
     class Loader(DefaultModelLoader):  # type: ignore[misc]
         def load_weights(self, model: nn.Module, model_config: Any) -> None:
-            weights = self.get_all_weights(model_config, model) if wanted.weights is None else wanted.weights
+            weights = self.get_all_weights(model_config, model) if wanted.weights is None else wanted.weights()
             loading(model, weights, config.device_config.device)
 
     model_config = config.speculative_config.draft_model_config if wanted.draft else config.model_config

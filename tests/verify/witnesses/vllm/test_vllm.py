@@ -12,7 +12,7 @@ from support import models
 from support.fixture_types import PathOf
 from support.messages import text_with
 from support.processes import ckptkit
-from support.sglang_runs import Case, checked
+from support.sglang_runs import Case, answered, checked
 
 from ckptkit.app import doctor
 from ckptkit.app.api import quantize
@@ -23,7 +23,7 @@ from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
 from verify.witnesses.loading.job import EngineSizes, LoadReport, Observation
-from verify.witnesses.loading.run import LoadRun, engine_sizes
+from verify.witnesses.loading.run import engine_sizes
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.sglang.facts import SGLANG
 from verify.witnesses.vllm import platform
@@ -153,7 +153,7 @@ def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> 
         Observation("b", "b", "all zero", rank="0"),
     )
     assert LoadReport.merged([report_of(absent), report_of(absent)]).routers == (absent,)
-    results, _, _ = checked(Case(releases("qwen3_moe")), LoadRun(report_of(absent)), VLLM)
+    results, _, _ = checked(Case(releases("qwen3_moe")), answered(report_of(absent)), VLLM)
     assert results["CK525"].status == "failed"
 
 

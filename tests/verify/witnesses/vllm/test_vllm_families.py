@@ -9,11 +9,12 @@ from support import models
 from support.messages import text_with
 from support.nightly import collected
 from support.sglang_families import OF_DRAFT, names_faults
-from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, reported
+from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, draft_of, reported
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
 from support.vllm_runs import run_cases
 
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -33,7 +34,7 @@ def root(needed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(needed: list[str], root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+def runs(needed: list[str], root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
     broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in needed if name in CLEAN}
     return run_cases({name: Case(root / name) for name in needed} | broken, tmp_path_factory.mktemp("runs"))
 
@@ -60,7 +61,7 @@ def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
 @pytest.mark.parametrize("name", SAID)
 def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
     assert runs[name].report is None
-    assert SAID[name] in f"{runs[name].crash}{runs[name].unable}"
+    assert SAID[name] in str(runs[name].failure)
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -72,7 +73,7 @@ def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs)
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Path, runs: Runs) -> None:
-    report, broken = runs[name].draft, runs[f"{name} broken"].draft
+    report, broken = draft_of(runs[name]), draft_of(runs[f"{name} broken"])
     assert report is not None, runs[name]
     assert broken is not None, runs[f"{name} broken"]
     assert report.model == DRAFTS[name]
@@ -84,10 +85,10 @@ def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Pat
 
 @pytest.mark.parametrize("name", DRAFT_REFUSED)
 def test_what_vllm_refuses_of_a_draft_model_is_quoted(name: str, runs: Runs) -> None:
-    assert runs[name].draft is None
-    assert DRAFT_REFUSED[name] in str(runs[name].draft_error)
+    assert draft_of(runs[name]) is None
+    assert DRAFT_REFUSED[name] in str(runs[name].failure)
 
 
 @pytest.mark.parametrize("name", [name for name in CLEAN if name not in DRAFTS and name not in DRAFT_REFUSED])
 def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Runs) -> None:
-    assert (runs[name].draft, runs[name].draft_error) == (None, None)
+    assert (draft_of(runs[name]), runs[name].failure) == (None, None)

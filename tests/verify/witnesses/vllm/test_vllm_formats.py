@@ -18,7 +18,7 @@ from support.models import UNREAD
 from support.nightly import collected, daily
 from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, values
 from support.sglang_matrix import troubles
-from support.sglang_runs import Case, checked
+from support.sglang_runs import Case, checked, draft_of, refusal
 from support.vllm_families import CLEAN, LEFT_OUT, NEWER
 from support.vllm_runs import run_cases
 
@@ -26,7 +26,8 @@ from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 from verify.core.report import CheckResult
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport
+from verify.witnesses.runner import Answer
 from verify.witnesses.vllm.facts import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -53,7 +54,7 @@ class Outcome:
     """What became of a cell."""
 
     refusal: str = ""  # ckptkit's
-    run: LoadRun | None = None
+    run: Answer[LoadReport] | None = None
     experts: bool = False  # it has routed experts
     wrong: Sequence[tuple[str, str]] = ()
     builds: CheckResult | None = None  # CK521
@@ -103,12 +104,13 @@ def as_released(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def troubles_of_draft(run: LoadRun) -> list[tuple[str, str]]:
+def troubles_of_draft(run: Answer[LoadReport]) -> list[tuple[str, str]]:
     """Names of multi-token prediction layers, and what is wrong with them; `weight_shape` is never used."""
-    if run.report is None or run.draft is None:
+    draft = draft_of(run)
+    if run.report is None or draft is None:
         return []
-    seen = (*run.draft.unwritten, *run.draft.dropped, *run.draft.differing, *run.draft.routers)
-    missing = [one for one in run.report.draft if one not in run.draft.equal and not one.endswith("weight_shape")]
+    seen = (*draft.unwritten, *draft.dropped, *draft.differing, *draft.routers)
+    missing = [one for one in run.report.draft if one not in draft.equal and not one.endswith("weight_shape")]
     return [*((one.tensor, one.what) for one in seen), *((one, "it was not compared") for one in missing)]
 
 
@@ -129,20 +131,20 @@ def test_every_part_is_where_vllm_keeps_it(label: str, found: Outcomes) -> None:
     assert outcome.builds is not None
     if NEWER and cell.format == "INT4 rows minmax" and outcome.experts:
         # For an H100 it chooses a kernel that wants groups. Another GPU may have one for rows: not a verdict.
-        assert (outcome.run.crash, outcome.builds.status) == (None, "skipped")
+        assert (refusal(outcome.run), outcome.builds.status) == ("", "skipped")
         assert str(outcome.builds.reason) == text_with("building GPU")
         assert NO_EXPERTS_IN_ROWS in str(outcome.builds.reason)
         return
     if cell.model.startswith("mistral3") and cell.format == FP8:
-        assert "There is no module or parameter named 'layers.0.mlp.down_proj.weight_scale'" in str(outcome.run.crash)
+        assert "There is no module or parameter named 'layers.0.mlp.down_proj.weight_scale'" in refusal(outcome.run)
         return
     assert outcome.run.report is not None, outcome.run
     assert (outcome.wrong, outcome.builds.status) == ([], "passed")
-    assert (outcome.run.draft_crash, outcome.run.draft_error) == (None, None)
+    assert outcome.run.failure is None
 
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"])
-def test_the_preset_for_rl_is_packed_as_vllm_reads_it(model: str, rl: Mapping[str, LoadRun]) -> None:
+def test_the_preset_for_rl_is_packed_as_vllm_reads_it(model: str, rl: Mapping[str, Answer[LoadReport]]) -> None:
     run = rl[model]
     assert run.report is not None, run
     assert (run.report.unwritten, run.report.dropped, run.report.differing, run.report.routers) == ((), (), (), ())
@@ -151,7 +153,7 @@ def test_the_preset_for_rl_is_packed_as_vllm_reads_it(model: str, rl: Mapping[st
 
 
 @pytest.fixture(scope="module")
-def rl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LoadRun]:
+def rl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
     root = tmp_path_factory.mktemp("rl")
     cases = {}
     for model in ("qwen3_moe", "glm4_moe", "deepseek_v3", "minimax_m2"):

@@ -18,8 +18,8 @@ from support.sglang_runs import Case, checked, reported
 from support.vllm_runs import HALF, LOST, MUTATIONS, run_cases
 from torch import Tensor
 
-from verify.witnesses.loading.job import Observation
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import LoadReport, Observation
+from verify.witnesses.runner import Answer
 from verify.witnesses.vllm.facts import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -39,7 +39,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(paths: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], LoadRun]:
+def runs(
+    paths: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[str, str], Answer[LoadReport]]:
     cases = {f"{model}/{one}": Case(path, alter=one) for model, path in paths.items() for one in MUTATIONS}
     found = run_cases(cases, tmp_path_factory.mktemp("runs"))
     return {(model, one): found[f"{model}/{one}"] for model in paths for one in MUTATIONS}
@@ -58,7 +60,7 @@ def lost(mutation: str, tensors: Mapping[str, Tensor]) -> set[str]:
 @pytest.mark.parametrize("mutation", LOST)
 @pytest.mark.parametrize("model", [*PLAIN, *MODELS])
 def test_what_is_missing_is_named(
-    model: str, mutation: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], LoadRun]
+    model: str, mutation: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
 ) -> None:
     missing = lost(mutation, models.tensors(paths[model]))
     if not missing:
@@ -73,7 +75,7 @@ def test_what_is_missing_is_named(
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "groups qwen3_moe", "groups deepseek_v3"])
 def test_half_an_expert_is_named(
-    model: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], LoadRun]
+    model: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
 ) -> None:
     """vLLM copies what fits, silently."""
     (half,) = (one for one in models.tensors(paths[model]) if HALF.fullmatch(one))
@@ -85,7 +87,7 @@ def test_half_an_expert_is_named(
 
 @pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "groups qwen3_moe", "fp8 glm4_moe"])
 def test_exchanged_experts_are_named(
-    model: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], LoadRun]
+    model: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
 ) -> None:
     run = runs[model, "two experts exchanged"]
     assert run.report is not None, run
@@ -98,7 +100,7 @@ def test_exchanged_experts_are_named(
 
 
 @pytest.mark.parametrize("model", ["qwen3-untied", "groups qwen3-untied"])
-def test_exchanged_keys_and_values_are_named(model: str, runs: Mapping[tuple[str, str], LoadRun]) -> None:
+def test_exchanged_keys_and_values_are_named(model: str, runs: Mapping[tuple[str, str], Answer[LoadReport]]) -> None:
     run = runs[model, "k and v exchanged"]
     assert run.report is not None, run
     modules = {one.tensor.rpartition(".")[0] for one in run.report.differing}
@@ -123,7 +125,7 @@ def with_packed_routers(source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, LoadRun]]:
+def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Answer[LoadReport]]]:
     root = tmp_path_factory.mktemp("routers")
     made = dict(write_all(root, [*ROUTERS, "fp8 qwen3_moe"]))
     cases = {name: Case(with_packed_routers(made[name], root / f"{name} packed")) for name in ROUTERS}
@@ -134,7 +136,7 @@ def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
 
 @pytest.mark.parametrize("model", ROUTERS)
 def test_a_packed_router_that_vllm_builds_unquantized_is_named(
-    model: str, quantized_routers: Mapping[str, tuple[Case, LoadRun]]
+    model: str, quantized_routers: Mapping[str, tuple[Case, Answer[LoadReport]]]
 ) -> None:
     results, findings, _ = checked(*quantized_routers[model], VLLM)
     assert results["CK521"].status == "failed"
@@ -143,7 +145,7 @@ def test_a_packed_router_that_vllm_builds_unquantized_is_named(
 
 
 def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(
-    quantized_routers: Mapping[str, tuple[Case, LoadRun]],
+    quantized_routers: Mapping[str, tuple[Case, Answer[LoadReport]]],
 ) -> None:
     """Its BF16 weight is rounded into FP8, and the scale is never written. That of dead routers ends."""
     results, findings, _ = checked(*quantized_routers["fp8 qwen3_moe"], VLLM)
@@ -151,7 +153,9 @@ def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(
     assert any("mlp.gate.weight_scale_inv" in f"{one.tensor} {one.actual}" for one in findings if one.code == "CK522")
 
 
-def test_findings_name_both_names(paths: Mapping[str, Path], runs: Mapping[tuple[str, str], LoadRun]) -> None:
+def test_findings_name_both_names(
+    paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
+) -> None:
     path = paths["qwen3_moe"]
     results, findings, _ = checked(Case(path), runs["qwen3_moe", "q of q, k and v"], VLLM)
     assert results["CK522"].status == results["CK523"].status == "failed"

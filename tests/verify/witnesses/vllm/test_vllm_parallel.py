@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support import models
 from support.sglang_families import EXPERT
-from support.sglang_runs import LOST, LOST_ON_RANK_1, Case, reported
+from support.sglang_runs import LOST, LOST_ON_RANK_1, Case, draft_of, reported
 from support.vllm_families import DRAFTS, NEWER
 from support.vllm_runs import run_cases
 
-from verify.witnesses.loading.job import EngineSizes
-from verify.witnesses.loading.run import LoadRun
+from verify.witnesses.loading.job import EngineSizes, LoadReport
+from verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -33,14 +33,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=SIZES)
 def runs(
     request: pytest.FixtureRequest, root: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, dict[str, LoadRun]]:
+) -> tuple[str, dict[str, Answer[LoadReport]]]:
     cases = {name: Case(root / name) for name in NAMES}
     alter = "lost_and_exchanged" if "pp" in request.param else "lost_on_one_rank"
     cases |= {f"{name} broken": Case(root / name, alter=alter) for name in BROKEN}
     return request.param, run_cases(cases, tmp_path_factory.mktemp("runs"), SIZES[request.param])
 
 
-def test_every_tensor_is_on_some_rank(root: Path, runs: tuple[str, Mapping[str, LoadRun]]) -> None:
+def test_every_tensor_is_on_some_rank(root: Path, runs: tuple[str, Mapping[str, Answer[LoadReport]]]) -> None:
     sizes, found = runs
     for name in NAMES:
         report = reported(found[name])
@@ -53,7 +53,7 @@ def test_every_tensor_is_on_some_rank(root: Path, runs: tuple[str, Mapping[str, 
 
 
 def test_lost_and_exchanged_tensors_are_named_with_the_rank(
-    root: Path, runs: tuple[str, Mapping[str, LoadRun]]
+    root: Path, runs: tuple[str, Mapping[str, Answer[LoadReport]]]
 ) -> None:
     sizes, found = runs
     for name in BROKEN:
@@ -68,14 +68,14 @@ def test_lost_and_exchanged_tensors_are_named_with_the_rank(
         assert {one.tensor for one in report.differing} == {one for one in tensors if EXPERT.search(one)}
 
 
-def test_draft_models_are_clean(root: Path, runs: tuple[str, Mapping[str, LoadRun]]) -> None:
+def test_draft_models_are_clean(root: Path, runs: tuple[str, Mapping[str, Answer[LoadReport]]]) -> None:
     """Beside pipeline stages 0.33 has them whole on every rank, 0.26 has none."""
     sizes, found = runs
     for name in (one for one in NAMES if one in DRAFTS):
-        report = found[name].draft
+        report = draft_of(found[name])
         if "pp" in sizes and not NEWER:
             assert report is None
-            assert "parallelism" in str(found[name].draft_error)
+            assert "parallelism" in str(found[name].failure)
             continue
         assert report is not None, found[name]
         assert (report.unwritten, report.dropped, report.differing, report.computed) == ((), (), (), ())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support import models
-from support.sglang_runs import Case, Runs
+from support.sglang_runs import Case, Runs, draft_of, refusal
 from support.vllm_runs import run_cases
 from support.vllm_threads import THREADS, planted, sound
 
@@ -65,8 +65,8 @@ def test_every_thread_is_expected() -> None:
 def test_the_sound_checkpoint_is_clean(name: str, root: Path, runs: Runs) -> None:
     run = runs[f"sound, before {name}"]
     assert run.report is not None, run
-    assert (run.draft_crash, run.draft_error) == (None, None)
-    reports = [report for report in (run.report, run.draft) if report is not None]
+    assert run.failure is None
+    reports = [report for report in (run.report, draft_of(run)) if report is not None]
     for report in reports:
         assert (report.unwritten, report.dropped, report.differing, report.routers, report.rounded) == ((),) * 5
     given = {one for one in models.tensors(sound(THREADS[name], root)) if not one.endswith("weight_shape")}
@@ -78,7 +78,7 @@ def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
     """By its HF name; vLLM itself loads the model."""
     run = runs[name]
     assert run.report is not None, run
-    unwritten = [one for report in (run.report, run.draft) if report is not None for one in report.unwritten]
+    unwritten = [one for report in (run.report, draft_of(run)) if report is not None for one in report.unwritten]
     assert [one.tensor for one in unwritten if not re.fullmatch(NAMED[name], one.tensor)] == []
     assert len({one.tensor for one in unwritten}) == COUNTS[name]
     assert all("gave" in one.what for one in unwritten)
@@ -87,5 +87,5 @@ def test_what_no_checkpoint_gave_is_named(name: str, runs: Runs) -> None:
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
     run = runs[name]
-    assert REFUSED[name] in (run.crash or run.draft_crash or "").replace("\n", " "), run
-    assert (run.report is None) == (run.draft_crash is None)
+    assert REFUSED[name] in str(run.failure).replace("\n", " "), run
+    assert refusal(run)

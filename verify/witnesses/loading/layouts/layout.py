@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,34 +11,20 @@ from torch import Tensor, nn
 from verify.witnesses.loading.bits import difference
 
 
-@dataclass(frozen=True)
-class ParamDifference:
-    """A parameter that does not hold what it must."""
-
-    param: str  # by its name in the layer
-    what: str
-    expert: int | None = None  # of one parameter for all experts
-
-
 @dataclass
 class LayerOutcome:
     """What was found of a layer after repacking."""
 
-    differences: list[ParamDifference] = field(default_factory=list)
+    # What is wrong in a parameter, by its name in the layer; NAME[2] is expert 2 of a parameter for all experts.
+    differences: dict[str, str] = field(default_factory=dict)
     requantized: dict[str, float] = field(default_factory=dict)  # parameters in new scales: the largest change, of 1
     unknown: str | None = None  # what of it cannot be compared, and why
 
 
-@dataclass(frozen=True)
-class LayerExpected:
-    """What a layer must hold after repacking, noted down before it."""
-
-    params: frozenset[str]  # the parameters that are compared, by their names in the layer
-    compare: Callable[[], LayerOutcome]  # afterwards
-    free: bool = False  # instead, any parameter of the layer may change in ways that are not known
-
-
-Layout = Callable[[nn.Module], LayerExpected]
+Compare = Callable[[], LayerOutcome]
+# Notes down what a layer holds before repacking: the names of the parameters that are compared, and what compares them
+# afterwards. One that is not known names none.
+Layout = Callable[[nn.Module], tuple[Collection[str], Compare]]
 
 
 def own_parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -48,31 +34,26 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 def unknown_layout(name: str) -> Layout:
     """The layout of a kernel or a quantization method that is not known here."""
-
-    def expect(module: nn.Module) -> LayerExpected:
-        outcome = LayerOutcome(unknown=f"{name} has a layout of its own")
-        return LayerExpected(frozenset(), lambda: outcome, free=True)
-
-    return expect
+    return lambda module: ((), lambda: LayerOutcome(unknown=f"{name} has a layout of its own"))
 
 
-def not_kept(names: Iterable[str]) -> Layout:
+def not_kept(names: Collection[str]) -> Layout:
     """Parameters that are read once and taken away."""
-    return lambda module: LayerExpected(frozenset(names), LayerOutcome)
+    return lambda module: (names, LayerOutcome)
 
 
 def reordered(orders: Mapping[str, Callable[[Tensor], Tensor]]) -> Layout:
     """Parameters whose elements stand in another order: for each, what makes it of the loaded one."""
 
-    def expect(module: nn.Module) -> LayerExpected:
+    def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         own = own_parameters(module)
         before = {name: own[name].clone() for name in orders if name in own}
 
         def compare() -> LayerOutcome:
             wanted = ((name, orders[name](loaded)) for name, loaded in before.items())
-            return LayerOutcome([one for name, tensor in wanted for one in unlike(module, name, [tensor])])
+            return LayerOutcome(dict(one for name, tensor in wanted for one in unlike(module, name, [tensor])))
 
-        return LayerExpected(frozenset(before), compare)
+        return before, compare
 
     return expect
 
@@ -82,8 +63,8 @@ def swapped_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, 1)[::-1], 1)
 
 
-def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[ParamDifference]:
-    """How a parameter differs from the first of `wanted`, unless it equals one of them bit for bit.
+def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[tuple[str, str]]:
+    """Where and how a parameter differs from the first of `wanted`, unless it equals one of them bit for bit.
 
     One of three axes is compared expert by expert.
     """
@@ -91,16 +72,20 @@ def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[P
     first = candidates[0]
     found = getattr(module, name, None)
     if found is None:
-        yield ParamDifference(name, "it is not there any more")
+        yield name, "it is not there any more"
     elif found.dtype != first.dtype or found.shape != first.shape:
-        yield ParamDifference(name, f"{list(found.shape)} {found.dtype} instead of {list(first.shape)} {first.dtype}")
+        yield name, f"{list(found.shape)} {found.dtype} instead of {list(first.shape)} {first.dtype}"
     else:
-        actual = found.detach()
-        for expert in range(len(actual)) if actual.dim() == 3 else [None]:
-            differences = [difference(_of(actual, expert), _of(one, expert)) for one in candidates]
+        for place, (actual, *expected) in by_expert(name, found.detach(), *candidates):
+            differences = [difference(actual, matrix) for matrix in expected]
             if None not in differences:
-                yield ParamDifference(name, str(differences[0]), expert)
+                yield place, str(differences[0])
 
 
-def _of(tensor: Tensor, expert: int | None) -> Tensor:
-    return tensor if expert is None else tensor[expert]
+def by_expert(name: str, *tensors: Tensor) -> Iterator[tuple[str, Sequence[Tensor]]]:
+    """Tensors of a parameter, with its name; those of three axes expert by expert, with NAME[EXPERT]."""
+    if tensors[0].dim() != 3:
+        yield name, tensors
+    else:
+        for expert, matrices in enumerate(zip(*tensors, strict=True)):
+            yield f"{name}[{expert}]", matrices

@@ -9,11 +9,13 @@ order.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
 from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
-from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome, Layout, own_parameters, unlike
+from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, own_parameters, unlike
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -85,7 +87,7 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
     `awq_experts`: the zero points of experts are stored in AWQ's order. `bias`: it is permuted too.
     """
 
-    def expect(module: nn.Module) -> LayerExpected:
+    def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         own = own_parameters(module)
         # [inputs / 8, outputs], [groups, outputs] or [groups, outputs / 8]; those of experts are stored so.
         packed = packed_parameters(module).items()
@@ -96,9 +98,9 @@ def marlin(*, awq_experts: bool = False, bias: bool = False) -> Layout:
             found = {name: getattr(module, name, None) for name in before}
             awq = {name: awq_experts and name != WEIGHT_ZERO_POINT for name in before}
             wanted = ((name, _wanted(name, loaded, found[name], awq[name])) for name, loaded in before.items())
-            return LayerOutcome([one for name, tensors in wanted for one in unlike(module, name, tensors)])
+            return LayerOutcome(dict(one for name, tensors in wanted for one in unlike(module, name, tensors)))
 
-        return LayerExpected(frozenset(before), compare)
+        return before, compare
 
     return expect
 

@@ -6,7 +6,7 @@ loading. That is not a fault of the checkpoint or of the load; the report says h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from quant.formats.floats.decode import codes_and_scales
 from quant.formats.packing import unpack, unpack_zero_point
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
 from verify.witnesses.loading.bits import first_wrong, unequal
-from verify.witnesses.loading.layouts.layout import LayerExpected, LayerOutcome, Layout, ParamDifference, own_parameters
+from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, by_expert, own_parameters
 
 # Of a step of INT4. Kernels multiply codes and zero points by the scale in bfloat16, which rounds each product of up to
 # 15 steps by a 512th, and their sum once more; a wrong code is a whole step away.
@@ -76,7 +76,7 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
     and 0 elsewhere, so that its outputs are a column of the weight.
     """
 
-    def expect(module: nn.Module) -> LayerExpected:
+    def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         own = own_parameters(module)
         names = [name for name in own if name.startswith("weight")]
         weight, values = WEIGHT_PACKED if WEIGHT_PACKED in own else "weight", values_of(own, block)
@@ -85,9 +85,9 @@ def products(run: Callable[[Tensor], Tensor], dtype: torch.dtype, block: tuple[i
             if values is None:
                 return LayerOutcome(unknown="its kernel has a layout of its own")
             what = _unlike(values, run, dtype)
-            return LayerOutcome([ParamDifference(weight, what)] if what else [])
+            return LayerOutcome({weight: what} if what else {})
 
-        return LayerExpected(frozenset(names), compare)
+        return names, compare
 
     return expect
 
@@ -109,7 +109,7 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
     own = own_parameters(layer)
     packed = {name: tensor.clone() for name, tensor in own.items()} if WEIGHT_PACKED in own else None
 
-    def expect(module: nn.Module) -> LayerExpected:
+    def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         def compare() -> LayerOutcome:
             # A plain weight stays as it is; FP8 may have been rounded again, which is compared there.
             values = values_of(packed or own_parameters(layer), block)
@@ -120,19 +120,19 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
                 for one in (values.exact, values.within)
             ]
             up, value = ([one[:, :rows] for one in parts], [one[:, rows:].transpose(1, 2) for one in parts])
-            return LayerOutcome([*_beyond(module, "W_UK_T", *up), *_beyond(module, "W_UV", *value)])
+            return LayerOutcome(dict([*_beyond(module, "W_UK_T", *up), *_beyond(module, "W_UV", *value)]))
 
-        return LayerExpected(frozenset(("W_UK_T", "W_UV")), compare)
+        return ("W_UK_T", "W_UV"), compare
 
     return expect
 
 
-def _beyond(module: nn.Module, name: str, wanted: Tensor, within: Tensor) -> Iterator[ParamDifference]:
+def _beyond(module: nn.Module, name: str, wanted: Tensor, within: Tensor) -> Iterator[tuple[str, str]]:
     found = getattr(module, name).detach().float()
     if found.shape != wanted.shape:
-        yield ParamDifference(name, f"shape {list(found.shape)} instead of {list(wanted.shape)}")
+        yield name, f"shape {list(found.shape)} instead of {list(wanted.shape)}"
     elif what := first_wrong(~((found - wanted).abs() <= within), found, wanted, "elements differ from kv_b_proj's"):
-        yield ParamDifference(name, what)
+        yield name, what
 
 
 def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layout:
@@ -141,7 +141,7 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
     `pairs`: the names of each weight and its scales [..., rows / block, columns / block].
     """
 
-    def expect(module: nn.Module) -> LayerExpected:
+    def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         own = own_parameters(module)
         before = {pair: tuple(own[name].clone() for name in pair) for pair in pairs}
 
@@ -152,18 +152,15 @@ def fp8_blocks(block: tuple[int, int], pairs: Sequence[tuple[str, str]]) -> Layo
                 if [(one.shape, one.dtype) for one in now] != [(one.shape, one.dtype) for one in (codes, scales)]:
                     outcome.unknown = f"{scale_name} has a layout of its kernel's own"
                     continue
-                for expert in range(len(codes)) if codes.dim() == 3 else [None]:
-                    was, found = (
-                        [one if expert is None else one[expert] for one in several]
-                        for several in ((codes, scales), now)
-                    )
+                for place, matrices in by_expert(name, codes, scales, *now):
+                    was, found = matrices[:2], matrices[2:]
                     if wrong := _wrong_codes(block, was, found):
-                        outcome.differences.append(ParamDifference(name, wrong, expert))
+                        outcome.differences[place] = wrong
                     elif change := _change(block, was, found):
                         outcome.requantized[name] = max(change, outcome.requantized.get(name, 0.0))
             return outcome
 
-        return LayerExpected(frozenset(name for pair in pairs for name in pair), compare)
+        return [name for pair in pairs for name in pair], compare
 
     return expect
 
