@@ -25,7 +25,7 @@ from converters.planner import dims_of, rules_of
 from verify.checks.config.arguments import mismatches
 from verify.checks.witnesses.megatron import right_slices, strict_load
 from verify.core.check import Tally
-from verify.core.skip import NotApplicable
+from verify.core.skip import CannotCheck
 from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.witnesses.megatron.run import run_megatron
@@ -83,7 +83,7 @@ def test_every_rank_holds_the_whole_indexer(tmp_path: Path) -> None:
     convert(tmp_path / "release", tmp_path / "megatron")
     subject = Subject(tmp_path / "megatron", tmp_path / "release", options=VerifyOptions(tp=2, ep=2))
     if not SINCE_0_19:
-        with pytest.raises(NotApplicable, match="0.19"):
+        with pytest.raises(CannotCheck, match="0.19"):
             run_megatron(subject)
         return
     assert run_megatron(subject).failures == {}

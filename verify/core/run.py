@@ -48,10 +48,9 @@ class Outcome:
     def reasons(self) -> list[str]:
         """Each reason for an inconclusive report once, behind the codes of the checks that gave it.
 
-        What a finding reports is none.
+        What another check reports is none.
         """
-        found = {one.code for one in self.findings}
-        left = {why: codes for (why, because), codes in self.not_checked.items() if found.isdisjoint(because)}
+        left = {why: codes for (why, because), codes in self.not_checked.items() if not because}
         return [f"{', '.join(dict.fromkeys(codes))}: {why}" for why, codes in left.items()]
 
     @property

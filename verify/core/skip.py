@@ -14,7 +14,7 @@ class NotApplicable(Exception):  # noqa: N818
 class CannotCheck(Exception):  # noqa: N818
     """Raised by a check that cannot look, or not to the end; the message says why.
 
-    `because`: the codes of the checks that report what stands in the way. Without one the report is inconclusive, with
+    `because`: the codes of the checks that judge what stands in the way. Without one the report is inconclusive, with
     this message as a reason, unless something is found wrong.
     """
 

@@ -62,7 +62,7 @@ def test_url_that_holds_nothing_is_refused(bucket: Bucket, prefix: str) -> None:
 def test_no_credentials(bucket: Bucket, use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in KEYS:
         monkeypatch.delenv(name)
-    with pytest.raises(CkptkitError, match="CannotCheck to locate credentials") as error:
+    with pytest.raises(CkptkitError, match="Unable to locate credentials") as error:
         use(bucket.url("model"))
     assert "set AWS_ACCESS_KEY_ID" in str(error.value.hint)
 

@@ -194,7 +194,7 @@ def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: 
     for options in ({"overwrite": True}, {"resume": True}):
         with pytest.raises(CkptkitError) as refused, new_directory(tmp_path / "out", ASKED, **options):
             pass
-        named = FOREIGN[name][0].partition("/")[0] if name not in BARE else f"{place}.*checkpoint"
+        named = FOREIGN[name][0].partition("/")[0] if name not in BARE else place
         assert named in refused.value.message or "exists already" in refused.value.message
         assert content(tmp_path) == before
     assert named in refused.value.message or place == "out"

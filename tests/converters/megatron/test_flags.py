@@ -113,7 +113,7 @@ def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
         "embeddings times 73.3212",
         text_with("norms MLP"),
     ]
-    assert said[3] == text_with("config.softmax_scale = 0.077151674")
+    assert "config.softmax_scale = 0.077151674" in said[3]
     assert said[3] == text_with("0.08838834764831845")
     as_json = json.loads(CliRunner().invoke(cli, ["inspect", "--megatron-args", "--json", str(tmp_path)]).output)
     assert as_json["no_argument_for"] == said
