@@ -393,9 +393,9 @@ SAME = judged(-1.0, -2.0)
 @pytest.mark.parametrize(
     ("report", "reference", "actual"),
     [
-        (answered(judged(-1.2, -2.2), judged(-1.2, -2.2)), EXACT, "9.5 times: mean 0.1900"),
+        (answered(judged(-1.2, -2.2), judged(-1.2, -2.2)), EXACT, "9.5 times"),
         # As SGLang's experts with zero points in groups of 32: a kernel reads memory that nothing wrote.
-        (answered(SAME, judged(-1.1, -2.1)), EXACT, "5.0 times: mean 0.1000, largest 0.100"),
+        (answered(SAME, judged(-1.1, -2.1)), EXACT, "5.0 times"),
         # INT4 kernels that add up in another order each time stay within the noise.
         (answered(SAME, judged(-1.05, -2.05)), EXACT, None),
         (sound(), Reference("bfloat16", [SEVERAL], [SEVERAL]), "every position"),
@@ -407,7 +407,7 @@ def test_log_probabilities_beyond_the_noise_fail(
 ) -> None:
     outcome = verdict(report, reference)
     assert failed(outcome) == ({"CK601"} if actual else set())
-    assert [one.actual.startswith(str(actual)) for one in outcome.findings] == [True] * (actual is not None)
+    assert [str(actual) in one.actual for one in outcome.findings] == [True] * (actual is not None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -418,9 +418,7 @@ def test_without_a_gpu_the_command_line_is_inconclusive(release: Path) -> None:
     report = json.loads(run.stdout)
     assert report["status"] == "inconclusive"
     reasons = {check["code"]: check["reason"] for check in report["checks"] if check["status"] == "skipped"}
-    assert reasons == dict.fromkeys(
-        ("CK511", "CK601", "CK607"), "needs CUDA: one GPU a rank for 1, and there are 0 here"
-    )
+    assert reasons == dict.fromkeys(("CK511", "CK601"), "needs CUDA: one GPU a rank for 1, and there are 0 here")
 
 
 def test_a_word_that_asks_for_no_witness_is_refused(release: Path) -> None:

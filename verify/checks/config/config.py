@@ -19,7 +19,7 @@ from verify.checks.config.arguments import compared, hint_of, mismatches
 from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
 from verify.core.report import Severity
-from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.skip import CannotCheck
 from verify.core.subject import Subject
 from verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from verify.evidence.folding import chunk_ranges
@@ -58,7 +58,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     except CkptkitError as error:
         raise CannotCheck("there is no readable common state", "CK111") from error
     if not args:
-        raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
+        raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
     # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
     tally.compared(compared(dims))

@@ -60,7 +60,7 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     args = _common(subject).get("args")
     stated: Mapping[str, Any] = vars(args) if hasattr(args, "__dict__") else {}
     if not stated:
-        raise NotApplicable("common.pt holds no training arguments, which Megatron accepts")
+        raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
     specs = subject.megatron_files.opened.specs
     tally.compared(len(specs))
     where = subject.megatron_files.weights / ".metadata"

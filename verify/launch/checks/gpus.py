@@ -16,7 +16,7 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.config.dims import ModelDims
 from verify.core.check import Tally, check
 from verify.core.issue import Issue, warning_if
-from verify.core.skip import NotApplicable
+from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject
 from verify.launch.checks.engine import engine_config, engine_dims, job_of
 from verify.launch.stacks.sizes import Cut, GpuPlacement
@@ -187,7 +187,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     roots = [(cut, job.models.get(cut.role, job.hf)) for cut in placement.cuts]
     cuts = [(cut, config) for cut, root in roots if root is not None and (config := engine_config(root))]
     if not (groups or placement.issues or cuts):
-        raise NotApplicable("the number of GPUs, or a size, is not known")
+        raise CannotCheck("the number of GPUs, or a size, is not known", "CK717")
     conditions = len(cuts) + sum(len(group.products) for group in groups)
     tally.compared(max(conditions + len(placement.issues), 1))
     for group in groups:
