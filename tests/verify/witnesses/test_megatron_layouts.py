@@ -253,7 +253,7 @@ def seen(model: tuple[Path, Path]) -> tuple[Subject, RankReport]:
 
 
 def found(code: str, subject: Subject, *reports: RankReport) -> list[Finding]:
-    subject._results[run_megatron] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
+    subject._results[run_megatron,] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
     return list(CHECKS[code](subject, Tally()))
 
 
@@ -305,7 +305,7 @@ def test_router_bias_that_megatron_rounds_is_a_finding(model: tuple[Path, Path])
         TensorSeen(name, name, "equal", 48, 12, dtype=dtype) for name, dtype in ((name, "bfloat16"), ("x", "bfloat16"))
     )
     reports = [replace(report, rank=2, tensors=tensors)]
-    subject._results[run_megatron] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
+    subject._results[run_megatron,] = megatron_run.MegatronRun(sizes_of(subject), "no device", reports, {})
     found = [one for one in judge(subject)[0] if one.expected == "held in float32"]
     assert [(one.code, one.tensor, one.actual, one.rank) for one in found] == [
         ("CK402", name, "Megatron holds it in bfloat16", "rank 2")

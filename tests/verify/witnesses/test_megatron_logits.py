@@ -89,7 +89,7 @@ def test_a_fault_of_parallel_ranks_alone_is_found(
 
 def judged(subject: Subject) -> Outcome:
     """What CK606 says of a subject that Megatron loaded."""
-    subject._results[run_megatron] = MegatronRun(ParallelSizes(), "the CPU", [], {})
+    subject._results[run_megatron,] = MegatronRun(ParallelSizes(), "the CPU", [], {})
     return run_checks(subject, [one for one in all_checks() if one.code == "CK606"])
 
 
@@ -169,6 +169,6 @@ def test_a_model_that_is_not_compared_is_inconclusive(converted: PathOf, name: s
 
 def test_a_load_that_failed_leaves_logits_out(converted: PathOf) -> None:
     subject = Subject(converted("qwen2-tied"), None, options=VerifyOptions(against=ASKED))
-    subject._results[run_megatron] = MegatronRun(ParallelSizes(), "the CPU", [], {0: "KeyError: a key"})
+    subject._results[run_megatron,] = MegatronRun(ParallelSizes(), "the CPU", [], {0: "KeyError: a key"})
     (check,) = run_checks(subject, [one for one in all_checks() if one.code == "CK606"]).checks
     assert (check.status, check.reason) == ("skipped", text_with("CK401"))
