@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from support.megatron_sizes import refused_by_megatron
 from ckptkit.core.errors import CkptkitError
 from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, padded_vocab, refusals, with_remainder
 from converters.planner import dims_of
-from verify.witnesses.megatron import run as megatron_run
 
-needs_megatron = pytest.mark.skipif(megatron_run.find_spec("megatron") is None, reason="megatron-core is not installed")
+needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 DIMS = dims_of(models.configs()["qwen2-tied"].to_dict())
 ONE_LAYER = {"num_hidden_layers": 1}
 DENSE = models.configs()["qwen2-tied"].to_dict() | ONE_LAYER
