@@ -21,7 +21,7 @@ from verify.checks.headers.files import names_of
 from verify.checks.quantization.quantization_config import misread_floats
 from verify.core.check import Tally
 from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
+from verify.core.skip import CannotCheck
 from verify.core.subject import Subject
 from verify.evidence.expected import usable_config
 from verify.evidence.extremes import same_bytes
@@ -272,7 +272,7 @@ def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tall
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What `ckptkit lint` finds for the engine, or for the readers of `--reader`. Of others only `lint` tells.
 
-    Raises NotApplicable for a model whose modules are not known, and CannotCheck where the lists cannot be read.
+    Raises CannotCheck for a model whose modules are not known, and where the lists cannot be read.
     """
     where, config = "config.json", usable_config(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
@@ -287,9 +287,9 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         found = open_subject(subject.path, readers)[0] if readers else usual
     except CkptkitError as error:
-        raise NotApplicable(error.message) from error
+        raise CannotCheck(error.message, "CK302") from error
     if not found.matrices:
-        raise NotApplicable("which modules of this model are Linear layers is not known here")
+        raise CannotCheck("which modules of this model are Linear layers is not known here", "CK302")
     tally.compared(len(found.matrices))
     expected = "lists that every reader takes as the weights are stored"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}

@@ -18,7 +18,7 @@ from converters.stored import as_stored
 from verify.core.check import Tally, check
 from verify.core.issue import Issue
 from verify.core.report import Severity
-from verify.core.skip import NotApplicable
+from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject
 from verify.evidence.samples import SamplePair, Stored, samples_of
 from verify.launch.checks.architecture import of_two_models
@@ -76,7 +76,7 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.note(f"not compared: {line}")
     tally.facts[NOT_COMPARED] = [*left, *_apart(subject)]
     if left and not tally.tensors:
-        raise NotApplicable(f"not compared: {left[0]}")
+        raise CannotCheck(f"not compared: {left[0]}", "CK723")
 
 
 def _apart(subject: Subject) -> list[str]:
