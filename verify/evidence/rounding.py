@@ -237,43 +237,36 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
     kind, f32, i32 = KINDS[weight], np.float32, np.int32
     clipped = f32(_CLIPPED_STEPS)
 
-    def bits_of_steps(error: Any, number: Any, code: Any, scale: Any) -> Any:
-        steps = f32(abs(error) / abs(scale))
+    def add(sums: Any, code: Any, number: Any, scale: Any, zero: Any) -> Any:
+        worst, high, error, square = sums
+        far = number - (code - zero) * scale
+        steps = f32(abs(far) / abs(scale))
         if signed:
             ideal = number / scale
             is_clipped = (ideal < f32(-8)) & (code == f32(-8)) | (ideal > f32(7)) & (code == f32(7))
             steps -= clipped * f32(is_clipped)
-        return f32(steps).view(i32)
+        if squared:
+            error, square = error + far * far, square + number * number
+        return i32(max(worst, f32(steps).view(i32))), i32(max(high, f32(abs(number)).view(i32))), error, square
 
-    bits_of = inlined(bits_of_steps)
+    added = inlined(add)
 
     def measure(weights: Any, codes: Any, scales: Any, zeros: Any, found: Any, width: int) -> None:
         for row in range(scales.shape[0]):
             for group in range(scales.shape[1]):
                 begin, end = group * width, min(group * width + width, weights.shape[1])
                 some, scale, zero = weights[row, begin:end], scales[row, group], zeros[row, group]
-                worst, high, error, square = i32(0), i32(0), f32(0), f32(0)
+                sums = i32(0), i32(0), f32(0), f32(0)
                 pairs = codes[row, begin // 2 : end // 2] if in_pairs else codes[row, begin:end]
                 for at in range(np.uint64(0), np.uint64(pairs.size)):
                     if in_pairs:
-                        code, number = f32(pairs[at] >> 4) - f32(8), from_bits(some[2 * at + np.uint64(1)], kind)
-                        far = number - (code - zero) * scale
-                        worst = max(worst, bits_of(far, number, code, scale))
-                        high = max(high, f32(abs(number)).view(i32))
-                        if squared:
-                            error += far * far
-                            square += number * number
-                        code, number = f32(pairs[at] & 15) - f32(8), from_bits(some[2 * at], kind)
+                        second = from_bits(some[2 * at + np.uint64(1)], kind)
+                        sums = added(sums, f32(pairs[at] >> 4) - f32(8), second, scale, zero)
+                        sums = added(sums, f32(pairs[at] & 15) - f32(8), from_bits(some[2 * at], kind), scale, zero)
                     else:
-                        code, number = f32(pairs[at]), from_bits(some[at], kind)
-                    far = number - (code - zero) * scale
-                    worst = max(worst, bits_of(far, number, code, scale))
-                    high = max(high, f32(abs(number)).view(i32))
-                    if squared:
-                        error += far * far
-                        square += number * number
-                found[0, row, group], found[1, row, group] = i32(worst).view(f32), i32(high).view(f32)
-                found[2, row, group], found[3, row, group] = error, square
+                        sums = added(sums, f32(pairs[at]), from_bits(some[at], kind), scale, zero)
+                found[0, row, group], found[1, row, group] = i32(sums[0]).view(f32), i32(sums[1]).view(f32)
+                found[2, row, group], found[3, row, group] = sums[2], sums[3]
 
     return compiled(measure)
 

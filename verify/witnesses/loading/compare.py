@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,25 +14,31 @@ from torch import Tensor, nn
 
 from converters.hf_names import LATENT_DOWN
 from converters.ops.basic import ZeroPadded
-from converters.planner import expected_hf
+from converters.planner import copies_of, expected_hf
 from converters.registry import family_of
 from converters.stored import unused_names
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
+from verify.evidence.folding import by_key
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.engine import Engine, ModelBuild
 from verify.witnesses.loading.job import DROPPED, NO_ROUTER, LoadReport, Observation
-from verify.witnesses.loading.names import of_draft, padded_names, promised_names, routers
+from verify.witnesses.loading.names import draft_names, of_draft, padded_names, promised_names, routers
 from verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
 from verify.witnesses.loading.region import Region, covered
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
 _MATRICES = ("w13_", "w2_")  # of experts
 _WEIGHTS = ("weight", WEIGHT_PACKED)
+_TAIL = 2  # components of a name that engines leave as they are: module and leaf
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model that was loaded, what went where, and the report on it."""
+    """A model that was loaded, what went where, and the report on it.
+
+    `target`: the loaded model that this one drafts for, or None if it is no draft model. A draft model has only
+    multi-token prediction layers; `tensors` are then without those of its target, and `sizes` without other layers.
+    """
 
     engine: Engine
     build: ModelBuild
@@ -41,6 +47,7 @@ class Loaded:
     placement: Placement
     sizes: Mapping[str, int]  # how many elements each tensor had that was given
     report: LoadReport
+    target: Loaded | None = None
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -96,15 +103,20 @@ class Loaded:
                 yield param, torch.allclose(held.float(), expected.to(held.device), rtol=1e-6, atol=0)
 
     def promised(self) -> Iterable[str]:
-        """Every HF name that may belong here."""
-        return promised_names(self.config)
+        """Every HF name that may belong here, without the copies of tensors that a target shares."""
+        names = promised_names(self.config)
+        if self.target is None:
+            return names
+        return (name for name in draft_names(self.config, names) if name not in self.copies)
 
     def concerns(self, name: str) -> bool:
         """Whether a tensor belongs here, and not to a draft model or to what is only carried along.
 
         Scales and codes of a tower that is carried do: engines load the weight beside them, and without them as other
-        numbers.
+        numbers. A draft model's own copies of what its target shares do where the engine was given them.
         """
+        if self.target is not None:
+            return name.startswith(self.draft_prefixes) and (name in self.sizes or name not in self.copies)
         carried = family_of(self.config).carries(name) and not name.endswith(_OF_QUANTIZED)
         return not carried and not name.startswith((*self.draft_prefixes, *self.carried_drafts))
 
@@ -122,20 +134,33 @@ class Loaded:
         """How the names of multi-token prediction layers begin."""
         return of_draft(self.config)
 
+    @cached_property
+    def copies(self) -> Mapping[str, str]:
+        """A draft model's copies of tensors that its target shares, with the names of these."""
+        return {} if self.target is None else copies_of(self.config)
+
     def routers(self) -> Sequence[str]:
         """The HF names of the routers that belong here."""
-        return routers(self.config)
+        return routers(self.config, draft=self.target is not None)
+
+    def holds(self, pieces: Collection[Piece], tensor: Tensor) -> bool:
+        """Whether there are pieces, and all of them have the bits of a tensor."""
+        return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
 
     def is_shared(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor that was not written stands in the parameter of its own name, which another was written to.
 
-        That is the output layer where the engine's class ties it, whatever the release ships.
+        That is the output layer where the engine's class ties it, whatever the release ships. Of a draft model: whether
+        it repeats a tensor that the target shares.
         """
+        if self.target is not None:
+            return self.target.holds(self.target.placement.pieces.get(self.copies.get(name, ""), ()), tensor)
         if (own := self.tensors.get(name)) is None:
             return False
         shared = {param for param, other in self.tensors.items() if other.data_ptr() == own.data_ptr()}
-        pieces = [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared]
-        return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
+        return self.holds(
+            [piece for found in self.placement.pieces.values() for piece in found if piece.param in shared], tensor
+        )
 
     def is_repeated(self, name: str, tensor: Tensor) -> bool:
         """Whether a scale [] that was not written equals that of the part of its layer whose scale was.
@@ -146,8 +171,8 @@ class Loaded:
         parent, _, projection = module.rpartition(".")
         if tensor.dim() or projection not in LATENT_DOWN:
             return False
-        pieces = [piece for part in LATENT_DOWN for piece in self.placement.pieces.get(f"{parent}.{part}.{leaf}", ())]
-        return bool(pieces) and not any(self.differs(piece, tensor) for piece in pieces)
+        names = [f"{parent}.{part}.{leaf}" for part in LATENT_DOWN]
+        return self.holds([piece for one in names for piece in self.placement.pieces.get(one, ())], tensor)
 
     def differs(self, piece: Piece, tensor: Tensor) -> Observation | None:
         """What is wrong in a piece, held against the tensor as the reference has it."""
@@ -194,7 +219,8 @@ class Loaded:
         for param, region in places.values():
             if param in masks:
                 region.of(masks[param])[...] = False
-        yield from self.unplaced({param: mask for param, mask in masks.items() if mask.any()})
+        unplaced = self.unplaced if self.target is None else self.unplaced_draft
+        yield from unplaced({param: mask for param, mask in masks.items() if mask.any()})
 
     def why_absent(self, name: str) -> str:
         """Why a tensor was not written."""
@@ -209,7 +235,7 @@ class Loaded:
         modules: dict[str, list[str]] = defaultdict(list)
         for param in masks:
             modules[param.rpartition(".")[0]].append(param)
-        shapes = {name: shape for name, shape in expected_hf(self.config).items() if name not in self.sizes}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in self.sizes}
         for param in [param for params in modules.values() for param in params if self.absent_beside(param)]:
             module = param.rpartition(".")[0]
             modules[module].remove(param)
@@ -233,6 +259,37 @@ class Loaded:
                     why = part if self.build.sizes.ranks == 1 else "none that was given was written there"
                 what = f"{int(masks[param].sum())} of {masks[param].numel()} elements were never written: {why}"
                 yield Observation(param, param, what)
+
+    def unplaced_draft(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
+        """The same of a draft model, by tensors of the module that have no place: one that fits, or all together.
+
+        Of several ranks each may want a share.
+        """
+        without_place = {
+            name: math.prod(self.shapes[name])
+            for name in self.promised()
+            if name in self.shapes and not self.placement.pieces.get(name) and self.place(name) is None
+        }
+        for param, mask in masks.items():
+            count = int(mask.sum())
+            # Tensors whose module is beside the parameter's, or in it; else all of them.
+            beside = param.split(".")[-3:-2]
+            absent = {name: size for name, size in without_place.items() if name.split(".")[-3:-2] == beside}
+            absent = absent or without_place
+            fitting = [name for name, size in absent.items() if count in (size, size // self.build.sizes.ranks)]
+            together = sum(absent.values())
+            if len(fitting) != 1:
+                fitting = list(absent) if count in (together, together // self.build.sizes.ranks) else []
+            for name in fitting:
+                yield Observation(name, param, f"{count} elements were never written: {self.why_absent(name)}")
+            if not fitting:
+                what = f"{count} of {mask.numel()} elements were never written: none that was given was written there"
+                yield Observation(param, param, what)
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every tensor that config.json promises."""
+        return expected_hf(self.config)
 
     def absent_beside(self, param: str) -> list[str]:
         """Tensors that no checkpoint gave and that belong in a parameter: parts of the weights in the one beside it.
@@ -283,15 +340,28 @@ class Loaded:
         return found
 
     def place(self, name: str) -> tuple[str, Region] | None:
-        """Where a tensor stands or, by others like it, belongs; else a parameter of its own name, if there is one."""
+        """Where a tensor stands or, by others like it, belongs; else a parameter of its own name, if there is one.
+
+        In a draft model else the only parameter whose name ends like it and that is as large.
+        """
         if len(pieces := self.placement.pieces.get(name, ())) == 1:
             return pieces[0].param, pieces[0].into
-        predicted = None if pieces else self.placement.predicted(name)
-        if predicted is not None and (own := self.tensors.get(predicted[0])) is not None:
-            return predicted if predicted[1].offset >= 0 and predicted[1].end <= own.numel() else None
-        if pieces or (own := self.tensors.get(name)) is None:
+        if pieces:
             return None
-        return name, whole(own)
+        if (predicted := self.placement.predicted(name)) and (own := self.tensors.get(predicted[0])) is not None:
+            if predicted[1].offset >= 0 and predicted[1].end <= own.numel():
+                return predicted
+        elif (own := self.tensors.get(name)) is not None:
+            return name, whole(own)
+        params = self.by_tail.get(_tail(name), ()) if self.target is not None and ".experts." not in name else ()
+        if len(params) != 1 or math.prod(self.shapes.get(name, ())) != self.tensors[params[0]].numel():
+            return None
+        return params[0], whole(self.tensors[params[0]])
+
+    @cached_property
+    def by_tail(self) -> Mapping[str, Sequence[str]]:
+        """Parameters by the last components of their names."""
+        return by_key((_tail(param), param) for param in self.tensors)
 
     def dropped(self, reference: Iterable[str]) -> Iterator[Observation]:
         """Names that were given and written nowhere, or not as a whole, and names that were never asked for."""
@@ -308,13 +378,12 @@ class Loaded:
                 yield Observation(name, param, what)
             elif not self.placement.pieces[name] and name not in known and self.sizes[name]:
                 if not self.placement.written[name]:
-                    yield self.nowhere(name, param)
+                    original = self.copies.get(name)
+                    instead = f"{self.engine.FACTS.label}'s draft model takes {original} instead, which has other bits"
+                    what = f"{instead} or was not loaded" if original else DROPPED
+                    yield Observation(name, param, what, original=original)
                 elif not name.endswith(f".{WEIGHT_SHAPE}"):
                     yield Observation(name, param, "another tensor was written over it")
-
-    def nowhere(self, name: str, param: str) -> Observation:
-        """What is wrong with a tensor that was given and written nowhere."""
-        return Observation(name, param, DROPPED)
 
     def dead_routers(self) -> Iterator[Observation]:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
@@ -341,6 +410,10 @@ def _rounded(piece: Piece, tensor: Tensor) -> Observation | None:
     if not difference(piece.cast(taken).to(tensor.dtype), taken):
         return None
     return Observation(piece.tensor, piece.param, f"{_short(tensor.dtype)} rounded to {_short(piece.dtype)}")
+
+
+def _tail(name: str) -> str:
+    return ".".join(name.split(".")[-_TAIL:])
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -7,6 +7,7 @@ process alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,9 @@ Weights = Iterator[tuple[str, "Tensor"]]
 # Gives tensors: all, or those whose names the function that it is called with accepts.
 Feed = Callable[..., Weights]
 Loading = Callable[["nn.Module", Weights, "torch.device"], None]
+# Looks at a module around a step on it: its name, itself, and what the step makes of its parameters; None: they stay as
+# they are.
+Watch = Callable[[str, "nn.Module", "Layout | None"], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -74,16 +78,6 @@ class ModelBuild:
     draft: bool = False  # the draft model for speculative decoding instead, of the multi-token prediction layers
 
 
-@dataclass(frozen=True)
-class Step:
-    """What an engine runs on a module after all weights are loaded."""
-
-    name: str  # of the module
-    module: nn.Module
-    run: Callable[[], None]
-    layout: Layout | None  # what it makes of the module's parameters; None: they stay as they are
-
-
 class Engine(Protocol):
     """What an adapter offers. Parameters and modules go by the engine's own names, tensors by those of HF."""
 
@@ -97,8 +91,8 @@ class Engine(Protocol):
         `loading` gets the model, the weights and the device. Raises CkptkitError where there is no draft model.
         """
 
-    def steps_after_loading(self, model: nn.Module) -> Iterable[Step]:
-        """What the engine runs after all weights are loaded, in its order."""
+    def run_after_loading(self, model: nn.Module, watch: Watch) -> None:
+        """Runs what the engine runs after all weights are loaded, in its order and each step under `watch`."""
 
     def share(self, target: Any, draft: Any) -> None:
         """Gives a loaded draft model the embeddings and the output layer of its target, as when serving."""

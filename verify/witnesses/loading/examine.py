@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from logging.handlers import BufferingHandler
@@ -15,10 +16,10 @@ from torch import Tensor, nn
 from ckptkit.core.printable import one_line
 from verify.witnesses.loading.bits import difference, poison
 from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.draft import DraftLoaded, without_shared
+from verify.witnesses.loading.draft import without_shared
 from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
 from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import LayerOutcome
+from verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
 from verify.witnesses.loading.names import draft_names
 from verify.witnesses.loading.placement import Placement
 from verify.witnesses.loading.trace import Trace
@@ -60,11 +61,9 @@ def examine(
     tensors = _tensors_of(model, target)
     placement = Placement.of(trace, tensors)
     sizes = {name: block.numel for name, block in trace.given.items()}
-    if target is None:
-        loaded = Loaded(engine, build, model, tensors, placement, sizes, report)
-    else:
+    if target is not None:
         sizes = {name: sizes[name] for name in draft_names(build.config, sizes)}
-        loaded = DraftLoaded(engine, build, model, tensors, placement, sizes, report, target)
+    loaded = Loaded(engine, build, model, tensors, placement, sizes, report, target)
     _compare(loaded)
     if device.type == "cuda":
         _repack(loaded, phases, target)
@@ -116,9 +115,10 @@ def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
     dead = list(loaded.dead_routers())
     wrong = list[Observation]()
     compared, touched, free = set[str](), set[str](), set[str]()  # parameters; `free`: may change in unknown ways
-    for step in [*engine.steps_after_loading(loaded.model)]:  # a layout may ask what another step will change
-        name, module = step.name, step.module
-        params, compare = step.layout(module) if step.layout else ((), LayerOutcome)
+
+    @contextmanager
+    def watch(name: str, module: nn.Module, layout: Layout | None) -> Iterator[None]:
+        params, compare = layout(module) if layout else ((), LayerOutcome)
         others = {  # the other parameters and buffers: by its name for each, the model's, and a copy
             parameter: (names[tensor.data_ptr()], tensor.detach().clone())
             for parameter, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
@@ -126,19 +126,21 @@ def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:
         }
         own = {known for known, _ in others.values()}
         phases.enter(engine.REPACK)
-        step.run()
+        yield
         phases.enter(COMPARE)
         changed = {known for parameter, (known, copy) in others.items() if _has_changed(module, parameter, copy)}
         outcome = compare()
         places = {f"{name}.{place}": what for place, what in outcome.differences.items()}
-        wrong += [Observation(place, place, what) for place, what in places.items()]
-        compared |= own | {f"{name}.{parameter}" for parameter in params}
-        touched |= changed
+        wrong.extend(Observation(place, place, what) for place, what in places.items())
+        compared.update(own, (f"{name}.{parameter}" for parameter in params))
+        touched.update(changed)
         if outcome.unknown and not params:
-            free |= own
+            free.update(own)
         if outcome.unknown and (changed or params):
             report.unchecked += (f"{name}: {outcome.unknown}",)
         report.requantized |= {f"{name}.{parameter}": part for parameter, part in outcome.requantized.items()}
+
+    engine.run_after_loading(loaded.model, watch)
     after = replace(loaded, tensors=_tensors_of(loaded.model, target), report=replace(report, equal={}, differing=()))
     if touched:
         after.compare(touched.__contains__)

@@ -9,9 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +24,7 @@ from ckptkit.formats.hf.reader import read_json
 from quant.formats.modelopt import flattened
 from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from verify.quirks import installed, quirks
-from verify.witnesses.loading.engine import Loading, ModelBuild, Step, Weights
+from verify.witnesses.loading.engine import Loading, ModelBuild, Watch, Weights
 from verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from verify.witnesses.loading.layouts.layout import Layout, unknown_layout
 from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
@@ -89,13 +88,13 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     return model
 
 
-def steps_after_loading(model: nn.Module) -> Iterator[Step]:
-    """The step of each module's quantization method, as SGLang's loader runs it after loading."""
-    for name, module in model.named_modules():
+def run_after_loading(model: nn.Module, watch: Watch) -> None:
+    """Runs the step of each module's quantization method, as SGLang's loader does."""
+    for name, module in [*model.named_modules()]:
         method: Any = getattr(module, "quant_method", None)
         if method is not None:
-            run = partial(method.process_weights_after_loading, module)
-            yield Step(name, module, run, layout(module))
+            with watch(name, module, layout(module)):
+                method.process_weights_after_loading(module)
 
 
 def layout(module: nn.Module) -> Layout | None:

@@ -7,8 +7,7 @@ weights with CUDA kernels. Works with the releases in `VLLM.tested`. vLLM is imp
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from ckptkit.formats.hf.reader import read_json
-from verify.witnesses.loading.engine import Loading, ModelBuild, Step
+from verify.witnesses.loading.engine import Loading, ModelBuild, Watch
 from verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.vllm import platform
@@ -76,21 +75,27 @@ def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
     return model
 
 
-def steps_after_loading(model: nn.Module) -> Iterator[Step]:
-    """The steps of vLLM's loader: of each module's quantization method, and then those of attention."""
+def run_after_loading(model: nn.Module, watch: Watch) -> None:
+    """Runs the steps of vLLM's loader: of each module's quantization method, and then those of attention."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.attention import Attention, MLAAttention, MMEncoderAttention
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    attention = {
+        name: one for name, one in modules.items() if isinstance(one, (Attention, MLAAttention, MMEncoderAttention))
+    }
+    absorbed = {name: of_attention(module) for name, module in attention.items()}  # before its projections are repacked
+    for name, module in modules.items():
         method: Any = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase):
-            yield Step(name, module, partial(method.process_weights_after_loading, module), layout(module, method))
+            with watch(name, module, layout(module, method)):
+                method.process_weights_after_loading(module)
     dtype = get_current_vllm_config().model_config.dtype
-    for name, module in model.named_modules():
-        step: Any = getattr(module, "process_weights_after_loading", None)
-        if isinstance(module, (Attention, MLAAttention, MMEncoderAttention)) and step:
-            yield Step(name, module, partial(step, dtype), of_attention(module))
+    for name, module in attention.items():
+        if step := getattr(module, "process_weights_after_loading", None):
+            with watch(name, module, absorbed[name]):
+                step(dtype)
 
 
 def share(target: Any, draft: Any) -> None:
