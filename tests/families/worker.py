@@ -73,7 +73,8 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
     from families.layers import of_last_layer, recorded_layers, replaced, reused_layers, untouched
     from families.mutations import mutations
     from verify.witnesses.megatron import model as megatron_model
-    from verify.witnesses.megatron.process import held_by, layers_of_chunk, load_chunks
+    from verify.witnesses.megatron.process import held_by, load_chunks
+    from verify.witnesses.megatron.slices import layers_of_chunk
 
     source = HfCheckpoint(question["hf"])
     dims, tokens = dims_of(source.config), question["tokens"]

@@ -164,10 +164,11 @@ def _held(chunks: Sequence[Any], training: Training, iteration: int, strict: lis
     from megatron.core.package_info import __version__
 
     from converters.planner import dims_of
-    from verify.witnesses.megatron.process import position, reference_tensors, seen
+    from verify.witnesses.megatron.process import reference_tensors, seen
+    from verify.witnesses.megatron.slices import Position
 
     reference = reference_tensors(Path(training.source), None)
-    at = position(dims_of(training.config).experts, training.sizes.ep, True)
+    at = Position.here(dims_of(training.config).experts, True)
     found = list(seen(chunks, training.config, reference, at))
     verdicts = {verdict: sum(one.verdict == verdict for one in found) for verdict in {one.verdict for one in found}}
     wrong = [f"{one.local}: {one.verdict}" for one in found if one.verdict != "equal"]

@@ -50,7 +50,7 @@ def main() -> None:
     """Runs the rank, broken."""
     build = witness_megatron.build_chunks
     if HOW == "own":
-        witness_megatron.position = _defect
+        witness_megatron.Position.here = _defect
     if HOW == "kill":
         witness_megatron.connect = _kill
     if HOW == "signature":  # as of a megatron-core whose method takes other arguments than the one that we know

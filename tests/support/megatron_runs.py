@@ -65,7 +65,8 @@ def _run_logits(scratch: Path) -> None:
 def _assign(model: Any, case: Case, experts: int) -> None:
     from converters.megatron.module_names import global_name
     from converters.planner import rules_of
-    from verify.witnesses.megatron.process import held_by, layers_of_chunk
+    from verify.witnesses.megatron.process import held_by
+    from verify.witnesses.megatron.slices import layers_of_chunk
 
     rules = {rule.megatron: rule for rule in rules_of(case.config)}
     for local, held in held_by(model).items():

@@ -37,7 +37,6 @@ from verify.weight_sync.messages import job_rank
 
 if TYPE_CHECKING:
     from verify.witnesses.megatron.job import TensorSeen
-    from verify.witnesses.megatron.slices import Position
 
 PARAMETERS = "CKPTKIT_COMPARED_PARAMETERS"  # the variable that says how many cut parameters a rank compares
 _PARAMETERS = 16
@@ -104,7 +103,7 @@ def compare_loaded(
 
     Raises DiffersError naming every parameter that holds something else, and CkptkitError where it cannot be compared.
     """
-    from verify.witnesses.megatron.slices import compare_all
+    from verify.witnesses.megatron.slices import Position, compare_all
 
     reference: Checkpoint = (
         to_megatron(plain(location.path), str(location.path)) if location.is_hf else open_megatron(location, hf)
@@ -112,7 +111,7 @@ def compare_loaded(
     config = as_stored(reference.config, reference.specs)
     rules = {rule.megatron: rule for rule in rules_in(config, reference.specs)}
     skipped: dict[str, list[str]] = defaultdict(list)
-    at = _position(dims_of(config).experts)
+    at = Position.here(dims_of(config).experts)
     held = dict(_held(model, at.experts, rules, reference.specs, skipped))
     names = {local: name for local, (name, _) in held.items()}
     whole = [
@@ -161,6 +160,8 @@ def _held(
     skipped: dict[str, list[str]],
 ) -> Iterator[tuple[str, tuple[str, Tensor]]]:
     """Parameters and router biases by local name, each with its global name."""
+    from verify.witnesses.megatron.slices import layers_of_chunk
+
     for index, chunk in enumerate(model):
         core = chunk
         while not hasattr(core, "decoder") and hasattr(core, "module"):  # wrappers of gradients and of precision
@@ -169,7 +170,7 @@ def _held(
         if not hasattr(core, "decoder"):
             skipped["of a model that is not a GPTModel"].append(f"{prefix}{type(core).__name__}")
             continue
-        layers = [int(layer.layer_number) - 1 for layer in core.decoder.layers]  # type: ignore[union-attr]
+        layers = layers_of_chunk(core)
         biases = ((name, one) for name, one in core.named_buffers() if name.endswith(".expert_bias"))
         for local, parameter in chain(core.named_parameters(), biases):
             name = global_name(local, layers, experts, rules)
@@ -225,20 +226,3 @@ def _how(seen: TensorSeen) -> str:
     if seen.diagnosis:
         return f": {seen.diagnosis}"
     return f": {seen.differing} of {seen.elements} elements differ, by up to {seen.largest:.3g}"
-
-
-def _position(experts: int) -> Position:
-    """The place of this rank among the model's, with its experts of so many in all, by Megatron's own count."""
-    from megatron.core import parallel_state
-
-    from verify.witnesses.megatron.slices import Position
-
-    each = experts // parallel_state.get_expert_model_parallel_world_size()
-    first = parallel_state.get_expert_model_parallel_rank() * each
-    return Position(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-        range(first, first + each),
-    )

@@ -21,7 +21,7 @@ from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_I
 from verify.evidence.folding import by_key
 from verify.witnesses.loading.bits import difference, poisoned
 from verify.witnesses.loading.engine import Engine, ModelBuild
-from verify.witnesses.loading.job import DROPPED, NO_ROUTER, LoadReport, Observation
+from verify.witnesses.loading.job import DROPPED, LoadReport, Observation
 from verify.witnesses.loading.names import draft_names, of_draft, padded_names, promised_names, routers
 from verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
 from verify.witnesses.loading.region import Region, covered
@@ -389,7 +389,7 @@ class Loaded:
         """Routers that cannot choose between experts, by HF name: unwritten, not finite, all zero or constant."""
         for name in self.routers():
             if (place := self.place(name)) is None:
-                yield Observation(name, name, f"{self.engine.FACTS.label} {NO_ROUTER}")
+                yield Observation(name, name, f"{self.engine.FACTS.label} has no such parameter", is_absent=True)
                 continue
             param, region = place
             held = region.of(flat_elements(self.tensors[param]))

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from verify.witnesses.loading.region import Region, covered
 
-NO_ROUTER = "has no such parameter"
 DROPPED = "it was given to load_weights and written nowhere"
 _NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
@@ -63,6 +62,7 @@ class Observation:
     param: str  # the engine's name
     what: str
     rank: str | None = None  # where, of several ranks; None: on all
+    is_absent: bool = False  # whether the engine has no such parameter, as a rank lacks those of other layers
     original: str | None = None  # the tensor that a draft model takes from its target instead of this copy
 
 
@@ -117,7 +117,7 @@ class LoadReport:
             return first
         differing = _shared([report.differing for report in reports])
         wrong = {seen.tensor for seen in differing}
-        routers = _shared([report.routers for report in reports])  # a rank lacks those of layers that others have
+        routers = _shared([report.routers for report in reports])
         repacked = [report.repacked for report in reports if report.repacked is not None]
         drafts = [report.draft_model for report in reports if report.draft_model is not None]
         requantized: dict[str, float] = {}
@@ -132,7 +132,7 @@ class LoadReport:
             differing=differing,
             rounded=_shared([report.rounded for report in reports]),
             computed=_once(report.computed for report in reports),
-            routers=tuple(one for one in routers if one.rank is None or not one.what.endswith(NO_ROUTER)),
+            routers=tuple(one for one in routers if one.rank is None or not one.is_absent),
             log=_once(report.log for report in reports),
             repacked=_shared(repacked) if len(repacked) == len(reports) else None,
             repacked_seen=sum(report.repacked_seen for report in reports),

@@ -33,7 +33,7 @@ from verify.evidence.plain import plain
 from verify.witnesses.loading.bits import poison
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.slices import Position, compare_all
+from verify.witnesses.megatron.slices import Position, compare_all, layers_of_chunk
 from verify.witnesses.process import codec
 from verify.witnesses.process.exit_report import Phase, PhaseLog
 from verify.witnesses.reference.job import Judged, judged_logits
@@ -67,11 +67,6 @@ def held_by(chunk: Chunk) -> dict[str, Tensor]:
         for name, tensor in state.items()
         if isinstance(tensor, Tensor) and not name.endswith("_extra_state")
     }
-
-
-def layers_of_chunk(chunk: Chunk) -> tuple[int, ...]:
-    """Global numbers of a chunk's layers, from 0, by Megatron's own count (its `layer_number` starts at 1)."""
-    return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
 
 
 OPEN = Phase("opening the checkpoint and its reference")
@@ -122,20 +117,6 @@ def load_chunks(
     return requested, missing, unexpected, refused
 
 
-def position(experts: int, ep: int, local_spec: bool) -> Position:
-    """Where this process stands, as Megatron says."""
-    count = experts // ep
-    first = parallel_state.get_expert_model_parallel_rank() * count
-    return Position(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_rank(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-        range(first, first + count),
-        local_spec,
-    )
-
-
 def seen(chunks: list[Chunk], rules: Mapping[str, Rule], reference: Checkpoint, at: Position) -> Iterator[TensorSeen]:
     """Every parameter of this rank against the reference; `rules` by their Megatron name."""
     for chunk in chunks:
@@ -167,7 +148,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         requested, missing, unexpected, refused = load_chunks(chunks, str(job.checkpoint), enter, reader)
     enter(COMPARE)
     rules = {rule.megatron: rule for rule in rules_of(config, dialect)}
-    at = position(dims.experts, job.sizes.ep, not job.transformer_engine)
+    at = Position.here(dims.experts, not job.transformer_engine)
     enter(COMPUTE)
     answers = _answers(chunks, job, dims.vocab)
     enter(COMPARE)

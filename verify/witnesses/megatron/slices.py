@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,27 @@ class Position:
     etp: int
     experts: range
     local_spec: bool = False
+
+    @staticmethod
+    def here(experts: int, local_spec: bool = False) -> Position:
+        """Of this process, by Megatron's own count, where the model has so many experts in all."""
+        from megatron.core import parallel_state
+
+        each = experts // parallel_state.get_expert_model_parallel_world_size()
+        first = parallel_state.get_expert_model_parallel_rank() * each
+        return Position(
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+            range(first, first + each),
+            local_spec,
+        )
+
+
+def layers_of_chunk(chunk: Any) -> tuple[int, ...]:
+    """Global numbers of the layers of a GPTModel, from 0, by Megatron's own count (its `layer_number` begins at 1)."""
+    return tuple(int(layer.layer_number) - 1 for layer in chunk.decoder.layers)
 
 
 def ranks_of(rule: Rule, at: Position) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from quant.formats.scheme import QuantScheme
 from verify.core.subject import Subject
 from verify.options import VerifyOptions
 from verify.run import verify
-from verify.witnesses.loading.job import NO_ROUTER, EngineSizes, LoadReport, Observation
+from verify.witnesses.loading.job import EngineSizes, LoadReport, Observation
 from verify.witnesses.loading.run import engine_sizes
 from verify.witnesses.process.interpreter import Interpreter, python_of
 from verify.witnesses.sglang.facts import SGLANG
@@ -148,7 +148,7 @@ def report_of(*routers: Observation) -> LoadReport:
 
 
 def test_a_router_of_another_pipeline_stage_is_not_missing(releases: PathOf) -> None:
-    absent, dead = Observation("a", "a", f"vLLM {NO_ROUTER}"), Observation("b", "b", "all zero")
+    absent, dead = Observation("a", "a", "not there", is_absent=True), Observation("b", "b", "all zero")
     assert LoadReport.merged([report_of(absent, dead), report_of()]).routers == (
         Observation("b", "b", "all zero", rank="0"),
     )
