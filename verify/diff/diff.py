@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
 from converters.planner import tied_head
-from verify.diff.result import Content, Diff, Move, Pair, State, badness
+from verify.diff.result import Content, Diff, Pair, State, badness
 from verify.diff.sides import Sides, config_or_empty, opened, supported
 from verify.evidence.both_sides import SPARE, Both, BothSides, common_groups, threads
 from verify.evidence.compare import common_dtype
@@ -25,7 +26,7 @@ from verify.evidence.compare import compare as compare_tensors
 from verify.evidence.expected import fp32_names
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import by_key, parts_apart
-from verify.evidence.moved import Stages, explain_moves, group_pairs
+from verify.evidence.moved import Moved, Stages, explain_moves, group_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -209,16 +210,13 @@ def _unlikely(pair: Pair, home: Pair) -> tuple[bool, bool, int]:
     return not mutual, home.state == "equal", parts_apart(pair.name, home.name)
 
 
-def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Move]:
+def moves_of(pairs: Sequence[Pair], whose: Mapping[str, str]) -> Iterator[Moved]:
     """Yields what `moved_names` found, what one mistake explains together; then tensors renamed in B."""
     differing = [pair.name for pair in pairs if pair.state == "differing"]
     stages = Stages.of_names([pair.name for pair in pairs])
     for move in explain_moves({name: whose.get(name) for name in differing}, stages, " in B"):
-        yield _move(move.text, move.names, whose)
+        yield replace(move, others=[whose[name] for name in move.names])
     placed = set(differing)
     for names in group_pairs({name: other for name, other in whose.items() if name not in placed}):
-        yield _move(f"another name in B: {summarize(whose[name] for name in names)}", names, whose)
-
-
-def _move(text: str, names: Sequence[str], whose: Mapping[str, str]) -> Move:
-    return Move(text, tuple(names), tuple(whose[name] for name in names))
+        others = [whose[name] for name in names]
+        yield Moved(f"another name in B: {summarize(others)}", "", names, others=others)

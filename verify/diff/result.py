@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ckptkit.core.specs import TensorSpec, fold
 from verify.evidence.compare import TensorDiff
 from verify.evidence.folding import group_by_pattern
+from verify.evidence.moved import Moved
 
 SCHEMA = "ckptkit-diff/1"
 State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]
@@ -34,15 +35,6 @@ class Pair:
     def nbytes(self) -> int:
         """Bytes that were read for it."""
         return sum(spec.nbytes for spec in (self.a, self.b) if spec)
-
-
-@dataclass(frozen=True)
-class Move:
-    """Tensors that one mistake moved."""
-
-    text: str  # what was moved, for people
-    names: tuple[str, ...]  # in A
-    others: tuple[str, ...]  # for each the name in B that has its bits
 
 
 @dataclass(frozen=True)
@@ -73,7 +65,7 @@ class Diff:
     equal: Sequence[str] = ()  # the same bits
     cast: Sequence[Pair] = ()  # the same after a cast to the narrower dtype
     redundant: Sequence[str] = ()  # only on one side, and following from the rest, as a tied output layer
-    moves: Sequence[Move] = ()  # bits that stand under another name in B
+    moves: Sequence[Moved] = ()  # bits that stand under another name in B
     notes: Sequence[str] = ()  # what was not compared, or needs a second look
     files: Sequence[str] = ()  # how config.json and other files that loaders read differ, a line each
     unread: Sequence[Pair] = ()  # of one shape, and not compared by value, since torch is not installed

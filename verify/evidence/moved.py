@@ -38,8 +38,9 @@ class Moved:
 
     text: str  # what happened, for people
     hint: str  # the next move
-    names: list[str]  # tensors with wrong values
+    names: Sequence[str]  # tensors with wrong values
     is_layers: bool = False  # whether whole layers moved
+    others: Sequence[str] = ()  # in `diff`: for each the name in B that has its bits
 
 
 @dataclass(frozen=True)

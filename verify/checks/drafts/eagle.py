@@ -90,24 +90,24 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     read = draft_files(subject).read([*stored.values()])
     tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
-    for own, expected, actual, hint in _faults(draft, tables):
-        yield Issue(expected, actual, hint, names=[stored[own]])
+    yield from _faults(draft, tables, stored)
     if TOKENS in tables and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
         actual = f"zeros: draft tokens are the target's first {draft.draft_vocabulary}"
         yield Issue("the tokens that it was trained on", actual, names=[stored[TOKENS]], severity="warning")
 
 
-def _faults(draft: Draft, tables: Mapping[str, Tensor]) -> Iterator[tuple[str, str, str, str]]:
-    """What is wrong: of which table, what should be, what is, and the next move, where that is another than the fix."""
+def _faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[str, str]) -> Iterator[Issue]:
+    """What is wrong in the tables; `stored`: the names that they have on disk."""
     import torch
 
     used = tables.get(USED)
     if used is not None and (count := int(used.bool().sum())) != draft.draft_vocabulary:
-        yield USED, f"{draft.draft_vocabulary} tokens, as draft_vocab_size says", f"{count} true", ""
+        expected = f"{draft.draft_vocabulary} tokens, as draft_vocab_size says"
+        yield Issue(expected, f"{count} true", names=[stored[USED]])
     if (shift := tables.get(TOKENS)) is None:
         return
     if shift.is_floating_point() or shift.dtype == torch.bool:
-        yield TOKENS, "whole numbers", str(shift.dtype).removeprefix("torch."), ""
+        yield Issue("whole numbers", str(shift.dtype).removeprefix("torch."), names=[stored[TOKENS]])
         return
     stated = shift.long()
     tokens = stated + torch.arange(stated.numel())
@@ -116,13 +116,13 @@ def _faults(draft: Draft, tables: Mapping[str, Tensor]) -> Iterator[tuple[str, s
         shifted = any(_wrong(stated, draft.vocabulary))
         hint = "" if shifted else "it holds tokens themselves: subtract i from entry i"
         expected = f"d2t[i] + i of 0 to {draft.vocabulary - 1}, each once"
-        yield TOKENS, expected, f"{outside} are others, {twice} stand twice", hint
+        yield Issue(expected, f"{outside} are others, {twice} stand twice", hint, names=[stored[TOKENS]])
     elif used is not None:
         here = torch.zeros(draft.vocabulary, dtype=torch.bool)
         here[tokens] = True
         if odd := (here != used.bool()).nonzero().flatten().tolist():
             actual = f"{len(odd)} differ, first token {odd[0]}"
-            yield USED, "true at the tokens of d2t, and nowhere else", actual, ""
+            yield Issue("true at the tokens of d2t, and nowhere else", actual, names=[stored[USED]])
 
 
 def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:

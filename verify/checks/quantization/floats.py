@@ -167,31 +167,29 @@ def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     labelled = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
     for one in float_scales_of(subject):
         tally.compared(nbytes=one.nbytes)
-        for name, expected, actual in _wrong_scales(one, labelled):
-            yield Issue(expected, actual, names=[name])
+        yield from _wrong_scales(one, labelled)
     yield from _odd_inputs(subject)
     yield from _repeated(subject)
 
 
-def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[tuple[str, str, str]]:
-    """Name, expectation and what is there instead."""
-    stored = one.stored
+def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[Issue]:
+    stored, names = one.stored, [one.stored.scale]
     if one.not_finite:
-        yield stored.scale, "finite scales", f"NaN or infinity: {one.not_finite} of {one.values}"
+        yield Issue("finite scales", f"NaN or infinity: {one.not_finite} of {one.values}", names=names)
     elif one.above:
         limit = f"powers of two of at most 2^{stored.layout.max_exponent - 127}"
-        yield stored.scale, limit, f"{one.above} of {one.values} are larger, and make weights infinite in BF16"
+        yield Issue(limit, f"{one.above} of {one.values} are larger, and make weights infinite in BF16", names=names)
     elif one.negative:
-        yield stored.scale, "scales above zero", f"{one.negative} of {one.values} are negative"
+        yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
     elif one.silenced and (stored.layout.second == "" or one.silenced * _FEW > one.values):
-        yield stored.scale, "scales above zero", f"zero for {one.silenced} blocks whose codes are not zero"
+        yield Issue("scales above zero", f"zero for {one.silenced} blocks whose codes are not zero", names=names)
     elif labelled and one.unrounded and not stored.layout.second:
         actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
-        yield stored.scale, "powers of two, as scale_fmt ue8m0 in config.json says", actual
+        yield Issue("powers of two, as scale_fmt ue8m0 in config.json says", actual, names=names)
     single = {} if stored.second is None or one.second is None else {stored.second: one.second}
     for name, value in (single | one.inputs).items():
         if not (math.isfinite(value) and value > 0):
-            yield name, "a finite scale above zero", f"{value:g}"
+            yield Issue("a finite scale above zero", f"{value:g}", names=[name])
 
 
 def _odd_inputs(subject: Subject) -> Iterator[Issue]:

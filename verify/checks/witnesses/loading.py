@@ -34,7 +34,7 @@ from verify.evidence.expected import (
 from verify.evidence.folding import LAYER, group_by_pattern
 from verify.quirks import quirks
 from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.loading.job import LoadReport, Observation
+from verify.witnesses.loading.job import NUMBER, LoadReport, Observation
 from verify.witnesses.loading.names import of_draft, routers
 from verify.witnesses.loading.run import engine_sizes, interpreter_of, run_engine_load
 from verify.witnesses.process.exit_report import ExitReport
@@ -50,7 +50,6 @@ if TYPE_CHECKING:  # each adapter is held to the protocol
 
 _NO_KEY = re.compile(r"'\w*Config\w*' object has no attribute '(\w+)'")
 KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` has each one's own
-_NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
 Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
@@ -133,7 +132,7 @@ def _findings(
     """One issue for observations whose texts and names differ in numbers only, described by the first of them."""
     kinds: dict[str, dict[str, Observation]] = defaultdict(dict)
     for seen in observations:
-        kinds[f"{_NUMBER.sub('#', seen.what)} {seen.rank}"][seen.tensor] = seen
+        kinds[f"{NUMBER.sub('#', seen.what)} {seen.rank}"][seen.tensor] = seen
     for kind in kinds.values():
         for names in group_by_pattern(kind):
             seen = kind[names[0]]

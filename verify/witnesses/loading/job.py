@@ -11,7 +11,7 @@ from pathlib import Path
 from verify.witnesses.loading.region import Region, covered
 
 DROPPED = "it was given to load_weights and written nowhere"
-_NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
+NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _shared(seen: Sequence[Sequence[Observation]]) -> tuple[Observation, ...]:
     by_words: dict[tuple[str, str, str], dict[int, Observation]] = defaultdict(dict)
     for rank, several in enumerate(seen):
         for one in several:
-            by_words[one.tensor, one.param, _NUMBER.sub("#", one.what)][rank] = one
+            by_words[one.tensor, one.param, NUMBER.sub("#", one.what)][rank] = one
     return tuple(
         replace(next(iter(by_rank.values())), rank=None if len(by_rank) == len(seen) else ", ".join(map(str, by_rank)))
         for by_rank in by_words.values()
