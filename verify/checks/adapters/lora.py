@@ -23,6 +23,7 @@ from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject, once
+from verify.evidence.compare import compare
 from verify.evidence.folding import EXPERT
 from verify.evidence.plain import plain
 from verify.quirks import Quirk, quirk
@@ -294,11 +295,10 @@ def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if name in more:
             continue
         tally.compared(nbytes=spec.nbytes)
-        one, other = here.read([name])[name], there.read([name])[name]
         if spec != there.specs[name]:
             yield Issue(str(there.specs[name]), str(spec), names=[name])
-        elif count := int((one != other).sum()):
-            yield Issue("the source's values", f"{count} of {one.numel()} differ", names=[name])
+        elif (far := compare(name, here.read([name])[name], there.read([name])[name], None)).unequal:
+            yield Issue("the source's values", f"{far.unequal} of {far.elements} differ", names=[name])
 
 
 def _known(part: str, **facts: object) -> str:

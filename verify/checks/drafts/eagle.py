@@ -16,6 +16,7 @@ from verify.core.check import Tally, check
 from verify.core.issue import Issue, warning_if
 from verify.core.skip import CannotCheck, NotApplicable
 from verify.core.subject import Subject, once
+from verify.evidence.extremes import same_bytes
 from verify.evidence.plain import plain
 from verify.quirks import quirk
 
@@ -183,6 +184,6 @@ def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     tally.compared(nbytes=own.nbytes)
     here, other = draft_files(subject).read([own.name])[own.name], base.read(there)[there[0]]
-    if not bool((here.to(other.dtype) == other).all()):
+    if not same_bytes(here.to(other.dtype), other):
         hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"
         yield Issue("the target's embedding", "other values", hint, names=[own.name], severity="warning")

@@ -16,7 +16,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
 from converters.ops.basic import Copy
 from converters.planner import Rule
-from verify.evidence.compare import rows_named
+from verify.evidence.compare import compare, rows_named
 from verify.evidence.extremes import digest_of, same_bytes
 from verify.evidence.folding import parts_apart, pattern_of
 from verify.witnesses.loading.bits import poisoned, unequal
@@ -113,17 +113,14 @@ def compare_slice(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at:
     expected, held = expected_slice(rule, whole, local, at)
     dtype = str(local.dtype).removeprefix("torch.")
     seen = TensorSeen(local_name, rule.megatron, "equal", held.nbytes, held.numel(), dtype=dtype)
-    if expected.shape != held.shape:
-        return replace(seen, verdict="differs", differing=held.numel())
-    if expected.is_contiguous() and held.is_contiguous() and same_bytes(expected, held):
+    if same_bytes(expected.contiguous(), held.contiguous()):
         return seen
-    differing = int(unequal(expected, held).sum())
-    if not differing:
-        return seen
+    far = compare(rule.megatron, held, expected, held.dtype)
+    if not far.same_shape:
+        return replace(seen, verdict="differs", differing=far.unequal)
     if poisoned(local).all():
-        return replace(seen, verdict="unwritten", differing=differing)
-    largest = float((expected.double() - held.double()).abs().max())
-    return replace(seen, verdict="differs", differing=differing, largest=largest)
+        return replace(seen, verdict="unwritten", differing=far.unequal)
+    return replace(seen, verdict="differs", differing=far.unequal, largest=far.largest)
 
 
 def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
