@@ -73,7 +73,8 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
     rest = len(report.entries) - len(listed)
     more = [("", f"and {rest} more finding{'s' * (rest > 1)}")] if rest else []
     yield _wrapped(report.headline, "", "  ", width)
-    yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
+    if not (report.headline and len(report.entries) == 1 and report.entries[0].fields):  # said by the headline
+        yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
     detailed = [one for one in (report.entries if every else _firsts(report.entries)) if one.fields]
     yield from (_detailed(one, width) for one in detailed)
     if left := sum(bool(one.fields) for one in report.entries) - len(detailed):

@@ -1,4 +1,4 @@
-"""The wording of every check by its code, from `catalogue.toml`: its title, why it matters, and what to do."""
+"""The wording of every check by its code, from `catalogue.toml`: its titles, why it matters, and what to do."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wording:
-    """What a check is about, why that matters, and what to do about a finding."""
+    """What holds if a check passes, what is wrong if it fails, why that matters, and what to do about a finding."""
 
     title: str
+    failed: str
     why: str
     fix: str
 
@@ -30,7 +31,7 @@ def wording_of(code: str, **names: str) -> Wording:
     row = rows()[code]
     if names:
         row = {key: text.format(**names) for key, text in row.items()}
-    return Wording(row["title"], row["why"], row["fix"])
+    return Wording(row["title"], row["failed"], row["why"], row["fix"])
 
 
 def retired_codes() -> Mapping[str, str]:

@@ -95,7 +95,7 @@ class Check:
     too. `gate`: where it fails, headers are not sound. `preflight`: preflight
     runs it too, as it does all of the stages `headers` and `launch`. `explained_by`: the codes of checks whose findings
     are the cause of its own about the same tensors. `begin` starts what it asks another process, which answers while
-    the checks that read every byte run.
+    the checks that read every byte run. `failed`: what is wrong where it has findings.
     """
 
     code: str
@@ -110,6 +110,7 @@ class Check:
     applies_to: AppliesTo | None = None
     explained_by: tuple[str, ...] = ()
     begin: Callable[[Subject], object] | None = None
+    failed: str = ""
 
     @property
     def needs_sound_headers(self) -> bool:
@@ -165,7 +166,7 @@ def check(
 
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
-        one = _CHECKS[code] = Check(code, text.title, text.why, text.fix, run, own, **when)
+        one = _CHECKS[code] = Check(code, text.title, text.why, text.fix, run, own, failed=text.failed, **when)
         if own not in LOOKS_AT or not NEEDS.issuperset(one.needs):
             raise ValueError(f"{code} is of the stage {own} and needs {one.needs}: one of these is unknown")
         return run

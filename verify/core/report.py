@@ -63,7 +63,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """How one check ended. `reason` says why it did not look, or not to the end; `..._compared` what it looked at."""
+    """How one check ended. `reason` says why it did not look, or not to the end; `..._compared` what it looked at.
+
+    `failed` is the title of its findings; it is not in the JSON.
+    """
 
     code: str
     title: str
@@ -72,6 +75,7 @@ class CheckResult:
     tensors_compared: int = 0
     bytes_compared: int = 0
     seconds: float = 0.0
+    failed: str = ""
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,8 @@ class Report:
         """The report in the `ckptkit-report/2` format, which other programs depend on."""
         ended = Counter(check.status for check in self.checks)
         checks = [
-            {key: value for key, value in asdict(check).items() if key != "bytes_compared"} for check in self.checks
+            {key: value for key, value in asdict(check).items() if key not in ("bytes_compared", "failed")}
+            for check in self.checks
         ]
         return {
             "schema": SCHEMA,

@@ -122,7 +122,9 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
     failed = any(finding.severity == "error" for finding in found)
     status: Status = "failed" if failed else "skipped" if stop else "passed"
     seconds = round(time.monotonic() - started, 3)
-    result = CheckResult(one.code, one.title, status, stop[0] if stop else None, tally.tensors, tally.bytes, seconds)
+    result = CheckResult(
+        one.code, one.title, status, stop[0] if stop else None, tally.tensors, tally.bytes, seconds, one.failed
+    )
     return Outcome([result], found, tally.facts, {stop: [one.code]} if stop else {})
 
 

@@ -19,7 +19,17 @@ from verify.core.check import LOOKS_AT, WITNESSES, all_checks
 from verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from verify.evidence.folding import by_key
 from verify.reports.heat import OUTSIDE, expand_numbers
-from verify.reports.text import alike, cause_of, duration, headline, named_subject, numbered, other_reasons, totals
+from verify.reports.text import (
+    alike,
+    cause_of,
+    duration,
+    failure_titles,
+    headline,
+    named_subject,
+    numbered,
+    other_reasons,
+    totals,
+)
 
 _SHOWN = 50  # causes
 _LISTED = 20  # findings below one
@@ -83,7 +93,7 @@ def grouped_causes(report: Report) -> list[Cause]:
     """What is wrong, errors first: findings that say the same together, and below each what follows from it."""
     named = dict(zip(anchors(report.findings), report.findings, strict=True))
     anchor_of = {id(one): anchor for anchor, one in named.items()}
-    titles = {check.code: check.title for check in report.checks}
+    titles = failure_titles(report)
     roots = sorted((one for one in named.values() if one.cause is None), key=lambda one: one.severity != "error")
     found = []
     for group in alike(roots):

@@ -99,7 +99,7 @@ def _entry(report: Report, title: str, anchor: str, finding: Finding, every: boo
         "actual": finding.actual,
         "next": finding.hint,
         "cause": finding.cause,
-        "so too": _explained(report, anchor),
+        "follows": _explained(report, anchor),
     }
     given = [(label, text) for label, text in fields.items() if text]
     wrong = wrong_of(finding.expected, finding.actual)

@@ -49,12 +49,17 @@ def groups(report: Report, limit: int) -> list[FindingGroup]:
     """
     named = zip(anchors(report.findings), report.findings, strict=True)
     found = by_key(((one[1].cause is not None, one[1].severity, one[1].code), one) for one in named)
-    titles = {check.code: check.title for check in report.checks}
+    titles = failure_titles(report)
     ordered = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] != "error"))
     return [
         FindingGroup(code, titles.get(code, ""), severity, group[:limit], max(0, len(group) - limit))
         for (_, severity, code), group in ordered
     ]
+
+
+def failure_titles(report: Report) -> dict[str, str]:
+    """What is wrong where a check has findings, by its code."""
+    return {check.code: check.failed or check.title for check in report.checks}
 
 
 def rest(group: FindingGroup) -> str:

@@ -380,7 +380,7 @@ def test_a_finding_follows_its_cause_in_every_format() -> None:
     made = replace(REPORT, findings=findings, checks=[CheckResult("CK202", "values", "failed", None, 10)])
     assert (made.errors, made.verdict) == (2, "FAILED with 2 errors")
     text = text_of(made, 200)
-    assert "so too    CK202-1: 8 of 8 elements differ" in text
+    assert "follows   CK202-1: 8 of 8 elements differ" in text
     assert text.count("8 of 8") == 1
     assert "CK202-1** `model.layers.1.mlp.gate.weight`: 8 of 8 elements differ (follows from CK205-1)" in text_in(
         made, ".md"
