@@ -2,6 +2,9 @@
 
 The file has the kernel's own lock (flock), which a process that is killed lets go. NFS has such locks on the server,
 Lustre where it is mounted with `flock`. Elsewhere the file itself is the lock, and after a crash must be removed.
+
+The library filelock does not replace this; 4.2 was tried. It raises on ENOLCK and EOPNOTSUPP, locks pipes and files of
+other programs, does not name the holder of a flock, and creates the file in order to see whether it is held.
 """
 
 from __future__ import annotations
