@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import DamagedError, UsageError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import base_of, chain_at, open_deltas
@@ -113,6 +113,7 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
         return _hf_to_hf(location, options, here)
     if location.is_hf:
         source = plain(location.directory)
+        _require_tensors(source, location)
         plan = _to_megatron(location, options, source)
         before = source.source.config if isinstance(source, View) else None
         return replace(
@@ -128,6 +129,12 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     # Through HF, which every dialect is a view of.
     other = _to_megatron(location, options, plan.view)
     return replace(other, side_files=plan.side_files, layout=plan.layout, notes=plan.notes)
+
+
+def _require_tensors(source: Checkpoint, location: Location) -> None:
+    """Raises DamagedError for a checkpoint without tensors: nothing would be written."""
+    if not source.specs:
+        raise DamagedError(f"{location.directory} has no tensors", "copy or download its weights again")
 
 
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
@@ -158,6 +165,7 @@ def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) ->
 
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
+    _require_tensors(source, location)
     check_unwitnessed(source.config, options.unwitnessed)
     reference = reference_of(source)
     layout = stored_layout(location.root / MANIFEST) if reference is None else _layout(reference, options)
@@ -187,6 +195,7 @@ def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:
 
 def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = plain(location.directory)
+    _require_tensors(source, location)
     view = _merged(source, options)
     parted = view.specs.keys() != source.specs.keys()  # an output layer from the embedding, by the adapter
     layout = _cut(view, options) if options.max_shard_size or parted else _layout(source, options)

@@ -91,12 +91,10 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     if not os.path.lexists(index):  # a link to nothing is not an absence
         return None
     weight_map = read_json(index, shown).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DamagedError(f"{shown} has no weight_map of names to files", "restore it from the release")
+    if not weight_map:
+        raise DamagedError(f"{shown} has no tensors: its weight_map is empty", "restore it from the release")
     for file in set(weight_map.values()):
         if not is_file_name(file):
             name = next(name for name, home in weight_map.items() if home == file)
