@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.app.forecast import Forecast, forecast
-from ckptkit.app.packed import PackedSummary, summary
+from ckptkit.app.packing_summary import PackedSummary, summary
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.app.write import write_files, write_on_ray

@@ -20,7 +20,7 @@ from ckptkit.storage.tree import everything, overlaps
 from ckptkit.storage.write import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
 from ckptkit.transfer.manifest import was_asked
-from ckptkit.transfer.replaceable import require_replaceable
+from ckptkit.transfer.replacement import require_replaceable
 
 _PARTIAL = ".partial"
 _Listed = Mapping[str, tuple[int, int] | None]  # of a directory: see `_files_in`

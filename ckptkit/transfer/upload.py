@@ -22,7 +22,7 @@ from ckptkit.formats.hf.side_files import is_hidden
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.url import Store, is_url
 from ckptkit.transfer.journal import Journal, Measured
-from ckptkit.transfer.replaceable import require_checkpoint
+from ckptkit.transfer.replacement import require_checkpoint
 
 # Without these no reader takes shards for a model: they come last, in this order, and go first.
 _LAST = ("config.json", INDEX)

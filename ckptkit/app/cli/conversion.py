@@ -159,6 +159,6 @@ def _print_result(result: ConversionResult) -> None:
 def _packed(result: ConversionResult) -> list[str]:
     if result.packed is None:
         return []
-    from ckptkit.app.packed import lines
+    from ckptkit.app.packing_summary import lines
 
     return lines(result.packed)
