@@ -29,7 +29,7 @@ from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.fingerprint import unchanged
-from ckptkit.storage.links import dangling_in, in_words
+from ckptkit.storage.links import dangling_in, format_links
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination, finish_published, new_directory
 from ckptkit.transfer.journal import Journal
@@ -97,7 +97,7 @@ def run(options: RunOptions) -> ConversionResult:
         errors = {} if options.dry_run or is_whole else execute(options, plan, sources)
         # No loader reads these links of the source that lead nowhere.
         links = dangling_in(plan.side_files.path, plan.around_side_files)
-        lost = [f"{in_words(links)}, in {plan.side_files.path}: not copied"] if links else []
+        lost = [f"{format_links(links)}, in {plan.side_files.path}: not copied"] if links else []
         return replace(
             _written(str(plan.side_files), options, plan.kind, plan.view),
             layout=plan.layout if plan.is_hf else {},

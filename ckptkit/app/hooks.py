@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from ckptkit.formats.deltas import lone, require_sound
+from ckptkit.formats.deltas import require_sound, single_delta
 from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.planner import dims_of, rules_of
@@ -112,7 +112,7 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
     if not any(path.iterdir()):
         return
     if is_deltas(path):
-        require_sound(lone(path), HfCheckpoint(_hf_checkpoint(args)).specs)
+        require_sound(single_delta(path), HfCheckpoint(_hf_checkpoint(args)).specs)
         return
     _require_sound(Subject(path, source_path=_hf_checkpoint(args)))
     _require_routers(HfCheckpoint(path))

@@ -22,7 +22,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized, stated_quantization
 from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
-from ckptkit.formats.torch_dist.training_state import described, training_state
+from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.config.values import language_part
@@ -122,7 +122,7 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         if isinstance(checkpoint, TorchDistCheckpoint):
             facts["format"] = _LAYOUTS[checkpoint.metadata.layout]
             state = training_state(checkpoint.metadata, checkpoint.common)
-            facts["training state"] = {"summary": described(state), **state} if state else None
+            facts["training state"] = {"summary": describe_state(state), **state} if state else None
         args = stored_args(location.path, checkpoint.args)
         facts["args"] = {key: value for key, value in args.items() if isinstance(value, (int, float, str, list))}
     if message := unwitnessed(checkpoint.config):

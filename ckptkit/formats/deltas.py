@@ -209,7 +209,7 @@ def chain_at(path: Path) -> Chain:
     return Chain(root, target, versions, start)
 
 
-def lone(path: Path) -> Chain:
+def single_delta(path: Path) -> Chain:
     """One delta, without those before it. Raises CkptkitError where its directory does not have the name of one."""
     here = VERSION.fullmatch(path.name)
     if here is None:

@@ -327,10 +327,10 @@ def is_nemo(root: Path) -> bool:
 def iteration_of(root: Path) -> Path:
     """The directory with the weights of a Megatron root, or of an iteration, which is itself.
 
-    Raises CkptkitError as `tracked`, and UnsupportedError for NeMo's weights in another format than torch_dist.
+    Raises CkptkitError as `tracked_iteration`, and UnsupportedError for NeMo weights that are not in torch_dist.
     """
     if (root / TRACKER).exists():
-        return tracked(root)
+        return tracked_iteration(root)
     if not is_nemo(root):
         return root
     if not (root / "weights" / ".metadata").exists():
@@ -343,7 +343,7 @@ def iteration_of(root: Path) -> Path:
     return root / "weights"
 
 
-def tracked(root: Path) -> Path:
+def tracked_iteration(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names.
 
     Raises CkptkitError where it does not exist and as `files_below`, UsageError for the root of a run of verl, and

@@ -32,7 +32,7 @@ _MAX_BYTES = 1000  # bytes of a lock file that are read
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Holds the lock file `path` while the block runs. Raises CkptkitError when another run holds it."""
     descriptor = _acquired(path)
     try:
@@ -44,7 +44,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_free(path: Path) -> None:
-    """Raises CkptkitError, as `locked` does, when another run holds the lock file `path`."""
+    """Raises CkptkitError, as `hold_lock` does, when another run holds the lock file `path`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:

@@ -62,7 +62,7 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
     return sorted(found)
 
 
-def everything(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def walk_tree(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """A path and all that is below it, hidden or not, links not followed. Raises OSError where it is not there."""
     found = root.lstat()
     yield root, found
@@ -135,10 +135,10 @@ def overlaps(target: Path, source: Path) -> bool:
     """Whether writing or replacing directory `target`, which need not exist, would change `source`. Raises OSError."""
     if not source.exists():
         return False
-    folders = {_identity(found) for _, found in everything(source) if stat.S_ISDIR(found.st_mode)}
+    folders = {_identity(found) for _, found in walk_tree(source) if stat.S_ISDIR(found.st_mode)}
     if not folders.isdisjoint(_identity(parent.stat()) for parent in target.resolve().parents):
         return True
-    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in everything(target))
+    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in walk_tree(target))
 
 
 def _read(root: Path) -> Iterator[Identity]:
@@ -146,7 +146,7 @@ def _read(root: Path) -> Iterator[Identity]:
 
     A file with a second name (a hard link) stays when the first is removed, and nothing is written in place.
     """
-    for path, found in everything(root):
+    for path, found in walk_tree(root):
         if not stat.S_ISLNK(found.st_mode):
             if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
                 yield _identity(found)

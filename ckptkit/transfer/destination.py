@@ -15,11 +15,11 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST
-from ckptkit.storage.lock import check_free, locked
-from ckptkit.storage.tree import everything, overlaps
+from ckptkit.storage.lock import check_free, hold_lock
+from ckptkit.storage.tree import overlaps, walk_tree
 from ckptkit.storage.write import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
-from ckptkit.transfer.manifest import was_asked
+from ckptkit.transfer.manifest import has_identity
 from ckptkit.transfer.replacement import require_replaceable
 
 _PARTIAL = ".partial"
@@ -103,13 +103,13 @@ def finish_published(path: Path, asked: Mapping[str, Any], fault_of: Callable[[P
     target = path.resolve()
     _check_name(path, target)
     partial, aside = _partial(target), _aside(target)
-    if not any(was_asked(one / MANIFEST, asked) for one in (target, partial)):
+    if not any(has_identity(one / MANIFEST, asked) for one in (target, partial)):
         return False
-    with locked(_lock(partial)):
+    with hold_lock(_lock(partial)):
         written = partial if os.path.lexists(partial) else target
         if written == partial and (target.exists() or Journal(partial).exists):
             return False
-        if not was_asked(written / MANIFEST, asked):
+        if not has_identity(written / MANIFEST, asked):
             return False
         if (fault := fault_of(written)) is not None:
             if written == partial:  # it is written anew
@@ -138,7 +138,7 @@ def new_directory(
     """
     check_destination(path, overwrite=overwrite, resume=resume)
     target = path.resolve()
-    with locked(_lock(_partial(target))):
+    with hold_lock(_lock(_partial(target))):
         # Another run may have ended since.
         _check_asked(target, overwrite, resume)
         if os.path.lexists(_aside(target)):
@@ -290,7 +290,7 @@ def _replace(partial: Path, path: Path, before: _Listed) -> None:
 
 def _files_in(root: Path) -> _Listed:
     """Size and time of each file below a directory, and its folders without; nothing where there is no directory."""
-    found = everything(root) if os.path.lexists(root) else ()
+    found = walk_tree(root) if os.path.lexists(root) else ()
     return {
         str(path.relative_to(root)): None if stat.S_ISDIR(entry.st_mode) else (entry.st_size, entry.st_mtime_ns)
         for path, entry in found

@@ -149,7 +149,7 @@ def check_new_manifest(target: Path, checkpoint: str | Path) -> None:
         )
 
 
-def was_asked(path: Path, asked: Mapping[str, Any]) -> bool:
+def has_identity(path: Path, asked: Mapping[str, Any]) -> bool:
     """Whether the run that wrote the manifest at `path` was asked for the same (`RunOptions.identity`)."""
     try:
         content = read_json(path)

@@ -27,7 +27,7 @@ _STORE = 100_000_000  # bytes of the object store of a cluster that is started h
 
 
 @contextmanager
-def connected(address: str, workers: int | None = None) -> Iterator[Any]:
+def ray_cluster(address: str, workers: int | None = None) -> Iterator[Any]:
     """The module `ray`, connected to a cluster while the block runs.
 
     A process that is connected already stays so. Else `address` is host:port of a cluster, or "auto": what RAY_ADDRESS

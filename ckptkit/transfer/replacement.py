@@ -17,7 +17,7 @@ from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_save.saved_file import SavedFile, require_saved
 from ckptkit.storage.regular import kind_of, open_regular
-from ckptkit.storage.tree import everything, mounts_at
+from ckptkit.storage.tree import mounts_at, walk_tree
 from ckptkit.transfer.journal import Journal, is_of_journal
 from ckptkit.transfer.manifest import SCHEMAS, file_digest
 
@@ -226,7 +226,7 @@ def require_replaceable(path: Path, *, is_partial: bool = False) -> None:
     if not stat.S_ISDIR(found.st_mode):
         what = f"a link to {os.readlink(path)}" if stat.S_ISLNK(found.st_mode) else "not a directory"
         raise CkptkitError(f"{path} is {what}, so it is not replaced", _ELSEWHERE)
-    below = [(str(one.relative_to(path)), entry) for one, entry in everything(path) if one != path]
+    below = [(str(one.relative_to(path)), entry) for one, entry in walk_tree(path) if one != path]
     _require_removable(path, below)
     folders = {os.path.dirname(name) for name, _ in below}
     files = [name if not stat.S_ISDIR(entry.st_mode) else f"{name}/" for name, entry in below if name not in folders]

@@ -27,7 +27,7 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
 from ckptkit.formats.hf.side_files import config_in, hf_home
-from ckptkit.formats.torch_dist.names import engine_name, whole_of
+from ckptkit.formats.torch_dist.names import engine_name, joined_name
 from ckptkit.formats.torch_dist.plain_dcp import COMMON, fsdp_format, refuse_plain_dcp, torch_dist_keys
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
@@ -382,7 +382,7 @@ class TorchDistCheckpoint:
         """Every global tensor with its parts: one, or several where Megatron saved its rows apart."""
         apart: dict[tuple[str, tuple[str, ...]], dict[str, Part]] = {}
         for name, part in self._name_parts():
-            if whole := whole_of(name):
+            if whole := joined_name(name):
                 apart.setdefault(whole, {})[name.removeprefix(whole[0])] = part
             else:
                 yield name, (part,)

@@ -120,7 +120,7 @@ def is_flattened(weight: Shape, state: Shape) -> bool:
     return elements * math.prod(grid) == math.prod(weight)
 
 
-def unflattened(state: Tensor, weight: Shape) -> Tensor:
+def unflatten(state: Tensor, weight: Shape) -> Tensor:
     """Such a tensor in the shape of its weight."""
     grid = state.shape[:-1]
     inner = [size // count for size, count in zip(weight, grid, strict=True)]
@@ -223,7 +223,7 @@ def calibration_note(state: Mapping[str, Any]) -> list[str]:
     return [f"leaves out {found['tensors']} tensors of {_CALIBRATION}: the weights themselves are not quantized"]
 
 
-def described(state: Mapping[str, Any]) -> str | None:
+def describe_state(state: Mapping[str, Any]) -> str | None:
     """In one line: what is there, its bytes, and that `convert` leaves it out; None where nothing is."""
     if not state:
         return None

@@ -27,7 +27,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.files import FILE_BYTES, Piece
-from ckptkit.formats.torch_dist.names import disk_key, extra_states, rows_apart, second_names
+from ckptkit.formats.torch_dist.names import disk_key, extra_states, second_names, split_row_counts
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.storage.buffers import BUFFER, new_buffer, row_cuts
@@ -121,7 +121,7 @@ class TorchDistFiles:
         if not self._end or self._end[self._last] >= file_bytes:
             self._end[f"{_FOLDER}/__0_{len(self._end)}.distcp"] = 0
         self.names.setdefault(self._last, []).append(spec.name)
-        apart = rows_apart(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
+        apart = split_row_counts(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
         cuts, first, parts = self._cuts.get(spec.name, _UNCUT), 0, []
         for part, rows in apart.items():
             parts += [
