@@ -91,16 +91,12 @@ class ConversionPlan(OfKind):
         return {file: output for output in self.outputs for file in output.files.names}
 
 
+@gc_paused()
 def make_plan(options: RunOptions, sources: Sources | None = None) -> ConversionPlan:
     """Plans what these options ask for. `sources` says where each source is read; None: at its own path.
 
     Raises CkptkitError for anything wrong with the options or the source that can be seen without reading weights.
     """
-    with gc_paused():
-        return _make_plan(options, sources)
-
-
-def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
     if location.is_deltas:  # the newest version that they lead to, in the files of their base

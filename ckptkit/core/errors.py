@@ -71,6 +71,11 @@ class DamagedError(CkptkitError):
 
     code = "damaged"
 
+    def __init__(
+        self, message: str, hint: str | None = "the file is damaged; copy it again", details: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, hint, details)
+
 
 class UnsupportedError(CkptkitError):
     """A model or a format that ckptkit does not read. The checkpoint may be sound."""

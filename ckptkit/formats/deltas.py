@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,25 +48,18 @@ _PIECE = 4 << 20  # bytes, or positions, that are decoded at a time
 _WRONG = "the file was changed or cut, or the writer had a tensor of another dtype or shape"
 
 
-def _xxh3(content: memoryview) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(content)
-
-
 # In hexadecimal, of the bytes of a tensor.
 CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
-    "xxh3-128": _xxh3,
+    "xxh3-128": lambda content: import_module("xxhash").xxh3_128_hexdigest(content),
     "blake3": lambda content: blake3(content).hexdigest(),
     "adler32": lambda content: f"{zlib.adler32(content):08x}",
 }
 
 
 def apply(encoding: str, payload: Bytes, state: Bytes) -> int:
-    """Changes the bytes of a tensor in place, and returns how many of them are others now.
+    """Changes the bytes of a tensor in place by one of ENCODINGS. Returns the number of bytes that differ now.
 
-    `encoding`: one of ENCODINGS. Raises DamagedError for a payload that is not of a tensor of so many bytes; then
-    `state` is of no use any more.
+    Raises DamagedError for a payload that is not of a tensor of so many bytes; then `state` is of no use any more.
     """
     import zstandard
 

@@ -193,18 +193,15 @@ class HfCheckpoint:
         return list(dict.fromkeys(str(shard.remote or shard.path) for shard in shards))
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
-        """What is read of a local disk to make these tensors."""
         for name in names:
             shard = self._shard_of[name]
             if shard.remote is None:
                 yield shard.byte_range(name)
 
     def is_streamable(self, name: str) -> bool:
-        """Whether its bytes are on a local disk: there they are in order."""
         return self._shard_of[name].remote is None
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where its bytes stand, on a local disk."""
         shard = self._shard_of[name]
         if shard.remote is not None:
             return None

@@ -48,11 +48,10 @@ _MAX_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 pa
 _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
 MAX_METADATA = 1 << 28  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
-_COPY = "the file is damaged; copy it again"
 FOREIGN_HINT = (
     "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
 )
-_DAMAGED = f"no model has so many: {_COPY}"
+_DAMAGED = "no model has so many: the file is damaged; copy it again"
 
 # The calibration of ModelOpt's simulated quantization, without which the weights are the same. Not so the factors of
 # its smoothing (`_pre_quant_scale`), nor the scales of packed weights (`_scale`).
@@ -125,17 +124,19 @@ def read_metadata(path: Path) -> StoredMetadata:
         raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", FOREIGN_HINT) from error
     except AttributeError as error:
         message = f"{file} is not DCP metadata: it has a part of type {kind_of(error.obj)}, which has no {error.name}"
-        raise DamagedError(message, _COPY) from error
+        raise DamagedError(message) from error
     except (pickle.UnpicklingError, TypeError, LookupError) as error:
-        raise DamagedError(f"{file} is not DCP metadata: {error}", _COPY) from error
+        raise DamagedError(f"{file} is not DCP metadata: {error}") from error
 
 
 def _read_metadata(path: Path, file: Path) -> StoredMetadata:
-    content, names = unpickle.loads_named(read_regular(file, MAX_METADATA))
+    named = dict[str, bool]()
+    content = unpickle.loads(read_regular(file, MAX_METADATA), lambda name: named.setdefault(name, True))
+    names = frozenset(named)
     tables = [getattr(content, key, None) for key in ("storage_data", "state_dict_metadata")]
     if not all(isinstance(one, dict) for one in tables):
         message = f"{file} holds {kind_of(content)} instead of the Metadata with two tables that torch writes"
-        raise DamagedError(message, _COPY)
+        raise DamagedError(message)
     keys = [index.fqn for index in content.storage_data]
     offsets = _shapes([getattr(index, "offset", None) for index in content.storage_data])
     places = dict(zip(zip(keys, offsets, strict=True), content.storage_data.values(), strict=True))
@@ -469,18 +470,15 @@ class TorchDistCheckpoint:
         return list(dict.fromkeys(str(wanted.path) for wanted in self.byte_ranges(names)))
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
-        """Where the chunks of these tensors stand."""
         for blob in {
             id(chunk): chunk.blob for name in names for part in self._logical[name] for chunk in part.chunks
         }.values():
             yield blob.byte_range
 
     def is_streamable(self, name: str) -> bool:
-        """Whether its chunks are whole rows, one after the other."""
         return all(part.in_rows for part in self._logical[name])
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where its bytes stand, if its chunks are whole rows. Raises CkptkitError as `Blob.tensor`."""
         if not self.is_streamable(name):
             return None
         found = [
@@ -526,7 +524,7 @@ def parts_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, Part]]:
     stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
     depth = stacked + routed
     if len(stored.shape) < depth:
-        raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts", _COPY)
+        raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts")
     if math.prod(stored.shape[:depth]) > _MAX_NAMES:
         raise DamagedError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
     left = _MAX_COMPARED

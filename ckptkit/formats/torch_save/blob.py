@@ -104,7 +104,6 @@ def _misplaced(found: Sequence[ZipInfo], directory: int) -> str | None:
     return "an entry is longer than the file" if end > directory else None
 
 
-_DAMAGED = "the file is damaged; copy it again"
 _MAX_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
 _MAX_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
 _MAX_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
@@ -209,11 +208,9 @@ class Blob:
             )
         info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != storage[4] * ITEMSIZE[dtype]:
-            raise DamagedError(
-                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}", _DAMAGED
-            )
+            raise DamagedError(f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}")
         if offset + reach(size, stride) > storage[4]:
-            raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes", _DAMAGED)
+            raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes")
         return info, stride, offset
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
@@ -271,7 +268,7 @@ class Blob:
             raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
         storage, offset, size, stride = arguments[:4]
         if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
-            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write", _DAMAGED)
+            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write")
         return storage, offset, size, stride
 
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
@@ -286,7 +283,7 @@ class Blob:
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
             ) from error
         except pickle.UnpicklingError as error:
-            raise DamagedError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
+            raise DamagedError(f"{self}: cannot be unpickled: {error}") from error
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)

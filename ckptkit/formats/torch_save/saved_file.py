@@ -99,10 +99,7 @@ class SavedFile:
             else None
         )
         if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
-            raise DamagedError(
-                f"{self.path}: {name} is described in a way that torch does not write",
-                "the file is damaged; copy it again",
-            )
+            raise DamagedError(f"{self.path}: {name} is described in a way that torch does not write")
         found = SavedTensor(shape, dtype, storage[2], offset, stride)
         entry = self._entries.get(f"data/{found.storage}")
         if (
@@ -110,7 +107,7 @@ class SavedFile:
             or (found.offset + found.reach) * ITEMSIZE[dtype] > entry.file_size
             or math.prod(shape) > entry.file_size
         ):
-            raise DamagedError(f"{self.path}: the bytes of {name} are not in it", "the file is damaged; copy it again")
+            raise DamagedError(f"{self.path}: the bytes of {name} are not in it")
         return found
 
     @cached_property

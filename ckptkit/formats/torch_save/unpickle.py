@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from ckptkit.core.dtypes import ITEMSIZE
@@ -38,16 +39,6 @@ _STATE = pickle.SETITEMS + pickle.BUILD
 _SIZE = pickle.TUPLE3 + pickle.MEMOIZE + pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
 _EMPTY_TUPLE, _SET_ITEMS, _TUPLE_3 = _NEW[0], _STATE[0], _SIZE[0]
 _KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
-
-
-class NamedLater:
-    """A function of a pickle that finds what lies inside a class, by the one call that it allows."""
-
-    def __init__(self, find: Callable[..., Any]) -> None:
-        self._find = find
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._find(*arguments)
 
 
 class Machine:
@@ -321,7 +312,7 @@ def _called(target: Any, arguments: Any) -> Any:
         return tuple(arguments[0])
     if _is_record(target):
         return target(*arguments)
-    if isinstance(target, NamedLater):
+    if isinstance(target, partial):  # of `_nested`
         return target(*arguments)
     if target is Items and not arguments:
         return Items()
@@ -447,23 +438,10 @@ def loads(content: bytes, allowed: Callable[[str], bool] | None = None) -> Any:
     """The object pickled in `content`: plain Python values, `torch.Size` as a tuple, dtypes, and Records for the rest.
 
     `allowed` is which classes and functions (`module.name`) it may name; None: any, since none is run. Raises
-    NotAllowed for another, and pickle.UnpicklingError where the pickle is damaged or past the bounds of `Machine`.
+    NotAllowed for another, and where it calls getattr for anything but what lies inside a class, and
+    pickle.UnpicklingError where the pickle is damaged or past the bounds of `Machine`.
     """
     return Machine(content, lambda module, name: _named(module, name, allowed)).run()
-
-
-def loads_named(content: bytes) -> tuple[Any, frozenset[str]]:
-    """`loads` of a pickle that may name anything, and every class and function (`module.name`) that it names.
-
-    Raises NotAllowed where it calls getattr for anything but what lies inside a class.
-    """
-    names: set[str] = set()
-
-    def allowed(name: str) -> bool:
-        names.add(name)
-        return True
-
-    return loads(content, allowed), frozenset(names)
 
 
 def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any:
@@ -471,7 +449,7 @@ def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any
     if allowed is not None:
         module = _OLD_NAMES.get(module, module)
         if (module, name) == ("builtins", "getattr"):
-            return NamedLater(lambda *arguments: _nested(arguments, allowed))
+            return partial(_nested, allowed)
         if not allowed(f"{module}.{name}"):
             raise NotAllowed(f"{module}.{name}")
     if (module, name) == ("torch", "Size"):
@@ -483,7 +461,7 @@ def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any
     return type(name, (Record,), {"kind": f"{module}.{name}"})
 
 
-def _nested(arguments: tuple[Any, ...], allowed: Callable[[str], bool]) -> Any:
+def _nested(allowed: Callable[[str], bool], *arguments: Any) -> Any:
     """What lies inside a class and is named by a call of getattr: a class by protocol 2, an enum's member by 3.11.2."""
     holder, name = arguments if len(arguments) == 2 else (None, None)
     if not (isinstance(holder, type) and issubclass(holder, Record) and isinstance(name, str)):
