@@ -193,10 +193,7 @@ def _no_megatron_at(url: str) -> UsageError:
 
 
 def adapters_at(options: RunOptions, location: Location, sources: Sources) -> View | None:
-    """The adapters of a Megatron checkpoint that holds nothing else, under PEFT's names; None of any other.
-
-    Raises UsageError for options that do not go with them, and CkptkitError as `as_peft`.
-    """
+    """The adapters, under PEFT's names, of a Megatron checkpoint that has only these, or None. Raises UsageError."""
     if not location.is_megatron or location.legacy or (settings := peft_settings(location.path)) is None:
         return None
     source = TorchDistCheckpoint(location.path, hf=sources[options.hf] if options.hf else None)

@@ -60,10 +60,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Part:
-    """What can be asked: `usable`, on which `devices`, or `missing` what is to be installed or had.
-
-    `tested`: the releases of its package that the tests run.
-    """
+    """Something to ask: `usable` on `devices`, or `missing` a package. `tested`: releases that the tests run."""
 
     name: str
     purpose: str

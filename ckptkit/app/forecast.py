@@ -62,10 +62,7 @@ def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
 
 
 def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | None = None) -> Forecast:
-    """The bytes and the memory of a run, from its plan. Opens no file.
-
-    `process`: resident bytes of a process that has planned the run and read no tensor; None: those of this one.
-    """
+    """Bytes and memory of a run, from its plan. `process`: resident bytes after planning (None: of this one)."""
     read, step = 0, 0
     for output in plan.outputs:
         for names in output.view.groups:

@@ -78,19 +78,13 @@ def before_train_step(
     optimizer: Any,
     opt_param_scheduler: Any,
 ) -> None:
-    """`--custom-megatron-before-train-step-hook-path`: parameters are finite and routers alive before a step.
-
-    Raises CkptkitError naming parameters.
-    """
+    """`--custom-megatron-before-train-step-hook-path`: raises CkptkitError for NaN, infinity and dead routers."""
     vars(args).setdefault(_COMPARED, []).append(_TRAINED)
     _require_alive(model, f"before step {step_id} of rollout {rollout_id}")
 
 
 def after_save(args: Namespace, rollout_id: int, checkpoint_dir: str, hf_checkpoint_dir: str | None) -> None:
-    """`--custom-megatron-post-save-hook-path` (miles, rank 0): the headers of what was saved are sound and complete.
-
-    Reads no weight. Raises CkptkitError with the findings.
-    """
+    """`--custom-megatron-post-save-hook-path` (miles, rank 0): raises CkptkitError unless all headers are sound."""
     home = _hf_checkpoint(args)
     _require_sound(Subject(Path(checkpoint_dir), hf_path=home))
     if hf_checkpoint_dir is not None:

@@ -14,10 +14,7 @@ import click
 
 @dataclass(frozen=True)
 class Needs:
-    """An option with this has an effect only where one of `beside` is given too, in verbs that have one of them.
-
-    Names are those of click's parameters.
-    """
+    """The parameters of click `beside` which an option has an effect, in verbs that have one of them."""
 
     beside: tuple[str, ...]
     hint: str

@@ -249,10 +249,7 @@ def _stated_faults(number: int, stated: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterator[FileFault]:
-    """Files that are not whole or not those of the index, and tensors that are not those of the base.
-
-    `specs`: the tensors of the base; None where it is not known.
-    """
+    """Faults of files, and of tensors against `specs`, those of the base (None: not known)."""
     for one in chain.deltas:
         for shard in one.shards:
             yield from ((shard.path, fault) for fault in (*shard.faults, *_tensor_faults(shard, specs)))

@@ -210,10 +210,7 @@ class Location(OfKind):
 
 
 def locate(path: str | Path | Directory) -> Location:
-    """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous.
-
-    Raises CkptkitError as `require_own_files` too.
-    """
+    """The kind of checkpoint at `path`. Raises CkptkitError if none or ambiguous, and as `require_own_files`."""
     if isinstance(path, Directory):
         return replace(locate(path.path), remote=path.remote)
     location = _located(path)
@@ -325,10 +322,7 @@ def is_nemo(root: Path) -> bool:
 
 
 def iteration_of(root: Path) -> Path:
-    """The directory with the weights of a Megatron root, or of an iteration, which is itself.
-
-    Raises CkptkitError as `tracked_iteration`, and UnsupportedError for NeMo weights that are not in torch_dist.
-    """
+    """The directory of weights of a Megatron root or iteration. Raises as `tracked_iteration`; also for zarr."""
     if (root / TRACKER).exists():
         return tracked_iteration(root)
     if not is_nemo(root):

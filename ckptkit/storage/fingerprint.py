@@ -60,10 +60,7 @@ class ChangedError(CkptkitError):
 
 @contextmanager
 def unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
-    """Raises ChangedError where a file below these folders that `counts` was written or removed while the block ran.
-
-    Also in place of what the block raised then: that is what came of it.
-    """
+    """Raises ChangedError if a file below these folders that `counts` changed meanwhile, also after an error."""
     watched = list(folders)
     before = fingerprint(watched, counts)
     try:

@@ -172,10 +172,7 @@ _AT_ONCE = 16  # a file system flushes what is asked for together at once
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes `content` (text in UTF-8) in place of `path`, under another name until it is whole. Raises OSError.
-
-    A link at `path` is replaced, not followed.
-    """
+    """Replaces `path`, or a link there, by `content` (text in UTF-8), complete or not at all. Raises OSError."""
     descriptor, name = new_file(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -190,10 +187,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def new_file(path: Path) -> tuple[int, Path]:
-    """A new file beside `path` with a name of its own, open for reading and writing, and that name. Raises OSError.
-
-    Its permissions are those of any new file: what the umask leaves.
-    """
+    """Opens a new file beside `path` with a unique name and default permissions. Returns both. Raises OSError."""
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name
 

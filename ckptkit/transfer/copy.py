@@ -80,10 +80,7 @@ def threads(memory: int) -> int:
 def _copied(
     source: Checkpoint, groups: Sequence[Names], writer: CheckpointWriter, workers: int, memory: int, total: int
 ) -> Iterator[int]:
-    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written.
-
-    Raises FinalError for what is wrong with the source: once it is mended, it is another source.
-    """
+    """Moves groups. Yields the bytes of each batch. Raises FinalError where the source has to be repaired first."""
     readers = [FileReader() for _ in range(workers)]
 
     def move(batch: _Batch) -> int:

@@ -55,10 +55,7 @@ class FilesWriter:
         self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
 
     def write_extents(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
-        """Stores a tensor whose bytes stand in files, a piece at a time.
-
-        The last extent may be longer than the tensor.
-        """
+        """Stores a tensor from extents of files, of which the last may be longer, a piece at a time."""
         nbytes = sum(extent.nbytes for extent in extents)
         file = self._file_for(name, nbytes >= self._files.specs[name].nbytes, f"{nbytes} bytes")
         stream = Stream(name, extents, reader)
@@ -142,10 +139,7 @@ class Stream:
         return new_buffer(BUFFER).data
 
     def piece(self, begin: int, end: int) -> memoryview:
-        """The next bytes, valid until the next call.
-
-        Raises OSError, and CkptkitError where an extent does not match its checksum.
-        """
+        """The next bytes, valid until the next call. Raises OSError, and CkptkitError for a wrong checksum."""
         part = self._next(end - begin)
         if len(part) == end - begin:
             return part

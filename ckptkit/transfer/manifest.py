@@ -91,10 +91,7 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
 
 
 def loaded_files(location: Location) -> set[str]:
-    """The files next to the weights that loaders read, by path relative to the root; of Megatron those in `hf/`.
-
-    Raises CkptkitError as `side_files`.
-    """
+    """Files next to the weights that loaders read, relative to the root. Raises CkptkitError as `side_files`."""
     home = location.path if location.is_hf else location.root / "hf"
     names = side_files(home, location.root) if home.is_dir() else ()
     return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}

@@ -73,10 +73,7 @@ def _start(ray: Any, address: str, workers: int | None) -> None:
 
 
 def _is_left_behind() -> bool:
-    """Whether the cluster that Ray last recorded on this machine is gone.
-
-    One that crashed leaves its file, and Ray tries to reach it for minutes.
-    """
+    """Whether the cluster that Ray last recorded on this machine is gone: Ray would try for minutes."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - where Ray has it
     file = Path(folder, "ray", "ray_current_cluster")
     if not file.exists():

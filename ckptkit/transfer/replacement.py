@@ -190,10 +190,7 @@ def listed_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _why_not(names: Collection[str], there: Contents, ours: Collection[str]) -> str | None:
-    """Why files that have the names of a checkpoint's are not one, or None if they are.
-
-    `ours`: files that a manifest names. They were a checkpoint's when it was written, whatever became of them.
-    """
+    """Why files with the names of a checkpoint are not one, or None. `ours`: files that a manifest names."""
     weights = [name for name in names if _WEIGHT.fullmatch(name)]
     metadata = [name for name in (*names, *ours) if _METADATA.fullmatch(name)]
     if not weights and not ours:

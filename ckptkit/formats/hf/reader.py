@@ -108,10 +108,7 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
 
 
 def stored_names(root: Path) -> Collection[str]:
-    """Tensor names in the index or single file of an HF directory; empty without either.
-
-    Raises CkptkitError as `shard_names` and `read_shard`.
-    """
+    """Tensor names in the index or single file, if any. Raises CkptkitError as `shard_names` and `read_shard`."""
     if (weight_map := shard_names(root)) is not None:
         return weight_map
     return read_shard(root / SINGLE).specs if (root / SINGLE).exists() else ()

@@ -46,10 +46,7 @@ MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class Fault:
-    """What should be in a file, what is, and the tensor that it concerns; None: the file.
-
-    `hint`: the next move, where it is another than to copy the file again.
-    """
+    """A difference in a file, or in the tensor `name`. `hint`: the next move, if not to copy the file again."""
 
     expected: str
     actual: str
@@ -117,10 +114,7 @@ class Shard:
 
 
 def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
-    """The header of a safetensors file, or of a `remote` one whose first bytes are at `path`.
-
-    Raises CkptkitError for anything that safetensors itself would refuse.
-    """
+    """The header of a file (of `remote` its first bytes). Raises CkptkitError where safetensors would refuse it."""
     try:
         with memory_for(remote or path):
             return scan_shard(path, remote).sound()
@@ -185,10 +179,7 @@ class _Object(list[tuple[str, Any]]):
 
 
 def _may_repeat(text: bytes, header: Mapping[str, Any]) -> bool:
-    """Whether the JSON `text` of `header` may have a key twice, which is slower to tell.
-
-    Every pair has a colon. More of them stand in a name, or in a pair whose key came again.
-    """
+    """Whether JSON has more colons than its values have pairs: in names, or of a key twice. Fast."""
     return text.count(b":") > len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
 
 

@@ -81,10 +81,7 @@ def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file beside weights, 1 MiB at a time.
-
-    Raises CkptkitError when it cannot be read, or is larger than any such file.
-    """
+    """The bytes of a file beside weights, 1 MiB at a time. Raises CkptkitError if unreadable or too large."""
     try:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES_BESIDE:
@@ -98,10 +95,7 @@ def pieces_of(path: Path) -> Iterator[bytes]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """What an HF config says of quantized weights; None: they are not, though the cache may be.
-
-    It may stand in `text_config`, or under compressed-tensors' older key.
-    """
+    """The quantization of an HF config's weights under any key, or None, also if only the cache is quantized."""
     content = stated_quantization(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return None if content.get("kv_cache_scheme") and not content.get("config_groups") else content

@@ -129,10 +129,7 @@ def unflatten(state: Tensor, weight: Shape) -> Tensor:
 
 
 def is_padding(offset: int, elements: int) -> bool:
-    """Whether a chunk of a bucket may be what lies between two parameters: memory that was never written.
-
-    A few elements of a parameter that two ranks share can look the same.
-    """
+    """Whether a chunk of a bucket may be unwritten memory between two parameters (or a few shared elements)."""
     return offset % _ALIGNED != 0 and elements < _ALIGNED
 
 

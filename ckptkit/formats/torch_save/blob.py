@@ -49,10 +49,7 @@ _IS_ZIP64 = b"\1\0"  # the extra field of an entry with sizes or an offset of 64
 
 
 def zip_problem(found: Sequence[ZipInfo], tail: bytes, length: int) -> str | None:
-    """What keeps entries of a zip of `length` bytes from being read one by one, or lets readers differ about them.
-
-    `tail`: its last END_BYTES bytes, or all. None: nothing.
-    """
+    """Why entries cannot be read one by one or readers may differ, or None. `tail`: the last END_BYTES bytes."""
     if any(info.compress_type != ZIP_STORED for info in found):
         return "an entry is compressed"
     directory, count = _directory(tail, length)
@@ -123,10 +120,7 @@ class Blob:
         return f"{self.path} at byte {self.offset}"
 
     def object(self, allowed: Callable[[str], bool] | None = None) -> Any:
-        """The saved object, with Records for everything that is not plain data (tensors too).
-
-        Raises CkptkitError, among others for a class or function that `allowed`, where given, does not grant.
-        """
+        """The saved object, non-plain data as Records. Raises CkptkitError, also for a name not `allowed`."""
         return self._pickled(self.entries(), allowed)
 
     @property
@@ -135,10 +129,7 @@ class Blob:
         return ByteRange(self.path, self.offset, self.offset + self.length)
 
     def tensor(self, dtype: str, shape: tuple[int, ...], reader: Reader | None = None) -> Tensor:
-        """The saved tensor; what `reader` has loaded is not read again.
-
-        Raises CkptkitError when it is not the dense tensor that the metadata promises.
-        """
+        """The saved tensor, through `reader`. Raises CkptkitError unless it is the dense one of the metadata."""
         found = reader.loaded(self.byte_range) if reader else None
         return self.tensor_in(bytes_of(self._read() if found is None else found), dtype, shape)
 

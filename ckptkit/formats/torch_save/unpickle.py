@@ -279,10 +279,7 @@ class Machine:
 
 
 def count_objects(content: bytes) -> int:
-    """About how many objects a pickle makes, told by its bytes before it is run: not fewer than it does.
-
-    A set takes the memory of four others, and an instance that of two.
-    """
+    """An upper estimate of the objects that a pickle makes, from its bytes; a set counts four, an instance two."""
     instances = content.count(pickle.NEWOBJ) + content.count(pickle.REDUCE)
     return len(content) - len(content.translate(None, _MAKES)) + 3 * content.count(pickle.EMPTY_SET) + instances
 
