@@ -94,12 +94,8 @@ def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory
 def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     specs = checkpoint.specs
     facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
-    facts["tensors"] = len(specs)
-    facts["bytes"] = sum(spec.nbytes for spec in specs.values())
     # Where a tensor is packed, its elements are not parameters.
-    if not isinstance(checkpoint, HfCheckpoint) or not is_quantized(checkpoint.config):
-        facts["parameters"] = sum(math.prod(spec.shape) for spec in specs.values())
-    facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))
+    facts |= _sizes(specs, is_packed=isinstance(checkpoint, HfCheckpoint) and is_quantized(checkpoint.config))
     if isinstance(checkpoint, HfCheckpoint):
         if records := downloads_in(location.path):
             origins = ", ".join(dict.fromkeys(one.origin for one in records.values()))
@@ -131,6 +127,12 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     return facts
 
 
+def _sizes(specs: Mapping[str, TensorSpec], is_packed: bool = False) -> dict[str, Any]:
+    parameters = {} if is_packed else {"parameters": sum(math.prod(spec.shape) for spec in specs.values())}
+    nbytes, dtypes = sum(spec.nbytes for spec in specs.values()), Counter(spec.dtype for spec in specs.values())
+    return {"tensors": len(specs), "bytes": nbytes, **parameters, "dtypes": dict(dtypes)}
+
+
 def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of an EAGLE draft model: what it is, and the sizes of the target that it drafts for."""
     if not is_draft(config):
@@ -158,10 +160,7 @@ def _adapter_facts(here: Directory) -> dict[str, Any]:
         "path": str(here),
         "format": f"PEFT adapter, {str(files.config.get('peft_type'))[:40]}",
         **({"changes": f"nothing: {idle}"} if idle is not None else {}),
-        "tensors": len(files.specs),
-        "bytes": sum(spec.nbytes for spec in files.specs.values()),
-        "parameters": sum(math.prod(spec.shape) for spec in files.specs.values()),
-        "dtypes": dict(Counter(spec.dtype for spec in files.specs.values())),
+        **_sizes(files.specs),
         "config": {key: files.config[key] for key in shown if files.config.get(key)},
         "names": _folded(files.specs),
     }

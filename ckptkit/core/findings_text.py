@@ -74,7 +74,9 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
     more = [("", f"and {rest} more finding{'s' * (rest > 1)}")] if rest else []
     yield _wrapped(report.headline, "", "  ", width)
     yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
-    detailed = [one for one in (report.entries if every else _firsts(report.entries)) if one.fields]
+    firsts = {_label(one): one for one in reversed(report.entries)}
+    chosen = report.entries if every else [one for one in report.entries if firsts[_label(one)] is one][:_DETAILED]
+    detailed = [one for one in chosen if one.fields]
     yield from (_detailed(one, width) for one in detailed)
     if left := sum(bool(one.fields) for one in report.entries) - len(detailed):
         yield _wrapped(f"Details of {left} more finding{'s' * (left > 1)}: {report.more}.", "", "", width)
@@ -114,12 +116,6 @@ def _shortened(text: str, width: int) -> str:
     if head.rfind("(") > head.rfind(")"):
         head = head[: head.rfind("(")]
     return f"{head.rstrip(' ,;:')} …" if blank else f"{text.split(' ', 1)[0]} …"
-
-
-def _firsts(entries: Sequence[Entry]) -> list[Entry]:
-    """The first finding of each of the first kinds."""
-    firsts = {(one.severity, one.kind): one for one in reversed(entries)}
-    return [one for one in entries if firsts.get((one.severity, one.kind)) is one][:_DETAILED]
 
 
 def _detailed(one: Entry, width: int) -> Iterator[Line]:

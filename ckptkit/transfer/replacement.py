@@ -125,8 +125,10 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
     are always in the way. config.json must be a model's, and the headers of weights that no `ckptkit.json` names must
     be readable.
     """
-    listed = listed_in(there.json(MANIFEST))
-    layout = _weights_in(there.json(MANIFEST).get("hf_layout")) if listed else set()
+    manifest = there.json(MANIFEST)
+    files = manifest.get("files") if str(manifest.get("schema", "")).startswith(SCHEMAS) else None
+    listed = files if isinstance(files, dict) else {}  # the digests of files by name
+    layout = _weights_in(manifest.get("hf_layout")) if listed else set()
     index = there.json(INDEX).get("weight_map")
     shards = _weights_in(index.values() if isinstance(index, dict) else ())
     of_no_model = [name for name in names if not _OF_HF.fullmatch(name) and name not in layout | shards]
@@ -134,7 +136,7 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
     unknown = {*(of_no_model if len(of_no_model) <= len(of_no_run) else of_no_run)}
     hidden = {name for name in unknown if any(part.startswith(".") for part in name.split("/"))}
     unknown |= {name for name in names if listed and _AS_LISTED.fullmatch(name)}
-    unknown -= {name for name in unknown if name.endswith("/") and any(file.startswith(name) for file in listed)}
+    unknown -= {name for name in unknown if name.endswith("/") and any(one.startswith(name) for one in listed)}
     if others := sorted(hidden | unknown - listed.keys()):
         message = f"{what} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
         raise CkptkitError(message, _OUT)
@@ -180,13 +182,6 @@ def _several(set_of: Mapping[str, str], listed: Mapping[str, Any], there: Conten
         if len({*some.values()}) > 1:
             return sorted({one: name for name, one in sorted(some.items(), reverse=True)}.values())
     return []
-
-
-def listed_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The digests of files in a manifest of ckptkit by name, or nothing of anything else."""
-    files = manifest.get("files")
-    is_ours = str(manifest.get("schema", "")).startswith(SCHEMAS)
-    return files if is_ours and isinstance(files, dict) else {}
 
 
 def _why_not(names: Collection[str], there: Contents, ours: Collection[str]) -> str | None:

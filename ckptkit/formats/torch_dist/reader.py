@@ -297,11 +297,6 @@ class Part:
     def shape(self) -> Shape:
         return self.stored.shape[len(self.index) :]
 
-    @property
-    def in_rows(self) -> bool:
-        """Whether every chunk is whole rows of it and of nothing else."""
-        return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
-
     def read(self, reader: Reader | None) -> Tensor:
         dtype, depth = self.stored.dtype, len(self.index)
         if len(self.chunks) == 1:
@@ -476,7 +471,11 @@ class TorchDistCheckpoint:
             yield blob.byte_range
 
     def is_streamable(self, name: str) -> bool:
-        return all(part.in_rows for part in self._logical[name])
+        # Every chunk is whole rows of it and of nothing else.
+        return all(
+            not part.index and all(chunk.sizes[1:] == part.stored.shape[1:] for chunk in part.chunks)
+            for part in self._logical[name]
+        )
 
     def extents(self, name: str) -> Sequence[Extent] | None:
         if not self.is_streamable(name):

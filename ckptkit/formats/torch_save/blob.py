@@ -190,7 +190,13 @@ class Blob:
         self, entries: Mapping[str, zipfile.ZipInfo], dtype: str, shape: tuple[int, ...]
     ) -> tuple[zipfile.ZipInfo, tuple[int, ...], int]:
         """The entry that holds a tensor's storage, and the tensor's stride and offset in it, in elements."""
-        storage, offset, size, stride = self._tensor_arguments(entries)
+        found = self._pickled(entries)
+        arguments = found.args if isinstance(found, Record) else ()
+        if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
+            raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
+        storage, offset, size, stride = arguments[:4]
+        if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
+            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write")
         kind = kind_of(storage[1]).rpartition(".")[2]
         if kind != STORAGE_CLASS.get(dtype) or size != shape:
             raise DamagedError(
@@ -251,16 +257,6 @@ class Blob:
                 f"{self}: its bytes do not match their checksum",
                 "the file was damaged after it was written; copy it again",
             )
-
-    def _tensor_arguments(self, entries: Mapping[str, zipfile.ZipInfo]) -> tuple[Any, int, Any, Any]:
-        found = self._pickled(entries)
-        arguments = found.args if isinstance(found, Record) else ()
-        if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
-            raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
-        storage, offset, size, stride = arguments[:4]
-        if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
-            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write")
-        return storage, offset, size, stride
 
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":

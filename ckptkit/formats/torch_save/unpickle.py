@@ -159,6 +159,12 @@ class Machine:
         self._stack.append(value)
         self._at += 1
 
+    def _popped(self, count: int) -> list[Any]:
+        """The last values of the stack, in the order in which they were put there."""
+        items = [self._stack.pop() for _ in range(count)]
+        self._at += 1
+        return items[::-1]
+
     def _to_mark(self) -> list[Any]:
         """What was put on the stack since the last mark, which is removed."""
         items, self._stack = self._stack, self._marked.pop()
@@ -166,11 +172,6 @@ class Machine:
         return items
 
     # Plain values.
-
-    def long_1(self) -> None:
-        begin = self._at + 2
-        self._at = begin + self._content[self._at + 1]
-        self._integer(self._content[begin : self._at])
 
     def _integer(self, content: bytes) -> None:
         if len(content) > MAX_INTEGER:
@@ -189,11 +190,6 @@ class Machine:
         self._stack.append({})
         self._put(items)
 
-    def append(self) -> None:
-        item = self._stack.pop()
-        self._at += 1
-        self._extend([item])
-
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is list:
@@ -208,11 +204,6 @@ class Machine:
             target.update(map(_key, items))
         elif not isinstance(target, Record):
             raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a set")
-
-    def set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._at += 1
-        self._put([key, value])
 
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -355,19 +346,14 @@ def _takes(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], obje
 
 def _packs(count: int) -> Callable[[Machine], object]:
     """One that makes a tuple of so many values of the stack."""
-
-    def pack(machine: Machine) -> None:
-        items = [machine._stack.pop() for _ in range(count)]
-        machine._push(tuple(reversed(items)))
-
-    return pack
+    return lambda machine: machine._stack.append(tuple(machine._popped(count)))
 
 
 def _gathers(make: Callable[[list[Any]], Any]) -> Callable[[Machine], object]:
     """One that makes something of all since the last mark."""
 
     def gather(machine: Machine) -> None:
-        items = machine._to_mark()
+        items = machine._to_mark()  # which replaces the stack
         machine._stack.append(make(items))
 
     return gather
@@ -385,7 +371,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.NEWTRUE: _pushes(lambda: True),
     pickle.NEWFALSE: _pushes(lambda: False),
     pickle.BININT: lambda machine: machine._stack.append(int.from_bytes(machine._take(4), "little", signed=True)),
-    pickle.LONG1: Machine.long_1,
+    pickle.LONG1: lambda machine: machine._integer(machine._sized(1)),
     pickle.LONG4: lambda machine: machine._integer(machine._sized(4)),
     pickle.BINFLOAT: lambda machine: machine._stack.extend(struct.unpack(">d", machine._take(8))),
     pickle.BINUNICODE: _takes(4, bytes.decode),
@@ -406,10 +392,10 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.DICT: Machine.dict_marked,
     pickle.EMPTY_SET: _pushes(set),
     pickle.FROZENSET: _gathers(lambda items: frozenset(map(_key, items))),
-    pickle.APPEND: Machine.append,
+    pickle.APPEND: lambda machine: machine._extend(machine._popped(1)),
     pickle.APPENDS: lambda machine: machine._extend(machine._to_mark()),
     pickle.ADDITEMS: Machine.add_items,
-    pickle.SETITEM: Machine.set_item,
+    pickle.SETITEM: lambda machine: machine._put(machine._popped(2)),
     pickle.SETITEMS: lambda machine: machine._put(machine._to_mark()),
     pickle.POP: Machine.pop,
     pickle.POP_MARK: Machine._to_mark,
