@@ -47,10 +47,9 @@ def quantize(src: str | Path, dst: str | Path, scheme: Scheme | None, **options:
 def make_manifest(
     path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None
 ) -> Path:
-    """Writes the manifest of the checkpoint at `path`, HF or Megatron: to `output`, or `ckptkit.json` at its root.
+    """Writes the manifest of a checkpoint, HF or Megatron, to `output` or `ckptkit.json` at its root. Returns its path.
 
-    What is there is never replaced: `verify` compares with it. Returns where it was written. Raises CkptkitError where
-    the checkpoint cannot be opened or read.
+    Raises CkptkitError where a file is there, which `verify` compares with, and where the checkpoint cannot be read.
     """
     if hf:
         refuse_url(hf)

@@ -53,12 +53,10 @@ from quant.schemes.registry import DEFAULT
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a run wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
+    """The output of a run, or with `dry_run` its plan. `layout` maps HF shard files to the tensors in them.
 
-    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the run
-    will take; `notes`, what the user should know of the source; `packed`, what was quantized;
-    `was_whole`, whether the run that is resumed had written all of it, so that nothing was written now: every file is
-    there, side files with their bytes and weights with their sizes.
+    `dequantized`: the quantization of the source; `forecast`: of a dry run; `notes`: remarks on the source; `packed`:
+    what was quantized; `was_whole`: the resumed run had written everything, so that nothing was written now.
     """
 
     source: str
@@ -222,9 +220,7 @@ def write_adapters(options: RunOptions, view: View) -> None:
 def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict[str, SquaredError]:
     """Writes everything that is planned. Returns the error of each matrix that was packed, by its codes' name.
 
-    Raises CkptkitError.
-
-    What a run that is cut off has finished is kept for --resume, except at a URL.
+    Raises CkptkitError. --resume continues with the files that an interrupted run has finished, except at a URL.
     """
     read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
     files = side_files(plan.side_files.path, plan.around_side_files)

@@ -80,10 +80,9 @@ def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | Non
 
 
 def disk_rates(directory: Path) -> tuple[float, float]:
-    """Measures how many bytes a second the disk of this directory reads and writes.
+    """Measures how many bytes a second the disk of this directory reads and writes, with a file of 64 MiB at most.
 
-    Writes at most 64 MiB to a file that is removed again, and reads it past the page cache where the kernel allows
-    that. Raises OSError when nothing can be written there.
+    Reads past the page cache where the kernel allows it. Raises OSError when nothing can be written there.
     """
     piece = os.urandom(_PIECE)
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ckptkit-measure-") as file:

@@ -198,10 +198,10 @@ _MODEL = "actor_rollout_ref.model.path"
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """Preflight of verl's overrides, where they name a model.
+    """Preflight of verl's overrides, where they name a model. Raises CkptkitError with the findings that are errors.
 
-    Raises CkptkitError with the findings that are errors. Says on standard error how it ended, and what it could not
-    look at, such as a model that is not a local directory.
+    Reports on standard error how it ended, and what it could not look at, such as a model that is not a local
+    directory.
     """
     settings = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     model = settings.get(_MODEL)

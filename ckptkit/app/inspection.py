@@ -69,10 +69,9 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
 def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
 
-    Those of a Megatron checkpoint are for the class that it holds, GPTModel or HybridModel.
-    MTP layers that the config promises are left out where weights lie there and no tensor is of one. Where the
-    arguments alone would build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a
-    model that is not supported, or that Megatron has no arguments for.
+    Those of a Megatron checkpoint are for its class, GPTModel or HybridModel. MTP layers of the config without any
+    tensor are left out. `no_argument_for` lists what arguments cannot express. Raises CkptkitError for a model without
+    support.
     """
     if (config := config_at(place(path))) is not None:
         refuse_hf(hf, path)

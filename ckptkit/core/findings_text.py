@@ -37,10 +37,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class TextReport:
-    """What a verb says: findings, the worst first, then `sections`, `closing` lines, and the verdict.
+    """The output of a verb: findings, the worst first, then `sections`, `closing` lines, and the verdict.
 
-    `verdict` is a word or two, and the rest of its line. `more` says where to find what is left out. `headline` is a
-    sentence that comes before everything.
+    `verdict`: a word or two, and the rest of its line. `more`: where the rest is. `headline`: a sentence before all.
     """
 
     entries: Sequence[Entry]

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Step:
     """A pure function from some tensors to others. `label` names it in `--dry-run`.
 
-    `is_byte_copy`: the bytes of the outputs, one after the other, are those of the inputs. Of a single input they may
-    be the first ones only.
+    `is_byte_copy`: the bytes of the outputs in order are those of the inputs; of a single input they may be the first.
     """
 
     inputs: tuple[str, ...]

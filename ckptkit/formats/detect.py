@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, UsageError
 from ckptkit.storage.directory import Directory, Listing
@@ -158,30 +158,24 @@ _URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)
 Kind = Literal["hf", "megatron", "deltas"]
 
 
-class HasKind(Protocol):
-    """What a kind belongs to, where it is known."""
-
-    @property
-    def kind(self) -> Kind | None:
-        """An HF directory, a Megatron checkpoint, or deltas against an HF directory."""
-
-
 class OfKind:
-    """Tells the kinds apart, so that nothing else compares their names."""
+    """Has a `kind`, if known: an HF directory, a Megatron checkpoint, or deltas against an HF directory."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> Kind | None: ...
 
     @property
-    def is_hf(self: HasKind) -> bool:
-        """Whether it is an HF directory."""
+    def is_hf(self) -> bool:
         return self.kind == "hf"
 
     @property
-    def is_megatron(self: HasKind) -> bool:
-        """Whether it is a Megatron checkpoint."""
+    def is_megatron(self) -> bool:
         return self.kind == "megatron"
 
     @property
-    def is_deltas(self: HasKind) -> bool:
-        """Whether it is one published delta, or a directory of them."""
+    def is_deltas(self) -> bool:
         return self.kind == "deltas"
 
 
@@ -340,8 +334,8 @@ def iteration_of(root: Path) -> Path:
 def tracked_iteration(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names.
 
-    Raises CkptkitError where it does not exist and as `files_below`, UsageError for the root of a run of verl, and
-    UnsupportedError for a save of miles' FSDP trainer.
+    Raises CkptkitError if missing, as `files_below`, and for the root of a run of verl or a save of miles' FSDP
+    trainer.
     """
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):

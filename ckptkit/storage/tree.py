@@ -27,12 +27,10 @@ class ForeignFileError(CkptkitError):
 def files_below(root: Path, within: Path | None = None) -> list[Path]:
     """Every file below `root`, relative to it and sorted; none where there is no such directory.
 
-    Hidden files and folders are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None:
-    `root`), and from a snapshot of the hub's cache into its model's blobs. Those that lead to nothing there are in the
-    list.
-
-    Raises ForeignFileError for any other link and for what is neither a file nor a directory, and CkptkitError where
-    there are more than MAX_FILES files, or folders deeper than MAX_DEPTH.
+    Hidden files are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None: `root`), and
+    from a snapshot of the hub's cache into its model's blobs; those that lead to nothing are listed. Raises
+    ForeignFileError for other links and special files, and CkptkitError for more than MAX_FILES files or folders deeper
+    than MAX_DEPTH.
     """
     bound = os.path.realpath(within or root)
     if within not in (None, root) and root.is_symlink():

@@ -30,13 +30,10 @@ _MARK, _OLD, _GONE = ".ckptkit", "replaced", "removed"  # in the directory of wh
 def check_destination(
     path: Path, sources: Iterable[Path | None] = (), *, overwrite: bool = False, resume: bool = False
 ) -> None:
-    """Raises CkptkitError when `path` may not be written.
+    """Raises CkptkitError while a run writes `path`, or where a file or the `.partial` of a dead run is in the way.
 
-    That is: a run is writing it; something is there, without `overwrite`; or a dead run's `.partial` is there, with
-    neither `overwrite` nor `resume`.
-
-    Even with `overwrite` only what `require_replaceable` lets through is replaced, and never one of `sources`, or
-    anything around or inside them, by whatever path, link or mount it is reached.
+    `overwrite` lets both go, `resume` the `.partial`. Only what `require_replaceable` allows is replaced, and never one
+    of `sources` or anything around or inside them, by whatever path, link or mount it is reached.
     """
     target = path.resolve()
     _check_name(path, target)
@@ -94,11 +91,10 @@ def _check_replaced(target: Path) -> None:
 
 
 def finish_published(path: Path, asked: Mapping[str, Any], fault_of: Callable[[Path], str | None]) -> bool:
-    """Whether a run that was asked for the same wrote all of `path` before it was cut off.
+    """Whether a run with the same identity wrote all of `path` before it was cut off, by its manifest and `fault_of`.
 
-    That is by the manifest in it, and by `fault_of`, which says what in such a directory is not as it was written. Then
-    nothing but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
-    `check_destination`, and where `path` has a fault.
+    Then `path` gets its name, and what it replaced is removed. Raises CkptkitError as `check_destination`, and where
+    `path` has a fault.
     """
     target = path.resolve()
     _check_name(path, target)

@@ -76,8 +76,8 @@ def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, 
 def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
     """BLAKE3 of what belongs to a checkpoint besides its tensors, by path relative to its root.
 
-    In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata, and everything
-    below `hf/` and the directories `beside`.
+    Of HF: config, tokenizer, templates, code. Of Megatron: the iteration's metadata, and `hf/` and the folders
+    `beside`.
     """
     if location.is_hf:
         found = [location.path / relative for relative in side_files(location.path)]

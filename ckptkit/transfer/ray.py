@@ -28,12 +28,11 @@ _STORE = 100_000_000  # bytes of the object store of a cluster that is started h
 
 @contextmanager
 def ray_cluster(address: str, workers: int | None = None) -> Iterator[Any]:
-    """The module `ray`, connected to a cluster while the block runs.
+    """The module `ray`, connected to a cluster while the block runs; a process that is connected already stays so.
 
-    A process that is connected already stays so. Else `address` is host:port of a cluster, or "auto": what RAY_ADDRESS
-    says, or a cluster that runs on this machine, or a new one of `workers` CPUs (None: one a core) that ends with the
-    block.
-    Raises CkptkitError where Ray is missing, nothing answers, or the cluster has another version of Ray or Python.
+    `address` is host:port of a cluster, or "auto": RAY_ADDRESS, or a cluster that runs on this machine, or a new one of
+    `workers` CPUs (None: one a core) that ends with the block. Raises CkptkitError where Ray is missing, nothing
+    answers, or the cluster has another version of Ray or Python.
     """
     with TemporaryDirectory(prefix="ckptkit-ray-") as folder:
         # Ray puts the directory that it is started in on the path of every worker, and under `uv run` sends it to them.

@@ -119,11 +119,10 @@ class _Directory:
 def require_checkpoint(what: object, names: Collection[str], there: Contents) -> None:
     """Raises CkptkitError, naming what is in the way, unless files are those of one checkpoint and nothing else.
 
-    `names` are all files, and empty folders with a `/` behind them. Those of an HF checkpoint, of an adapter or of a
-    release in Megatron's format are known by their names; others must be listed in its `ckptkit.json`, with the bytes
-    that they have, and so must documents and code where there is one, and a second set of weights. Other hidden files
-    are always in the way. config.json must be a model's, and the headers of weights that no `ckptkit.json` names must
-    be readable.
+    `names` are all files, and empty folders with a `/` behind them. Files of an HF checkpoint, an adapter or a release
+    in Megatron's format are known by name. Others, documents, code and a second set of weights must be as
+    `ckptkit.json` lists them. Hidden files are in the way. config.json must be a model's, and unlisted weights must
+    have a header.
     """
     manifest = there.json(MANIFEST)
     files = manifest.get("files") if str(manifest.get("schema", "")).startswith(SCHEMAS) else None

@@ -45,8 +45,7 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
 def read_config(root: Path | Directory) -> dict[str, Any]:
     """The config.json of an HF directory. Raises CkptkitError as `read_json`.
 
-    Where it says nothing of quantized weights and ModelOpt's hf_quant_config.json beside it does, that is its
-    `quantization_config`, as SGLang and vLLM have it.
+    A quantization that only ModelOpt's hf_quant_config.json declares is added, as in SGLang and vLLM.
     """
     source = directory(root)
     config = read_json(source.path / _CONFIG, source.at(_CONFIG))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError, DamagedError, code_of, memory_for
 from ckptkit.core.extents import ByteRange, Reader
-from ckptkit.core.json_text import MAX_VALUES, count_values, require_characters
+from ckptkit.core.json_text import MAX_VALUES, count_values, repeated_keys, require_characters
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
 from ckptkit.storage.buffers import bytes_of, elements
@@ -186,16 +186,11 @@ def _may_repeat(text: bytes, header: Mapping[str, Any]) -> bool:
 def _repetitions(text: bytes) -> Iterator[Fault]:
     """Names that are there twice in a header, and entries with a key that is."""
     pairs: _Object = json.loads(text, object_pairs_hook=_Object)
-    for name in _repeated(pairs):
+    for name in repeated_keys(pairs):
         yield Fault("each name once in a header", "it is there twice", name)
     for name, entry in pairs:
-        if name != "__metadata__" and isinstance(entry, _Object) and (keys := _repeated(entry)):
+        if name != "__metadata__" and isinstance(entry, _Object) and (keys := repeated_keys(entry)):
             yield Fault("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", name)
-
-
-def _repeated(pairs: _Object) -> list[str]:
-    seen: set[str] = set()
-    return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
 # First byte and end in the data, the bytes that the tensor takes, and the tensor.

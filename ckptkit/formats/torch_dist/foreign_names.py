@@ -65,10 +65,8 @@ _EXTRA_STATE = "._extra_state"
 def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> None:
     """Raises UnsupportedError where a pickle in the torch_dist directory `path` names anything else.
 
-    Such a checkpoint may be sound. Raises CkptkitError where a pickle is damaged. `metadata`: its `.metadata`, where
-    that has been read.
-
-    Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
+    Such a checkpoint may be sound. Raises CkptkitError for a damaged pickle. `metadata`: its `.metadata`, if read. Also
+    checks the bytes inside an `_extra_state`, which Transformer Engine unpickles once more.
     """
     metadata = read_metadata(path) if metadata is None else metadata
     if (found := _foreign_in_metadata(path, metadata)) is not None:

@@ -89,11 +89,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredMetadata:
-    """`.metadata` as data: tensors and the blobs of byte objects, by key.
+    """`.metadata` as data: tensors and the blobs of byte objects, by key of torch_dist, whatever the `layout`.
 
-    `names`: every class and function that the pickle names (`module.name`). `by_torch`: whether torch's own planner
-    wrote it, which notes how names are nested. `layout`: how the keys were written; these are those of torch_dist. NeMo
-    has all of them under `module.`, its wrapper of Megatron's model.
+    `names`: every class and function that the pickle names (`module.name`). `by_torch`: torch's own planner wrote it,
+    which notes how names are nested. NeMo has all keys under `module.`, its wrapper of Megatron's model.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -341,9 +340,8 @@ def _holds(chunk: Chunk, at: Shape) -> bool:
 
 
 class TorchDistCheckpoint:
-    """A torch_dist directory (`release/`, `iter_*/`) as global tensors.
+    """A torch_dist directory (`release/`, `iter_*/`) as global tensors, whose chunks must tile them. Reads metadata.
 
-    Opening reads metadata only and checks that chunks tile every tensor.
     The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
     """
 

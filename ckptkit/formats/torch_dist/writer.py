@@ -144,7 +144,6 @@ class TorchDistFiles:
         return part
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
         return self._end[file]
 
     def extra_bytes(self, file: str) -> tuple[int, bytes]:
@@ -163,7 +162,6 @@ class TorchDistFiles:
             part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
         import torch
 
         for name in self.names[file]:

@@ -213,8 +213,7 @@ class Blob:
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The zip's entries by name without the leading folder.
 
-        Raises CkptkitError when it is not a zip, or one that torch.save does not write: entries that are compressed,
-        overlap, reach past its end, or in which torch's own reader could find others (`zip_problem`).
+        Raises CkptkitError for what torch.save does not write, where torch's reader could find others (`zip_problem`).
         """
         try:
             with zipfile.ZipFile(_Stream(self)) as archive:

@@ -52,10 +52,9 @@ class SavedTensor:
 
 
 class SavedFile:
-    """A file whose directory of the zip and pickle are read when it is opened.
+    """A file of torch.save, opened by its zip directory. Raises CkptkitError if damaged or in torch's old format.
 
-    Raises CkptkitError when it is damaged or in torch's old format. `allowed` is which classes and functions its pickle
-    may name (`module.name`); None: any, since none is run.
+    `allowed` is which classes and functions its pickle may name (`module.name`); None: any, since none is run.
     """
 
     def __init__(self, path: Path, allowed: Callable[[str], bool] | None = None) -> None:
