@@ -136,7 +136,6 @@ def _fault_of(written: Path) -> str | None:
 
 
 def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> ConversionResult:
-    """What there is to say of every run."""
     count = sum(spec.nbytes for spec in view.specs.values())
     return ConversionResult(source, str(options.dst), kind, len(view.specs), count, fold(view.specs))
 

@@ -253,7 +253,6 @@ def _hf_plan(
 
 
 def _format_words(config: Mapping[str, Any]) -> str:
-    """How a quantized release is quantized."""
     from quant.formats.dequantize import format_of
 
     return format_of(config).words

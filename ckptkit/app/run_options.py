@@ -265,7 +265,6 @@ _FIELDS = {one.name: one for one in fields(RunOptions)}
 
 
 def _word(name: str) -> str:
-    """A field as a command line has it."""
     return str(_FIELDS[name].metadata["words"][0])
 
 

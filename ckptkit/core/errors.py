@@ -70,10 +70,8 @@ class DamagedError(CkptkitError):
 
     code = "damaged"
 
-    def __init__(
-        self, message: str, hint: str | None = "the file is damaged; copy it again", details: Sequence[str] = ()
-    ) -> None:
-        super().__init__(message, hint, details)
+    def __init__(self, message: str, hint: str | None = "the file is damaged; copy it again") -> None:
+        super().__init__(message, hint)
 
 
 class UnsupportedError(CkptkitError):

@@ -120,7 +120,6 @@ def _decoded(payload: Bytes) -> ZstdDecompressionReader:
 
 
 def _next(stream: ZstdDecompressionReader, size: int) -> Bytes:
-    """The next bytes: fewer where the data ends."""
     parts, missing = [], size
     while missing and (part := stream.read(missing)):
         parts.append(part)

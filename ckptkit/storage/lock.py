@@ -60,7 +60,6 @@ def check_free(path: Path) -> None:
 
 
 def _acquired(path: Path) -> int:
-    """A descriptor that holds the lock."""
     for left in reversed(range(_TRIES)):
         descriptor, made = _opened(path)
         try:

@@ -238,7 +238,6 @@ class Store:
 
 
 def _open(url: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
     opened: tuple[AbstractFileSystem, str]

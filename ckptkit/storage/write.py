@@ -42,7 +42,6 @@ class _Region:
         return self.count == min(BUFFER, self.file.size - self.begin)
 
     def write(self) -> None:
-        """Writes what has come."""
         runs: list[tuple[int, int]] = []
         for begin, end in sorted(self.filled):
             runs.append((runs.pop()[0] if runs and runs[-1][1] == begin else begin, end))

@@ -132,7 +132,6 @@ def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory:
 
 
 def _move(source: Checkpoint, batch: _Batch, writer: CheckpointWriter, reader: FileReader) -> int:
-    """Moves a batch. Returns its bytes."""
     if batch.streams and isinstance(writer, FilesWriter):
         for name, extents in batch.streams.items():
             writer.write_extents(name, extents, reader)

@@ -39,7 +39,6 @@ class LazyGroup(click.Group):
     """A group whose verbs lie in the modules of this folder."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order of --help."""
         return [name for verbs in GROUPS.values() for name in verbs]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -100,7 +99,6 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Entry point of the `ckptkit` command."""
     prepare_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored

@@ -139,7 +139,6 @@ class _Status(logging.Handler):
                 echo(f"{label} in {took:.1f} s", *([f"next: {after}"] if after else []), err=True)
 
     def end(self) -> None:
-        """Stops the thread."""
         self._ended.set()
         self._thread.join()
 

@@ -98,7 +98,6 @@ class Verb(click.Command):
                     formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Ends the help with an example."""
         with formatter.section("Example"):
             formatter.write_text(next(verbs[str(self.name)] for verbs in GROUPS.values() if self.name in verbs))
 

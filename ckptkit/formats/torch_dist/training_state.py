@@ -62,7 +62,6 @@ class OptimizerState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is stored."""
         return not (self.by_weight or self.buckets or self.unknown or self.opaque)
 
 

@@ -198,43 +198,36 @@ class TorchDistFiles:
         (root / TRACKER).write_text(_FOLDER)
 
     def _metadata(self) -> Any:
-        """What torch.distributed.checkpoint calls `Metadata`."""
         # Imported here because a plan does without (`prepare`).
         import torch
+        from torch.distributed.checkpoint import metadata as dcp
         from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
 
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        chunks: dict[str, list[dcp.ChunkStorageMetadata]] = defaultdict(list)
         for file, names in self.names.items():
             for part in [part for name in names for part in self._parts[name]]:
                 offsets = torch.Size(part.offsets)
-                storage[MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(
+                storage[dcp.MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(
                     Path(file).name, part.begin, part.saved.size
                 )
-                chunks[part.key].append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+                chunks[part.key].append(dcp.ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
         for key, boxes in chunks.items():
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
-            entries[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes)
+            entries[key] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes
+            )
         aliases = second_names(entries) if self._second_names else {}
         for alias, key in aliases.items():
             entries[alias] = entries[key]
-            storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
+            storage[dcp.MetadataIndex(alias, torch.Size([0]), 0)] = storage[dcp.MetadataIndex(key, torch.Size([0]), 0)]
         nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_no_state()))
         for key in extra_states([*self.specs, *aliases], max(self._experts.values(), default=1)):
-            entries[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = nothing
-        return Metadata(entries, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
+            entries[key] = dcp.BytesStorageMetadata()
+            storage[dcp.MetadataIndex(key)] = nothing
+        return dcp.Metadata(entries, planner_data=None, storage_data=storage, storage_meta=dcp.StorageMeta())
 
 
 def _boxes(shape: tuple[int, ...], cuts: Cuts, first: int, end: int) -> Iterator[tuple[slice, ...]]:

@@ -134,7 +134,6 @@ class Blob:
         return self.tensor_in(bytes_of(self._read() if found is None else found), dtype, shape)
 
     def _read(self) -> Tensor:
-        """Its bytes, fewer where the file ends."""
         try:
             # The length is what the metadata says: no more memory than the file has bytes.
             nbytes = max(0, min(self.length, self.path.stat().st_size - self.offset))
@@ -240,7 +239,6 @@ class Blob:
             self.check(info, crc32(buffer))
 
     def _begin(self, info: zipfile.ZipInfo) -> int:
-        """Where in the blob the content of an entry begins."""
         lengths, header = bytearray(4), info.header_offset
         self.read(memoryview(lengths), header + 26)  # of name and extra field, in a local header of the zip
         return header + LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
