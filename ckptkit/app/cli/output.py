@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -45,6 +45,14 @@ def echo_json(content: Any) -> None:
     """Prints JSON on standard output. Raises as `guard_stdout`."""
     with guard_stdout():
         click.echo(json_text(content))
+
+
+def echo_result(found: Any, lines: Callable[[Any], Iterable[str]], as_json: bool) -> None:
+    """Prints a result: as JSON, or as `lines` of it."""
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found))
 
 
 @contextmanager
