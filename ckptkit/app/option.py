@@ -14,7 +14,7 @@ import click
 
 @dataclass(frozen=True)
 class Needs:
-    """The parameters of click `beside` which an option has an effect, in verbs that have one of them."""
+    """Parameters of click of which an option needs one `beside` it, in verbs that have one; else it has no effect."""
 
     beside: tuple[str, ...]
     hint: str

@@ -24,7 +24,7 @@ class Reader(Protocol):
     """Memory of one thread that byte ranges are read into; results are valid until the next `load` or `read`."""
 
     def load(self, ranges: Iterable[ByteRange]) -> None:
-        """Replaces the loaded ranges, by none if they are too large. Unreadable ones are left for their reader."""
+        """Replaces the loaded ranges, by none if too large. Skips unreadable ones: who reads them later raises."""
 
     def loaded(self, wanted: ByteRange) -> Tensor | None:
         """Bytes that are loaded, uint8 [bytes]. Neighbours in a file are neighbours in memory."""

@@ -316,7 +316,7 @@ def is_nemo(root: Path) -> bool:
 
 
 def iteration_of(root: Path) -> Path:
-    """The directory of weights of a Megatron root or iteration. Raises as `tracked_iteration`; also for zarr."""
+    """The directory of weights of a Megatron root or iteration. Raises as `tracked_iteration`, and for zarr."""
     if (root / TRACKER).exists():
         return tracked_iteration(root)
     if not is_nemo(root):
