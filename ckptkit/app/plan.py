@@ -93,10 +93,7 @@ class ConversionPlan(OfKind):
 
 @gc_paused()
 def make_plan(options: RunOptions, sources: Sources | None = None) -> ConversionPlan:
-    """Plans what these options ask for. `sources` says where each source is read; None: at its own path.
-
-    Raises CkptkitError for anything wrong with the options or the source that can be seen without reading weights.
-    """
+    """Plans a run from headers. `sources`: where each is read (None: at its own path). Raises CkptkitError."""
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
     if location.is_deltas:  # the newest version that they lead to, in the files of their base

@@ -95,10 +95,7 @@ def start_python(
 
 @contextmanager
 def isolated_in(folder: Path, **more: str) -> Iterator[None]:
-    """Within this, what other libraries start is isolated and in `folder`, with `more` variables.
-
-    The directory and the variables are those of all threads of this process.
-    """
+    """Isolates what other libraries start, in `folder` with `more` variables; for all threads of this process."""
     before = dict(os.environ)
     here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)
     try:

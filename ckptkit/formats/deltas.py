@@ -57,7 +57,7 @@ CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
 
 
 def apply(encoding: str, payload: Bytes, state: Bytes) -> int:
-    """Changes the bytes of a tensor in place by one of ENCODINGS. Returns the number of bytes that differ now.
+    """Changes the bytes of a tensor in place by one of ENCODINGS. Returns the number of changed bytes.
 
     Raises DamagedError for a payload that is not of a tensor of so many bytes; then `state` is of no use any more.
     """
@@ -294,10 +294,7 @@ class Patch:
     shard: Shard
 
     def apply(self, tensor: Tensor) -> int:
-        """Changes a tensor in place, and returns how many of its bytes are others now.
-
-        Raises DamagedError where the change cannot be decoded, or gives other bytes than the writer had.
-        """
+        """Changes a tensor in place. Returns the number of changed bytes. Raises DamagedError, also for other bytes."""
         stated, where = self.version.metadata, f"{self.shard.path}: {self.name}"
         state = np.frombuffer(bytes_of(tensor), np.uint8)
         try:

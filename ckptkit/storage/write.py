@@ -25,10 +25,7 @@ _OPEN, _OF_THREAD = 24, 2
 
 @dataclass
 class _Region:
-    """BUFFER bytes of a file from `begin` on, or those up to its end.
-
-    `filled`: which have come, `count` of them in all. `users`: threads that are copying more.
-    """
+    """BUFFER bytes of a file from `begin` on. `filled`, `count`: what has come. `users`: threads that copy more."""
 
     file: WrittenFile
     begin: int

@@ -27,10 +27,7 @@ Names = Sequence[str]
 
 @dataclass(frozen=True)
 class _Batch:
-    """Groups that one thread reads at once and writes, and the bytes of memory that they take.
-
-    `streams`: where the bytes of each tensor stand, of a single group that goes through a buffer.
-    """
+    """Groups that a thread moves at once, in `memory` bytes. `streams`: extents of a single group for a buffer."""
 
     groups: Sequence[Names]
     memory: int

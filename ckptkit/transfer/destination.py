@@ -260,10 +260,7 @@ def _aside(path: Path) -> Path:
 
 
 def _replace(partial: Path, path: Path, before: _Listed) -> None:
-    """Renames `partial` to `path`, and what was there into `_aside`; on an error it is put back.
-
-    Raises CkptkitError where that is not as it was `before`: another program wrote it while the run worked.
-    """
+    """Renames `partial` to `path` and moves the old aside; restores it on an error, also if it is not as `before`."""
     aside = _aside(path)
     try:
         if path.exists():

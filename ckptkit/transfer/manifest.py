@@ -41,10 +41,7 @@ FINGERPRINT = "source_fingerprint"  # the key for paths, sizes and times of the 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The digests of a manifest.
-
-    Tensors have the names of the format on disk, Megatron's those of global tensors. Files are relative to the root.
-    """
+    """The digests of a manifest: of tensors by name (Megatron's global ones), and of files relative to the root."""
 
     tensors: Mapping[str, TensorDigest]
     files: Mapping[str, str]

@@ -119,10 +119,7 @@ def has_weights(root: Path) -> bool:
 
 
 class HfCheckpoint:
-    """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly.
-
-    `shards`: headers that have been read already, by file.
-    """
+    """An HF directory. Reads headers but of known `shards`. Raises CkptkitError unless they and the index agree."""
 
     def __init__(self, root: str | Path | Directory, shards: Mapping[str, Shard] | None = None) -> None:
         self.directory = directory(root)

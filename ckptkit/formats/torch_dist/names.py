@@ -62,10 +62,7 @@ def joined_name(key: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def split_row_counts(key: str, args: Mapping[str, Any]) -> dict[str, int]:
-    """Rows per key for a tensor that Megatron saves under several keys; empty for one that it saves whole.
-
-    `args` are the training arguments with the sizes of the gated delta net, or of the Mamba mixer.
-    """
+    """Rows a key of a tensor that Megatron saves in parts, from the training arguments; empty for any other."""
     if (match := _MIXER.fullmatch(key)) and not match[3]:
         heads, shared = args["mamba_num_heads"], args["mamba_num_groups"] * args["mamba_state_dim"]
         inner = heads * args["mamba_head_dim"]

@@ -114,10 +114,7 @@ class SavedFile:
         return self._blob.entries()
 
     def read(self, tensor: SavedTensor) -> Tensor:
-        """The tensor, contiguous. Raises CkptkitError when its storage does not match its checksum.
-
-        A storage may hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
-        """
+        """The tensor, contiguous, without the rest of its storage. Raises CkptkitError for a wrong checksum."""
         import torch
 
         info = self._entries[f"data/{tensor.storage}"]
