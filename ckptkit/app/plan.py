@@ -107,13 +107,11 @@ def make_plan(options: RunOptions, sources: Sources | None = None) -> Conversion
     if location.is_hf:
         source = plain(location.directory)
         _require_tensors(source, location)
-        plan = _to_megatron(location, options, source)
-        before = source.source.config if isinstance(source, View) else None
         return replace(
-            plan,
+            _to_megatron(location, options, source),
             side_files=location.directory,
             layout=_layout(source, options),
-            dequantized=_format_words(before) if before is not None else None,
+            dequantized=_original_format(source),
             notes=_notes(source),
         )
     plan = _to_hf(location, options, here)
@@ -200,14 +198,9 @@ def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> Convers
     if options.scheme is not None and fused:
         view = View(view, unfuse(view.specs, source.config, options.src))
         layout = _cut(view, options)
-    before = source.source if isinstance(source, View) else None
-    kept = before if options.merge is None else None
-    plan = _hf_plan(view, layout, location.directory, location, options, here, stored=kept)
-    return replace(
-        plan,
-        dequantized=_format_words(before.config) if before is not None else None,
-        notes=(*_notes(source), *plan.notes),
-    )
+    stored = source.source if isinstance(source, View) and options.merge is None else None
+    plan = _hf_plan(view, layout, location.directory, location, options, here, stored)
+    return replace(plan, dequantized=_original_format(source), notes=(*_notes(source), *plan.notes))
 
 
 def _notes(source: Checkpoint) -> tuple[str, ...]:
@@ -249,10 +242,13 @@ def _hf_plan(
     return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=notes, packing=packing)
 
 
-def _format_words(config: Mapping[str, Any]) -> str:
+def _original_format(source: Checkpoint) -> str | None:
+    """The format, in words, of a quantized release that was dequantized, or None."""
+    if not isinstance(source, View):
+        return None
     from quant.formats.dequantize import format_of
 
-    return format_of(config).words
+    return format_of(source.source.config).words
 
 
 def _layout(source: HfCheckpoint | View, options: RunOptions) -> Layout:

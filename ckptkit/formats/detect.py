@@ -323,11 +323,9 @@ def iteration_of(root: Path) -> Path:
         return root
     if not (root / "weights" / ".metadata").exists():
         hint = (
-            "load it with the NeMo that wrote it and save it as torch_dist (zarr was its format before 2.1), or export"
+            "load it with its own NeMo and save it as torch_dist (zarr was its format before 2.1), or export it to HF"
         )
-        raise UnsupportedError(
-            f"{root} is a checkpoint of NeMo 2 whose weights are not in torch_dist", f"{hint} it to HF"
-        )
+        raise UnsupportedError(f"{root} is a checkpoint of NeMo 2 whose weights are not in torch_dist", hint)
     return root / "weights"
 
 

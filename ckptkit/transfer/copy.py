@@ -48,11 +48,9 @@ def copy(
     `workers` threads (None: `threads`) each take a few groups from reading to writing. Groups go in order, at most
     `memory` bytes of them at a time, or one. What is written does not depend on either.
     """
-    groups = (
-        source.groups
-        if only is None
-        else [kept for names in source.groups if (kept := tuple(name for name in names if name in only))]
-    )
+    groups = source.groups
+    if only is not None:
+        groups = [kept for names in groups if (kept := tuple(name for name in names if name in only))]
     total = sum(source.specs[name].nbytes for names in groups for name in names)
     try:
         with progress(label, total) as advance:

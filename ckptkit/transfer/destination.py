@@ -169,11 +169,8 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
     except BaseException as error:
         kept = _whole(partial, path) if whole else _keep_or_remove(partial, path, journal, error)
         if isinstance(error, OSError):
-            hint = (
-                "free some space there"
-                if error.errno in (errno.ENOSPC, errno.EDQUOT)
-                else "check the paths and their permissions"
-            )
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "free some space there" if is_full else "check the paths and their permissions"
             raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
         error.add_note(kept)
         raise

@@ -264,12 +264,8 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
         overlap = np.minimum(high[first], high[others]) > np.maximum(low[first], low[others])
         if (found := overlap.all(axis=1)).any():
             return f"two chunks overlap at {low[np.broadcast_to(first, found.shape)[found.argmax()]].tolist()}"
-    covered = sum(math.prod(sizes) for _, sizes in boxes)
-    return (
-        None
-        if covered == math.prod(shape)
-        else f"{math.prod(shape) - covered} of {math.prod(shape)} elements are in no chunk"
-    )
+    missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in boxes)
+    return f"{missing} of {math.prod(shape)} elements are in no chunk" if missing else None
 
 
 def _to_compare(after: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[tuple[Any, Any]]:

@@ -170,12 +170,12 @@ class TorchDistFiles:
                 Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes)
                 for part in self._parts[name]
             ]
-            tensor = (
-                chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.torch_dtype)
-            )
-            if len(chunks) > 1:
-                for part, chunk in zip(self._parts[name], chunks, strict=True):
-                    tensor[part.box] = chunk
+            if len(chunks) == 1:
+                yield name, chunks[0].reshape(spec.shape)
+                continue
+            tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
+            for part, chunk in zip(self._parts[name], chunks, strict=True):
+                tensor[part.box] = chunk
             yield name, tensor
 
     def prepare(self) -> None:

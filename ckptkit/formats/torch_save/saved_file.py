@@ -92,11 +92,8 @@ class SavedFile:
                 "only dense bf16, fp16 and fp32 weights can be read",
             )
         storage, offset, shape, stride = value.args[:4]
-        dtype = (
-            DTYPE_OF_STORAGE.get(kind_of(storage[1]).rpartition(".")[2])
-            if isinstance(storage, tuple) and len(storage) >= 5
-            else None
-        )
+        kind = kind_of(storage[1]) if isinstance(storage, tuple) and len(storage) >= 5 else ""
+        dtype = DTYPE_OF_STORAGE.get(kind.rpartition(".")[2])
         if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
             raise DamagedError(f"{self.path}: {name} is described in a way that torch does not write")
         found = SavedTensor(shape, dtype, storage[2], offset, stride)

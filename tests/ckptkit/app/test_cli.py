@@ -22,8 +22,8 @@ from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.models import tensors
 
-from ckptkit.app.cli import _MODULES, cli
-from ckptkit.app.cli.verb import GROUPS
+from ckptkit.app.cli import cli
+from ckptkit.app.cli.verb import GROUPS, VERBS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -158,7 +158,7 @@ def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     assert "..." not in shown
     assert all(f" {example}\n" in shown for verbs in GROUPS.values() for example in verbs.values())
     assert re.findall(r"^  (\w+) ", shown, re.M) == [name for verbs in GROUPS.values() for name in verbs]
-    assert sorted(re.findall(r"^ +ckptkit (\w+)", shown, re.M)) == sorted(_MODULES)
+    assert sorted(re.findall(r"^ +ckptkit (\w+)", shown, re.M)) == sorted(VERBS)
 
 
 @pytest.mark.parametrize(("name", "example"), [one for verbs in GROUPS.values() for one in verbs.items()])
