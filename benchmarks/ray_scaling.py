@@ -18,7 +18,7 @@ from measure import ROUNDS, SMALLEST
 from models import DENSE, make
 
 from ckptkit.app.api import quantize
-from ckptkit.transfer.ray import connected
+from ckptkit.transfer.ray import ray_cluster
 from quant.schemes.w4a16 import int4_scheme
 
 # 0.13 GB, of which 0.1 GB is quantized: the search takes a core half a minute. No file is so large that a worker waits.
@@ -42,7 +42,7 @@ def rows() -> list[dict[str, Any]]:
         source, target = Path(directory, "hf"), Path(directory, "int4")
         make(CONFIG | {"vocab_size": 16384}, source, SHARD_BYTES)
         size = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-        with connected("local", max(WORKERS)):
+        with ray_cluster("local", max(WORKERS)):
             _seconds(source, target, max(WORKERS))  # starts them
             for _ in range(ROUNDS):
                 for workers in WORKERS:

@@ -11,10 +11,7 @@ from verify.weight_sync.vllm import checksums_of, device_sum
 
 
 class WeightReader:
-    """What a worker answers to `collective_rpc`; a class of a trainer's own may have it as a base.
-
-    The answers have the form of vLLM 0.33's `compute_weight_checksums` and `/server_info`.
-    """
+    """Answers `collective_rpc` as vLLM 0.33's `compute_weight_checksums` and `/server_info`; also as a base class."""
 
     vllm_config: Any
     model_runner: Any

@@ -15,7 +15,8 @@ from mutations import MUTATIONS
 from support.page_blocks import BLOCKS, ROOT
 
 from ckptkit import hooks
-from ckptkit.app.cli import _MODULES, cli
+from ckptkit.app.cli import cli
+from ckptkit.app.cli.verb import VERBS
 from docs.examples.symptoms import page
 from verify.core.check import all_checks
 
@@ -51,7 +52,7 @@ def test_commands_of_all_pages_have_verbs_and_options_that_exist() -> None:
             verb, rest = words[1], words[2 : words.index("--") if "--" in words else None]
             count += 1
             given = {word.strip(",;").partition("=")[0] for word in rest if word.startswith("--")}
-            if verb not in _MODULES or not given <= options_of(verb):
+            if verb not in VERBS or not given <= options_of(verb):
                 wrong.append(f"{block.page}: {line}")
     assert wrong == []
     assert count > 40
@@ -101,7 +102,7 @@ def test_every_row_is_read() -> None:
 def test_row_names_a_command_with_options_that_exist(row: Row) -> None:
     program, verb, *words = row.command
     assert program == "ckptkit"
-    assert verb in _MODULES
+    assert verb in VERBS
     given = words[: words.index("--") if "--" in words else None]
     assert {word for word in given if word.startswith("--")} <= options_of(verb)
 

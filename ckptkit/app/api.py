@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.app.conversion import ConversionResult, run
 from ckptkit.app.inspection import inspect, model_arguments
-from ckptkit.app.run_options import GivenOptions, run_options
+from ckptkit.app.run_options import run_options
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.detect import locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["convert", "inspect", "make_manifest", "model_arguments", "quantize"]
 
 
-def convert(
-    src: str | Path, dst: str | Path, *, quantize: Scheme | None = None, **options: Unpack[GivenOptions]
-) -> ConversionResult:
+def convert(src: str | Path, dst: str | Path, *, quantize: Scheme | None = None, **options: Any) -> ConversionResult:
     """Converts an HF directory to Megatron torch_dist, or a Megatron root, `release/` or `iter_*/` to an HF directory.
 
     With `dialect` a Megatron checkpoint becomes one with the names of that dialect.
@@ -35,9 +33,7 @@ def convert(
     return run(run_options("convert", src, dst, quantize, **options))
 
 
-def quantize(
-    src: str | Path, dst: str | Path, scheme: Scheme | None, **options: Unpack[GivenOptions]
-) -> ConversionResult:
+def quantize(src: str | Path, dst: str | Path, scheme: Scheme | None, **options: Any) -> ConversionResult:
     """Quantizes an HF directory, one tensor an expert. `ckptkit.int4_scheme` makes a scheme of INT4 W4A16,
     `ckptkit.FloatScheme` is one of FP8, MXFP4 and NVFP4; None: a quantized source is dequantized, and no more.
 
@@ -51,10 +47,9 @@ def quantize(
 def make_manifest(
     path: str | Path, output: str | Path | None = None, *, hf: str | Path | None = None, workers: int | None = None
 ) -> Path:
-    """Writes the manifest of the checkpoint at `path`, HF or Megatron: to `output`, or `ckptkit.json` at its root.
+    """Writes the manifest of a checkpoint, HF or Megatron, to `output` or `ckptkit.json` at its root. Returns its path.
 
-    What is there is never replaced: `verify` compares with it. Returns where it was written. Raises CkptkitError where
-    the checkpoint cannot be opened or read.
+    Raises CkptkitError where a file is there, which `verify` compares with, and where the checkpoint cannot be read.
     """
     if hf:
         refuse_url(hf)

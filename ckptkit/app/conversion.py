@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.app.forecast import Forecast, forecast
-from ckptkit.app.packed import PackedSummary, summary
+from ckptkit.app.packing_summary import PackedSummary, summary
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.app.write import write_files, write_on_ray
@@ -29,7 +29,7 @@ from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.fingerprint import unchanged
-from ckptkit.storage.links import dangling_in, in_words
+from ckptkit.storage.links import dangling_in, format_links
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.destination import check_destination, finish_published, new_directory
 from ckptkit.transfer.journal import Journal
@@ -53,12 +53,10 @@ from quant.schemes.registry import DEFAULT
 
 @dataclass(frozen=True)
 class ConversionResult:
-    """What a run wrote, or with `dry_run` would write. `layout` maps HF shard files to the tensors in them.
+    """The output of a run, or with `dry_run` its plan. `layout` maps HF shard files to the tensors in them.
 
-    `dequantized` says how a quantized source was quantized, in words; `forecast`, only with `dry_run`, what the run
-    will take; `notes`, what the user should know of the source; `packed`, what was quantized;
-    `was_whole`, whether the run that is resumed had written all of it, so that nothing was written now: every file is
-    there, side files with their bytes and weights with their sizes.
+    `dequantized`: the quantization of the source; `forecast`: of a dry run; `notes`: remarks on the source; `packed`:
+    what was quantized; `was_whole`: the resumed run had written everything, so that nothing was written now.
     """
 
     source: str
@@ -97,7 +95,7 @@ def run(options: RunOptions) -> ConversionResult:
         errors = {} if options.dry_run or is_whole else execute(options, plan, sources)
         # No loader reads these links of the source that lead nowhere.
         links = dangling_in(plan.side_files.path, plan.around_side_files)
-        lost = [f"{in_words(links)}, in {plan.side_files.path}: not copied"] if links else []
+        lost = [f"{format_links(links)}, in {plan.side_files.path}: not copied"] if links else []
         return replace(
             _written(str(plan.side_files), options, plan.kind, plan.view),
             layout=plan.layout if plan.is_hf else {},
@@ -138,7 +136,6 @@ def _fault_of(written: Path) -> str | None:
 
 
 def _written(source: str, options: RunOptions, kind: str, view: Checkpoint) -> ConversionResult:
-    """What there is to say of every run."""
     count = sum(spec.nbytes for spec in view.specs.values())
     return ConversionResult(source, str(options.dst), kind, len(view.specs), count, fold(view.specs))
 
@@ -193,10 +190,7 @@ def _no_megatron_at(url: str) -> UsageError:
 
 
 def adapters_at(options: RunOptions, location: Location, sources: Sources) -> View | None:
-    """The adapters of a Megatron checkpoint that holds nothing else, under PEFT's names; None of any other.
-
-    Raises UsageError for options that do not go with them, and CkptkitError as `as_peft`.
-    """
+    """The adapters, under PEFT's names, of a Megatron checkpoint that has only these, or None. Raises UsageError."""
     if not location.is_megatron or location.legacy or (settings := peft_settings(location.path)) is None:
         return None
     source = TorchDistCheckpoint(location.path, hf=sources[options.hf] if options.hf else None)
@@ -225,9 +219,7 @@ def write_adapters(options: RunOptions, view: View) -> None:
 def execute(options: RunOptions, plan: ConversionPlan, sources: Sources) -> dict[str, SquaredError]:
     """Writes everything that is planned. Returns the error of each matrix that was packed, by its codes' name.
 
-    Raises CkptkitError.
-
-    What a run that is cut off has finished is kept for --resume, except at a URL.
+    Raises CkptkitError. --resume continues with the files that an interrupted run has finished, except at a URL.
     """
     read = [plan.source.path, *(sources[path].path for path in options.sources[1:])]
     files = side_files(plan.side_files.path, plan.around_side_files)

@@ -47,10 +47,7 @@ _TESTED = {one.name: one.tested for one in ENGINES} | {"megatron-core": releases
 
 @dataclass(frozen=True)
 class Package:
-    """A distribution, and its version; None: not installed. `broken`: its metadata is here and its module is not.
-
-    `needed`: the versions that ckptkit itself takes, as pip is told.
-    """
+    """A distribution (`version` None: not installed; `broken`: without its module). `needed`: as pip is told."""
 
     name: str
     version: str | None
@@ -60,10 +57,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Part:
-    """What can be asked: `usable`, on which `devices`, or `missing` what is to be installed or had.
-
-    `tested`: the releases of its package that the tests run.
-    """
+    """Something to ask: `usable` on `devices`, or `missing` a package. `tested`: releases that the tests run."""
 
     name: str
     purpose: str
@@ -97,10 +91,7 @@ class Examination:
 
 
 def examine(pythons: Mapping[str, str] | None = None) -> Examination:
-    """Looks at metadata of installed packages and asks nvidia-smi for GPUs. Imports neither torch nor a witness.
-
-    `pythons`: as `verify.options.VerifyOptions` has them. Raises UsageError for one that does not run.
-    """
+    """Asks metadata of installed packages and nvidia-smi. Raises UsageError for one of `pythons` that does not run."""
     base = [replace(_package(name), needed=needed) for name, needed in _requirements().items()]
     more = [_package(name) for name in dict.fromkeys(name for names, _ in _NEEDS.values() for name in names)]
     of_convert = _requirements("convert")

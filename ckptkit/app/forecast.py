@@ -62,10 +62,7 @@ def forecast(options: RunOptions, plan: ConversionPlan) -> Forecast:
 
 
 def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | None = None) -> Forecast:
-    """The bytes and the memory of a run, from its plan. Opens no file.
-
-    `process`: resident bytes of a process that has planned the run and read no tensor; None: those of this one.
-    """
+    """Bytes and memory of a run, from its plan. `process`: resident bytes after planning (None: of this one)."""
     read, step = 0, 0
     for output in plan.outputs:
         for names in output.view.groups:
@@ -83,10 +80,9 @@ def forecast_bytes(options: RunOptions, plan: ConversionPlan, process: int | Non
 
 
 def disk_rates(directory: Path) -> tuple[float, float]:
-    """Measures how many bytes a second the disk of this directory reads and writes.
+    """Measures how many bytes a second the disk of this directory reads and writes, with a file of 64 MiB at most.
 
-    Writes at most 64 MiB to a file that is removed again, and reads it past the page cache where the kernel allows
-    that. Raises OSError when nothing can be written there.
+    Reads past the page cache where the kernel allows it. Raises OSError when nothing can be written there.
     """
     piece = os.urandom(_PIECE)
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ckptkit-measure-") as file:

@@ -23,10 +23,9 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def gate(command: Sequence[str], options: Sequence[str] = ()) -> tuple[int, str | None]:
-    """Runs a command; `options` are those of `preflight`. Signals that end this process are passed on to it.
+    """Runs a command, to which signals are passed on; `options` are those of `preflight`.
 
-    Returns the exit code, 1 where the launch was stopped, and what has to be said at the end. Raises CkptkitError where
-    the command cannot be started.
+    Returns the exit code, 1 if the launch was stopped, and a closing line. Raises CkptkitError if it cannot be started.
     """
     with TemporaryDirectory(prefix="ckptkit-gate-") as home:
         folder = Path(home)

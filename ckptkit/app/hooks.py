@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from ckptkit.formats.deltas import lone, require_sound
+from ckptkit.formats.deltas import require_sound, single_delta
 from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from converters.planner import dims_of, rules_of
@@ -78,19 +78,13 @@ def before_train_step(
     optimizer: Any,
     opt_param_scheduler: Any,
 ) -> None:
-    """`--custom-megatron-before-train-step-hook-path`: parameters are finite and routers alive before a step.
-
-    Raises CkptkitError naming parameters.
-    """
+    """`--custom-megatron-before-train-step-hook-path`: raises CkptkitError for NaN, infinity and dead routers."""
     vars(args).setdefault(_COMPARED, []).append(_TRAINED)
     _require_alive(model, f"before step {step_id} of rollout {rollout_id}")
 
 
 def after_save(args: Namespace, rollout_id: int, checkpoint_dir: str, hf_checkpoint_dir: str | None) -> None:
-    """`--custom-megatron-post-save-hook-path` (miles, rank 0): the headers of what was saved are sound and complete.
-
-    Reads no weight. Raises CkptkitError with the findings.
-    """
+    """`--custom-megatron-post-save-hook-path` (miles, rank 0): raises CkptkitError unless all headers are sound."""
     home = _hf_checkpoint(args)
     _require_sound(Subject(Path(checkpoint_dir), hf_path=home))
     if hf_checkpoint_dir is not None:
@@ -112,7 +106,7 @@ def after_weight_write(args: Namespace, version_dir: str, rollout_engines: Seque
     if not any(path.iterdir()):
         return
     if is_deltas(path):
-        require_sound(lone(path), HfCheckpoint(_hf_checkpoint(args)).specs)
+        require_sound(single_delta(path), HfCheckpoint(_hf_checkpoint(args)).specs)
         return
     _require_sound(Subject(path, source_path=_hf_checkpoint(args)))
     _require_routers(HfCheckpoint(path))
@@ -204,10 +198,10 @@ _MODEL = "actor_rollout_ref.model.path"
 
 
 def check_launch(words: Sequence[str]) -> None:
-    """Preflight of verl's overrides, where they name a model.
+    """Preflight of verl's overrides, where they name a model. Raises CkptkitError with the findings that are errors.
 
-    Raises CkptkitError with the findings that are errors. Says on standard error how it ended, and what it could not
-    look at, such as a model that is not a local directory.
+    Reports on standard error how it ended, and what it could not look at, such as a model that is not a local
+    directory.
     """
     settings = {name.lstrip("+"): value for name, _, value in (word.partition("=") for word in words)}
     model = settings.get(_MODEL)

@@ -22,7 +22,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint, stored_names
 from ckptkit.formats.hf.remote import config_at, opened
 from ckptkit.formats.hf.side_files import is_quantized, stated_quantization
 from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
-from ckptkit.formats.torch_dist.training_state import described, training_state
+from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
 from converters.config.values import language_part
@@ -69,10 +69,9 @@ def inspect(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
 def model_arguments(path: str | Path, hf: str | Path | None = None) -> dict[str, Any]:
     """Megatron-LM arguments (argparse names) of the model at `path`, from its HF config; a lone config.json is enough.
 
-    Those of a Megatron checkpoint are for the class that it holds, GPTModel or HybridModel.
-    MTP layers that the config promises are left out where weights lie there and no tensor is of one. Where the
-    arguments alone would build another model, `no_argument_for` lists what they do not say. Raises CkptkitError for a
-    model that is not supported, or that Megatron has no arguments for.
+    Those of a Megatron checkpoint are for its class, GPTModel or HybridModel. MTP layers of the config without any
+    tensor are left out. `no_argument_for` lists what arguments cannot express. Raises CkptkitError for a model without
+    support.
     """
     if (config := config_at(place(path))) is not None:
         refuse_hf(hf, path)
@@ -94,12 +93,8 @@ def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory
 def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     specs = checkpoint.specs
     facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
-    facts["tensors"] = len(specs)
-    facts["bytes"] = sum(spec.nbytes for spec in specs.values())
     # Where a tensor is packed, its elements are not parameters.
-    if not isinstance(checkpoint, HfCheckpoint) or not is_quantized(checkpoint.config):
-        facts["parameters"] = sum(math.prod(spec.shape) for spec in specs.values())
-    facts["dtypes"] = dict(Counter(spec.dtype for spec in specs.values()))
+    facts |= _sizes(specs, is_packed=isinstance(checkpoint, HfCheckpoint) and is_quantized(checkpoint.config))
     if isinstance(checkpoint, HfCheckpoint):
         if records := downloads_in(location.path):
             origins = ", ".join(dict.fromkeys(one.origin for one in records.values()))
@@ -122,13 +117,19 @@ def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
         if isinstance(checkpoint, TorchDistCheckpoint):
             facts["format"] = _LAYOUTS[checkpoint.metadata.layout]
             state = training_state(checkpoint.metadata, checkpoint.common)
-            facts["training state"] = {"summary": described(state), **state} if state else None
+            facts["training state"] = {"summary": describe_state(state), **state} if state else None
         args = stored_args(location.path, checkpoint.args)
         facts["args"] = {key: value for key, value in args.items() if isinstance(value, (int, float, str, list))}
     if message := unwitnessed(checkpoint.config):
         facts["unwitnessed"] = message
     facts["names"] = _folded(specs)
     return facts
+
+
+def _sizes(specs: Mapping[str, TensorSpec], is_packed: bool = False) -> dict[str, Any]:
+    parameters = {} if is_packed else {"parameters": sum(math.prod(spec.shape) for spec in specs.values())}
+    nbytes, dtypes = sum(spec.nbytes for spec in specs.values()), Counter(spec.dtype for spec in specs.values())
+    return {"tensors": len(specs), "bytes": nbytes, **parameters, "dtypes": dict(dtypes)}
 
 
 def _draft_facts(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -158,10 +159,7 @@ def _adapter_facts(here: Directory) -> dict[str, Any]:
         "path": str(here),
         "format": f"PEFT adapter, {str(files.config.get('peft_type'))[:40]}",
         **({"changes": f"nothing: {idle}"} if idle is not None else {}),
-        "tensors": len(files.specs),
-        "bytes": sum(spec.nbytes for spec in files.specs.values()),
-        "parameters": sum(math.prod(spec.shape) for spec in files.specs.values()),
-        "dtypes": dict(Counter(spec.dtype for spec in files.specs.values())),
+        **_sizes(files.specs),
         "config": {key: files.config[key] for key in shown if files.config.get(key)},
         "names": _folded(files.specs),
     }

@@ -14,10 +14,7 @@ import click
 
 @dataclass(frozen=True)
 class Needs:
-    """An option with this has an effect only where one of `beside` is given too, in verbs that have one of them.
-
-    Names are those of click's parameters.
-    """
+    """Parameters of click of which an option needs one `beside` it, in verbs that have one; else it has no effect."""
 
     beside: tuple[str, ...]
     hint: str

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import DamagedError, UsageError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import base_of, chain_at, open_deltas
@@ -91,16 +91,9 @@ class ConversionPlan(OfKind):
         return {file: output for output in self.outputs for file in output.files.names}
 
 
+@gc_paused()
 def make_plan(options: RunOptions, sources: Sources | None = None) -> ConversionPlan:
-    """Plans what these options ask for. `sources` says where each source is read; None: at its own path.
-
-    Raises CkptkitError for anything wrong with the options or the source that can be seen without reading weights.
-    """
-    with gc_paused():
-        return _make_plan(options, sources)
-
-
-def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
+    """Plans a run from headers. `sources`: where each is read (None: at its own path). Raises CkptkitError."""
     here = options.local_sources() if sources is None else sources
     location = locate(here[options.src])
     if location.is_deltas:  # the newest version that they lead to, in the files of their base
@@ -113,13 +106,12 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
         return _hf_to_hf(location, options, here)
     if location.is_hf:
         source = plain(location.directory)
-        plan = _to_megatron(location, options, source)
-        before = source.source.config if isinstance(source, View) else None
+        _require_tensors(source, location)
         return replace(
-            plan,
+            _to_megatron(location, options, source),
             side_files=location.directory,
             layout=_layout(source, options),
-            dequantized=_format_words(before) if before is not None else None,
+            dequantized=_original_format(source),
             notes=_notes(source),
         )
     plan = _to_hf(location, options, here)
@@ -128,6 +120,12 @@ def _make_plan(options: RunOptions, sources: Sources | None) -> ConversionPlan:
     # Through HF, which every dialect is a view of.
     other = _to_megatron(location, options, plan.view)
     return replace(other, side_files=plan.side_files, layout=plan.layout, notes=plan.notes)
+
+
+def _require_tensors(source: Checkpoint, location: Location) -> None:
+    """Raises DamagedError for a checkpoint without tensors: nothing would be written."""
+    if not source.specs:
+        raise DamagedError(f"{location.directory} has no tensors", "copy or download its weights again")
 
 
 def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) -> ConversionPlan:
@@ -158,6 +156,7 @@ def _to_megatron(location: Location, options: RunOptions, source: Checkpoint) ->
 
 def _to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = open_megatron(location, here[options.hf] if options.hf else None)
+    _require_tensors(source, location)
     check_unwitnessed(source.config, options.unwitnessed)
     reference = reference_of(source)
     layout = stored_layout(location.root / MANIFEST) if reference is None else _layout(reference, options)
@@ -187,6 +186,7 @@ def _merged(view: Checkpoint, options: RunOptions) -> Checkpoint:
 
 def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> ConversionPlan:
     source = plain(location.directory)
+    _require_tensors(source, location)
     view = _merged(source, options)
     parted = view.specs.keys() != source.specs.keys()  # an output layer from the embedding, by the adapter
     layout = _cut(view, options) if options.max_shard_size or parted else _layout(source, options)
@@ -198,14 +198,9 @@ def _hf_to_hf(location: Location, options: RunOptions, here: Sources) -> Convers
     if options.scheme is not None and fused:
         view = View(view, unfuse(view.specs, source.config, options.src))
         layout = _cut(view, options)
-    before = source.source if isinstance(source, View) else None
-    kept = before if options.merge is None else None
-    plan = _hf_plan(view, layout, location.directory, location, options, here, stored=kept)
-    return replace(
-        plan,
-        dequantized=_format_words(before.config) if before is not None else None,
-        notes=(*_notes(source), *plan.notes),
-    )
+    stored = source.source if isinstance(source, View) and options.merge is None else None
+    plan = _hf_plan(view, layout, location.directory, location, options, here, stored)
+    return replace(plan, dequantized=_original_format(source), notes=(*_notes(source), *plan.notes))
 
 
 def _notes(source: Checkpoint) -> tuple[str, ...]:
@@ -247,11 +242,13 @@ def _hf_plan(
     return ConversionPlan("hf", location, outputs, side_files, layout, view.config, notes=notes, packing=packing)
 
 
-def _format_words(config: Mapping[str, Any]) -> str:
-    """How a quantized release is quantized."""
+def _original_format(source: Checkpoint) -> str | None:
+    """The format, in words, of a quantized release that was dequantized, or None."""
+    if not isinstance(source, View):
+        return None
     from quant.formats.dequantize import format_of
 
-    return format_of(config).words
+    return format_of(source.source.config).words
 
 
 def _layout(source: HfCheckpoint | View, options: RunOptions) -> Layout:

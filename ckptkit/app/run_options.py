@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ckptkit.app.option import Needs, option
+from ckptkit.app.option import EXCLUDES, Needs, option, together
 from ckptkit.core.allocator import IN_FLIGHT
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
@@ -70,18 +70,20 @@ _NOT_QUANTIZED = (
 QUANTIZED = Needs(("quantization",), _NOT_QUANTIZED)
 
 
-def _given(*words: str, is_recorded: bool = True, otherwise: Any = None, **row: Any) -> Any:
+def _option(group: str, *words: str, is_recorded: bool = True, otherwise: Any = None, **row: Any) -> Any:
     """A field of RunOptions, and its option of the command line, as for `click.option`.
 
+    `group`: the options of verbs that it is one of, for `rows`.
     `is_recorded`: what is written depends on it, so manifests have it, and a run that is resumed must have the same.
     `otherwise`: the field's default, where it is another than the option's.
     """
     default = otherwise if otherwise is not None else row.get("default", False if row.get("is_flag") else None)
-    return field(default=default, metadata={"words": words, "option": option(*words, **row), "recorded": is_recorded})
+    metadata = {"group": group, "words": words, "option": option(*words, **row), "recorded": is_recorded, "row": row}
+    return field(default=default, metadata=metadata)
 
 
-_quantizing = partial(_given, needs=QUANTIZED)
-_resource = partial(_given, is_recorded=False)
+_converting, _writing = partial(_option, "converting"), partial(_option, "writing")
+_quantizing, _resource = partial(_option, "quantizing", needs=QUANTIZED), partial(_writing, is_recorded=False)
 
 
 @dataclass(frozen=True)
@@ -103,19 +105,19 @@ class RunOptions:
     verb: Literal["convert", "quantize"]
     src: str
     dst: str | Path
-    hf: str | None = _given(
+    hf: str | None = _converting(
         "--hf", type=PATH_OR_URL, help="HF directory that gives config, tokenizer and shard layout on the way back."
     )
-    merge: str | None = _given(
+    merge: str | None = _converting(
         "--merge", type=PATH, help="A PEFT adapter (LoRA) to merge into the weights; HF then stays HF."
     )
-    dtype: str = _given("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
-    dialect: str | None = _given(
+    dtype: str = _converting("--dtype", default="auto", show_default=True, type=click.Choice(DTYPES))
+    dialect: str | None = _converting(
         "--dialect",
         type=click.Choice(DIALECTS),
         help="Names of Megatron's tensors: GPTModel's (mcore, the default), with slime's modules, or HybridModel's.",
     )
-    unwitnessed: bool = _given(
+    unwitnessed: bool = _converting(
         "--unwitnessed",
         is_flag=True,
         help="Convert a kind of model that no released Megatron has loaded, by names read in another stack's source.",
@@ -131,7 +133,7 @@ class RunOptions:
         "slime's training rounds them; SGLang takes no other INT4 layers again, vLLM takes all. fp8-block, mxfp8: the "
         "rounding of trainers' updates.",
     )
-    tp: int | None = _given(
+    tp: int | None = _quantizing(
         "--tp",
         type=PARALLEL,
         needs=Needs(("quantization",), "leave it out: converting needs no parallel sizes, and the output loads at any"),
@@ -152,12 +154,6 @@ class RunOptions:
         type=click.Choice(["cpu", "cuda"]),
         help="What computes; the bytes are the same.",
     )
-    max_shard_size: int | None = _given(
-        "--max-shard-size",
-        callback=_size,
-        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release; of Megatron's files "
-        "an eighth of the weights, 500MB to 5GB]",
-    )
     workers: int | None = _resource(
         "--workers",
         type=click.IntRange(1),
@@ -172,6 +168,12 @@ class RunOptions:
         show_default=True,
         help="Most bytes of tensors in flight: 512MB, 2GB.",
     )
+    max_shard_size: int | None = _writing(
+        "--max-shard-size",
+        callback=_size,
+        help="Where a file of DST ends: 5GB, 512MiB or bytes. [default: as in the release; of Megatron's files "
+        "an eighth of the weights, 500MB to 5GB]",
+    )
     ray: str | None = _resource(
         "--ray",
         is_flag=False,
@@ -179,12 +181,12 @@ class RunOptions:
         metavar="[ADDRESS]",
         help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
     )
+    resume: bool = _resource("--resume", is_flag=True, help="Go on with what a run that was cut off has finished.")
     overwrite: bool = _resource(
         "--overwrite",
         is_flag=True,
         help="Replace what is at DST, once the new one is whole; at a URL, once its first file is.",
     )
-    resume: bool = _resource("--resume", is_flag=True, help="Go on with what a run that was cut off has finished.")
     dry_run: bool = _resource(
         "--dry-run",
         is_flag=True,
@@ -193,8 +195,6 @@ class RunOptions:
     )
 
     def __post_init__(self) -> None:
-        if self.overwrite and self.resume:
-            raise UsageError("--resume goes on with what is there, --overwrite replaces it", "give one of them")
         if self.resume and is_url(self.dst):
             message = f"{self.dst}: --resume is not supported for URL destinations"
             raise UsageError(message, "begin again with --overwrite")
@@ -204,22 +204,21 @@ class RunOptions:
                 f"--ray works on a file system that all nodes share, and {urls[0]} is a URL",
                 "copy to such a file system, or leave out --ray",
             )
-        if self.dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {self.dtype!r}", f"choose one of {', '.join(DTYPES)}")
+        for name, value, values in (("dtype", self.dtype, DTYPES), ("dialect", self.dialect, (None, *DIALECTS))):
+            if value not in values:
+                raise UsageError(f"unknown {name} {value!r}", f"choose one of {', '.join(filter(None, values))}")
         if self.merge is not None and (is_url(self.merge) or self.dialect is not None):
             message = "--merge makes an HF checkpoint of an adapter on a local disk"
             raise UsageError(message, "copy the adapter here; convert the merged checkpoint to Megatron after that")
-        if self.dialect is not None and self.dialect not in DIALECTS:
-            raise UsageError(f"unknown dialect {self.dialect!r}", f"choose one of {', '.join(DIALECTS)}")
-        if self.scheme is None:
-            names = ("like", "preset", "tp", "readers", "device")
-            if given := [_word(name) for name in names if self._is_given(name)]:
-                hint = "; what is converted to Megatron is not cut, and loads at any parallel size"
-                message = f"{', '.join(given)} is about quantized weights, and has no effect where none are written"
-                raise UsageError(message, _NOT_QUANTIZED + hint * ("--tp" in given))
-        elif self.preset:
-            if self.like:
-                raise UsageError("--like and --preset both say what is packed", "give one of them")
+        quantizing = [_word(name) for name in _FIELDS if _row(name).get("needs") and self._is_given(name)]
+        if quantizing and self.scheme is None:
+            hint = "; what is converted to Megatron is not cut, and loads at any parallel size"
+            message = f"{', '.join(quantizing)} is about quantized weights, and has no effect where none are written"
+            raise UsageError(message, _NOT_QUANTIZED + hint * ("--tp" in quantizing))
+        for names, hint in EXCLUDES:
+            if len(words := [_word(name) for name in names if name in _FIELDS and self._is_given(name)]) > 1:
+                raise UsageError(f"{' and '.join(words)} exclude each other", hint)
+        if self.scheme is not None and self.preset:
             self.scheme.check_preset()
 
     def _is_given(self, name: str) -> bool:
@@ -266,39 +265,18 @@ _FIELDS = {one.name: one for one in fields(RunOptions)}
 
 
 def _word(name: str) -> str:
-    """A field as a command line has it."""
     return str(_FIELDS[name].metadata["words"][0])
 
 
-def row(name: str) -> Callable[[Any], Any]:
-    """The option of a field, as a decorator of a verb."""
-    made: Callable[[Any], Any] = _FIELDS[name].metadata["option"]
-    return made
+def _row(name: str) -> Mapping[str, Any]:
+    """The option of a field, as it is given to `click.option`; empty of others."""
+    return _FIELDS[name].metadata.get("row", {}) if name in _FIELDS else {}
 
 
-class GivenOptions(TypedDict, total=False):
-    """What `ckptkit.convert` and `ckptkit.quantize` accept: the fields of RunOptions, as users write them.
-
-    Paths come in any form, sizes also as "5GB".
-    """
-
-    hf: str | Path | None
-    merge: str | Path | None
-    dtype: str
-    dialect: str | None
-    unwitnessed: bool
-    like: str | Path | None
-    preset: Literal["rl"] | None
-    readers: Sequence[str] | None
-    tp: int | None
-    device: str
-    max_shard_size: int | str | None
-    workers: int | None
-    memory: int
-    ray: str | None
-    overwrite: bool
-    resume: bool
-    dry_run: bool
+def rows(*names: str, group: str = "") -> Callable[[Any], Any]:
+    """The options of these fields, or of a group, as a decorator of a verb."""
+    chosen = [one.metadata for one in fields(RunOptions) if one.name in names or one.metadata.get("group") == group]
+    return together(*(one["option"] for one in chosen))
 
 
 def run_options(
@@ -306,12 +284,20 @@ def run_options(
     src: str | Path,
     dst: str | Path,
     scheme: Scheme | None = None,
-    **given: Unpack[GivenOptions],
+    **options: Any,
 ) -> RunOptions:
-    """Makes RunOptions of what a user gave. Raises as RunOptions does, and TypeError for an unknown option."""
-    options: dict[str, Any] = dict(given)
-    size = options.get("max_shard_size")
-    options["max_shard_size"] = parse_size(size) if isinstance(size, str) else size
-    options["readers"] = tuple(options.get("readers") or ALL_READERS)
-    options |= {name: absolute(options[name]) for name in ("hf", "like", "merge") if options.get(name)}
-    return RunOptions(verb, absolute(src), place(dst), scheme=scheme, **options)
+    """Makes RunOptions of fields as a user writes them: paths in any form, sizes also as "5GB", readers in a list.
+
+    Raises as RunOptions does, and TypeError for an unknown option.
+    """
+    values = {name: _value(name, value) for name, value in options.items()}
+    return RunOptions(verb, absolute(src), place(dst), scheme=scheme, **values)
+
+
+def _value(name: str, value: Any) -> Any:
+    row = _row(name)
+    if row.get("multiple"):
+        return tuple(value or getattr(RunOptions, name))
+    if row.get("callback") is _size and isinstance(value, str):
+        return parse_size(value)
+    return absolute(value) if value and row.get("type") in (PATH, PATH_OR_URL) else value

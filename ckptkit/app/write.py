@@ -21,7 +21,7 @@ from ckptkit.storage.url import absolute, place
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import Journal
-from ckptkit.transfer.ray import check_gpus, connected, cpus, outcomes, pieces_of
+from ckptkit.transfer.ray import check_gpus, cpus, outcomes, pieces_of, ray_cluster
 
 
 def write_files(
@@ -76,7 +76,7 @@ def write_on_ray(options: RunOptions, plan: ConversionPlan, partial: Path, journ
     what a task raised.
     """
     gpus = int(options.device == "cuda")
-    with connected(options.ray or "auto", options.workers) as ray:
+    with ray_cluster(options.ray or "auto", options.workers) as ray:
         if gpus:
             check_gpus(ray)
         token = journal.begin_run()

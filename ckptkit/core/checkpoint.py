@@ -40,10 +40,7 @@ class CheckpointWriter(Protocol):
     """Takes each tensor once, in any order. Nothing is visible under the final path before `finish`."""
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor, whose memory may be used again afterwards.
-
-        Raises CkptkitError when it is not what was announced or is written twice.
-        """
+        """Stores a tensor. Raises CkptkitError if it is not the announced one or is written twice."""
 
     def finish(self) -> None:
         """Completes the checkpoint. Raises CkptkitError when a tensor is missing."""

@@ -22,12 +22,11 @@ ErrorCode = Literal[
 
 
 class CkptkitError(Exception):
-    """What is wrong (naming file and tensor) and, as `hint`, what to do next, each on one line.
+    """A fault (naming file and tensor) and, as `hint`, what to do next, each on one line. The exit code is 2.
 
-    The command line exits with code 2. `details`: what is wrong one by one; `message` has all of them, and printed each
-    has a line of its own.
-    `code`: what kind of error it is, for programs; codes do not change, messages do.
-    `resumable`: whether the same job may end well another time, so that what it has finished is worth keeping.
+    `details`: faults one by one, which `message` has too, and which are printed on lines of their own.
+    `code`: the kind of error, for programs; codes do not change, messages do.
+    `resumable`: the same job may end well another time, so that what it has finished is worth keeping.
     """
 
     code: ErrorCode = "other"
@@ -70,6 +69,9 @@ class DamagedError(CkptkitError):
     """A file is cut short, is not what its name says, or contradicts another of its checkpoint."""
 
     code = "damaged"
+
+    def __init__(self, message: str, hint: str | None = "the file is damaged; copy it again") -> None:
+        super().__init__(message, hint)
 
 
 class UnsupportedError(CkptkitError):

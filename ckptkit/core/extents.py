@@ -21,16 +21,10 @@ class ByteRange(NamedTuple):
 
 
 class Reader(Protocol):
-    """Memory that byte ranges are read into, for one thread at a time.
-
-    What it returns is valid until the next `load` or `read`.
-    """
+    """Memory of one thread that byte ranges are read into; results are valid until the next `load` or `read`."""
 
     def load(self, ranges: Iterable[ByteRange]) -> None:
-        """Replaces what was loaded by these ranges. Nothing is loaded where they are too large together.
-
-        Unreadable ranges are skipped: whoever reads them later raises, and names the tensor.
-        """
+        """Replaces the loaded ranges, by none if too large. Skips unreadable ones: who reads them later raises."""
 
     def loaded(self, wanted: ByteRange) -> Tensor | None:
         """Bytes that are loaded, uint8 [bytes]. Neighbours in a file are neighbours in memory."""
@@ -50,10 +44,7 @@ class Extent(Protocol):
     def crc(self) -> int | None: ...
 
     def read(self, reader: Reader, start: int, nbytes: int) -> memoryview:
-        """The next bytes, in the memory of `reader`; `start` is where the last call ended.
-
-        Raises OSError and CkptkitError.
-        """
+        """The next bytes, in the memory of `reader`, from `start`, the last end. Raises OSError, CkptkitError."""
 
 
 class FileBacked(Checkpoint, Protocol):

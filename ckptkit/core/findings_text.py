@@ -37,10 +37,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class TextReport:
-    """What a verb says: findings, the worst first, then `sections`, `closing` lines, and the verdict.
+    """The output of a verb: findings, the worst first, then `sections`, `closing` lines, and the verdict.
 
-    `verdict` is a word or two, and the rest of its line. `more` says where to find what is left out. `headline` is a
-    sentence that comes before everything.
+    `verdict`: a word or two, and the rest of its line. `more`: where the rest is. `headline`: a sentence before all.
     """
 
     entries: Sequence[Entry]
@@ -75,7 +74,9 @@ def _blocks(report: TextReport, width: int, every: bool) -> Iterator[Iterable[Li
     yield _wrapped(report.headline, "", "  ", width)
     if not (report.headline and len(report.entries) == 1 and report.entries[0].fields):  # said by the headline
         yield [*(line for one in listed for line in _listed(one, widths, width)), *more]
-    detailed = [one for one in (report.entries if every else _firsts(report.entries)) if one.fields]
+    firsts = {_label(one): one for one in reversed(report.entries)}
+    chosen = report.entries if every else [one for one in report.entries if firsts[_label(one)] is one][:_DETAILED]
+    detailed = [one for one in chosen if one.fields]
     yield from (_detailed(one, width) for one in detailed)
     if left := sum(bool(one.fields) for one in report.entries) - len(detailed):
         yield _wrapped(f"Details of {left} more finding{'s' * (left > 1)}: {report.more}.", "", "", width)
@@ -115,12 +116,6 @@ def _shortened(text: str, width: int) -> str:
     if head.rfind("(") > head.rfind(")"):
         head = head[: head.rfind("(")]
     return f"{head.rstrip(' ,;:')} …" if blank else f"{text.split(' ', 1)[0]} …"
-
-
-def _firsts(entries: Sequence[Entry]) -> list[Entry]:
-    """The first finding of each of the first kinds."""
-    firsts = {(one.severity, one.kind): one for one in reversed(entries)}
-    return [one for one in entries if firsts.get((one.severity, one.kind)) is one][:_DETAILED]
 
 
 def _detailed(one: Entry, width: int) -> Iterator[Line]:

@@ -19,10 +19,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def program_version() -> str:
-    """Returns the installed version; of a checkout that is not installed what its pyproject.toml has, `+checkout`.
-
-    "unknown" where there is neither.
-    """
+    """The installed version, or of a checkout the one in pyproject.toml with `+checkout`, or "unknown"."""
     try:
         return version(_NAME)
     except PackageNotFoundError:

@@ -39,10 +39,7 @@ HIDDEN = "a variable whose value may be a secret"
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Whether an environment variable may hold a password, a key or a token: by its name, or in a URL.
-
-    HIDDEN in place of its value is one too.
-    """
+    """Whether a variable holds a password, key or token, by its name or a URL; HIDDEN in place of it counts."""
     return value == HIDDEN or _SECRET.search(name) is not None or without_credentials(value) != value
 
 
@@ -98,10 +95,7 @@ def start_python(
 
 @contextmanager
 def isolated_in(folder: Path, **more: str) -> Iterator[None]:
-    """Within this, what other libraries start is isolated and in `folder`, with `more` variables.
-
-    The directory and the variables are those of all threads of this process.
-    """
+    """Isolates what other libraries start, in `folder` with `more` variables; for all threads of this process."""
     before = dict(os.environ)
     here = os.open(os.curdir, os.O_PATH | os.O_DIRECTORY)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 MAX_BYTES = 1 << 26  # of a file: the index of a model of 10^12 parameters has about 2 x 10^7
@@ -15,10 +16,8 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def parse(text: bytes, most_values: int = MAX_VALUES) -> Any:
-    """The value that `text` says. Raises ValueError for text that is not JSON, or past a bound of this module.
-
-    So does a key that an object has twice, of which readers take one or the other, and half of a surrogate pair, which
-    no encoding can write again.
+    """The value of JSON text. Raises ValueError for other text, past a bound of this module, for a duplicate key, which
+    readers resolve differently, and for half of a surrogate pair, which no encoding can write again.
     """
     if len(text) > MAX_BYTES:
         raise ValueError(f"{len(text)} bytes, and at most {MAX_BYTES} are read")
@@ -47,10 +46,14 @@ def require_characters(text: bytes, value: Any) -> None:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"{json.dumps(twice[:80])} stands twice in one object")
+        raise ValueError(f"{json.dumps(repeated_keys(pairs)[0][:80])} stands twice in one object")
     return found
+
+
+def repeated_keys(pairs: Sequence[tuple[str, Any]]) -> list[str]:
+    """The keys that come again, in order."""
+    seen: set[str] = set()
+    return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
 def _integer(digits: str) -> int:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Step:
     """A pure function from some tensors to others. `label` names it in `--dry-run`.
 
-    `is_byte_copy`: the bytes of the outputs, one after the other, are those of the inputs. Of a single input they may
-    be the first ones only.
+    `is_byte_copy`: the bytes of the outputs in order are those of the inputs; of a single input they may be the first.
     """
 
     inputs: tuple[str, ...]
@@ -87,15 +86,8 @@ class View:
         self.source = source
         self._plan = plan
         self._step_of = {spec.name: step for step in plan.steps for spec in step.outputs}
-        self._specs = {spec.name: spec for step in plan.steps for spec in step.outputs}
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self._plan.config
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return self._specs
+        self.config: Mapping[str, Any] = plan.config
+        self.specs: Mapping[str, TensorSpec] = {spec.name: spec for step in plan.steps for spec in step.outputs}
 
     @cached_property
     def groups(self) -> Sequence[tuple[str, ...]]:
@@ -127,7 +119,6 @@ class View:
         return self.source.files_of(self.inputs(names))
 
     def byte_ranges(self, names: Sequence[str]) -> Iterable[ByteRange]:
-        """What is read of local files to make these tensors."""
         return byte_ranges_of(self.source, self.inputs(names))
 
     def shares_memory(self, name: str) -> bool:
@@ -136,19 +127,17 @@ class View:
         return step.is_byte_copy and len(step.inputs) == 1
 
     def is_streamable(self, name: str) -> bool:
-        """Whether every plan copies the bytes of a tensor, and they stand in files in order."""
         step = self._step_of[name]
         return step.is_byte_copy and all(is_streamable(self.source, source) for source in step.inputs)
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where the bytes of a tensor stand in files, if plans only copy them and it begins where an extent does."""
         step = self._step_of[name]
         if not step.is_byte_copy:
             return None
         before = itertools.takewhile(lambda spec: spec.name != name, step.outputs)
         # Of a padded vocabulary the last rows are left out.
         at, begin = 0, sum(spec.nbytes for spec in before)
-        end, found = begin + self._specs[name].nbytes, list[Extent]()
+        end, found = begin + self.specs[name].nbytes, list[Extent]()
         for source in step.inputs:
             extents = extents_of(self.source, source)
             if extents is None or (
@@ -241,15 +230,8 @@ class Joined:
                 f"two checkpoints to join both hold {summarize(both)}", "name the right HF directory with --hf"
             )
         self._parts = (first, second)
-        self._specs = {**first.specs, **second.specs}
-
-    @property
-    def config(self) -> Mapping[str, Any]:
-        return self._parts[0].config
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        return self._specs
+        self.config: Mapping[str, Any] = first.config
+        self.specs: Mapping[str, TensorSpec] = {**first.specs, **second.specs}
 
     @property
     def groups(self) -> Sequence[tuple[str, ...]]:
@@ -260,16 +242,13 @@ class Joined:
         return list(dict.fromkeys(itertools.chain.from_iterable(found)))
 
     def byte_ranges(self, names: Sequence[str]) -> Iterator[ByteRange]:
-        """What is read of local files to make these tensors."""
         for part in self._parts:
             yield from byte_ranges_of(part, [name for name in names if name in part.specs])
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where the bytes of a tensor stand in files, if they do."""
         return next(extents_of(part, name) for part in self._parts if name in part.specs)
 
     def is_streamable(self, name: str) -> bool:
-        """Whether the bytes of a tensor stand in files as they are and in order."""
         return next(is_streamable(part, name) for part in self._parts if name in part.specs)
 
     def read(self, names: Sequence[str], reader: Reader | None = None) -> dict[str, Tensor]:

@@ -139,10 +139,9 @@ _RAW = re.compile(r"[^\n -~]|##(?=\w*\[)")
 
 
 def json_text(content: Any) -> str:
-    """Indented JSON in ASCII, of which no terminal and no CI system takes anything for a command.
+    """Indented JSON in ASCII without credentials in URLs, in which no terminal and no CI system sees a command.
 
-    Half of a surrogate pair, which other parsers refuse, becomes the text of its escape (`\\\\ud800`). Credentials in
-    URLs are left out.
+    Half of a surrogate pair, which other parsers refuse, becomes the text of its escape (`\\\\ud800`).
     """
     return _RAW.sub(_json_escape, without_credentials(json.dumps(content, indent=2, ensure_ascii=False)))
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,25 +48,18 @@ _PIECE = 4 << 20  # bytes, or positions, that are decoded at a time
 _WRONG = "the file was changed or cut, or the writer had a tensor of another dtype or shape"
 
 
-def _xxh3(content: memoryview) -> str:
-    import xxhash
-
-    return xxhash.xxh3_128_hexdigest(content)
-
-
 # In hexadecimal, of the bytes of a tensor.
 CHECKSUMS: dict[str, Callable[[memoryview], str]] = {
-    "xxh3-128": _xxh3,
+    "xxh3-128": lambda content: import_module("xxhash").xxh3_128_hexdigest(content),
     "blake3": lambda content: blake3(content).hexdigest(),
     "adler32": lambda content: f"{zlib.adler32(content):08x}",
 }
 
 
 def apply(encoding: str, payload: Bytes, state: Bytes) -> int:
-    """Changes the bytes of a tensor in place, and returns how many of them are others now.
+    """Changes the bytes of a tensor in place by one of ENCODINGS. Returns the number of changed bytes.
 
-    `encoding`: one of ENCODINGS. Raises DamagedError for a payload that is not of a tensor of so many bytes; then
-    `state` is of no use any more.
+    Raises DamagedError for a payload that is not of a tensor of so many bytes; then `state` is of no use any more.
     """
     import zstandard
 
@@ -126,7 +120,6 @@ def _decoded(payload: Bytes) -> ZstdDecompressionReader:
 
 
 def _next(stream: ZstdDecompressionReader, size: int) -> Bytes:
-    """The next bytes: fewer where the data ends."""
     parts, missing = [], size
     while missing and (part := stream.read(missing)):
         parts.append(part)
@@ -209,7 +202,7 @@ def chain_at(path: Path) -> Chain:
     return Chain(root, target, versions, start)
 
 
-def lone(path: Path) -> Chain:
+def single_delta(path: Path) -> Chain:
     """One delta, without those before it. Raises CkptkitError where its directory does not have the name of one."""
     here = VERSION.fullmatch(path.name)
     if here is None:
@@ -255,10 +248,7 @@ def _stated_faults(number: int, stated: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def file_faults(chain: Chain, specs: Mapping[str, TensorSpec] | None) -> Iterator[FileFault]:
-    """Files that are not whole or not those of the index, and tensors that are not those of the base.
-
-    `specs`: the tensors of the base; None where it is not known.
-    """
+    """Faults of files, and of tensors against `specs`, those of the base (None: not known)."""
     for one in chain.deltas:
         for shard in one.shards:
             yield from ((shard.path, fault) for fault in (*shard.faults, *_tensor_faults(shard, specs)))
@@ -304,10 +294,7 @@ class Patch:
     shard: Shard
 
     def apply(self, tensor: Tensor) -> int:
-        """Changes a tensor in place, and returns how many of its bytes are others now.
-
-        Raises DamagedError where the change cannot be decoded, or gives other bytes than the writer had.
-        """
+        """Changes a tensor in place. Returns the number of changed bytes. Raises DamagedError, also for other bytes."""
         stated, where = self.version.metadata, f"{self.shard.path}: {self.name}"
         state = np.frombuffer(bytes_of(tensor), np.uint8)
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from itertools import chain, islice
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ckptkit.core.errors import CkptkitError, DamagedError, MissingError, UnsupportedError, UsageError
 from ckptkit.storage.directory import Directory, Listing
@@ -158,30 +158,24 @@ _URL = re.compile(r"(?:^|/)([a-z][a-z0-9+.-]*):/+(.*)", re.IGNORECASE)
 Kind = Literal["hf", "megatron", "deltas"]
 
 
-class HasKind(Protocol):
-    """What a kind belongs to, where it is known."""
-
-    @property
-    def kind(self) -> Kind | None:
-        """An HF directory, a Megatron checkpoint, or deltas against an HF directory."""
-
-
 class OfKind:
-    """Tells the kinds apart, so that nothing else compares their names."""
+    """Has a `kind`, if known: an HF directory, a Megatron checkpoint, or deltas against an HF directory."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> Kind | None: ...
 
     @property
-    def is_hf(self: HasKind) -> bool:
-        """Whether it is an HF directory."""
+    def is_hf(self) -> bool:
         return self.kind == "hf"
 
     @property
-    def is_megatron(self: HasKind) -> bool:
-        """Whether it is a Megatron checkpoint."""
+    def is_megatron(self) -> bool:
         return self.kind == "megatron"
 
     @property
-    def is_deltas(self: HasKind) -> bool:
-        """Whether it is one published delta, or a directory of them."""
+    def is_deltas(self) -> bool:
         return self.kind == "deltas"
 
 
@@ -210,10 +204,7 @@ class Location(OfKind):
 
 
 def locate(path: str | Path | Directory) -> Location:
-    """What kind of checkpoint lies at `path`. Raises CkptkitError when there is none or it is ambiguous.
-
-    Raises CkptkitError as `require_own_files` too.
-    """
+    """The kind of checkpoint at `path`. Raises CkptkitError if none or ambiguous, and as `require_own_files`."""
     if isinstance(path, Directory):
         return replace(locate(path.path), remote=path.remote)
     location = _located(path)
@@ -325,29 +316,24 @@ def is_nemo(root: Path) -> bool:
 
 
 def iteration_of(root: Path) -> Path:
-    """The directory with the weights of a Megatron root, or of an iteration, which is itself.
-
-    Raises CkptkitError as `tracked`, and UnsupportedError for NeMo's weights in another format than torch_dist.
-    """
+    """The directory of weights of a Megatron root or iteration. Raises as `tracked_iteration`, and for zarr."""
     if (root / TRACKER).exists():
-        return tracked(root)
+        return tracked_iteration(root)
     if not is_nemo(root):
         return root
     if not (root / "weights" / ".metadata").exists():
         hint = (
-            "load it with the NeMo that wrote it and save it as torch_dist (zarr was its format before 2.1), or export"
+            "load it with its own NeMo and save it as torch_dist (zarr was its format before 2.1), or export it to HF"
         )
-        raise UnsupportedError(
-            f"{root} is a checkpoint of NeMo 2 whose weights are not in torch_dist", f"{hint} it to HF"
-        )
+        raise UnsupportedError(f"{root} is a checkpoint of NeMo 2 whose weights are not in torch_dist", hint)
     return root / "weights"
 
 
-def tracked(root: Path) -> Path:
+def tracked_iteration(root: Path) -> Path:
     """The directory that the tracker of a Megatron root names.
 
-    Raises CkptkitError where it does not exist and as `files_below`, UsageError for the root of a run of verl, and
-    UnsupportedError for a save of miles' FSDP trainer.
+    Raises CkptkitError if missing, as `files_below`, and for the root of a run of verl or a save of miles' FSDP
+    trainer.
     """
     text = tracker_text(root)
     if text != "release" and not (text.isdecimal() and len(text) <= _MAX_DIGITS):

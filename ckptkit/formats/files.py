@@ -20,10 +20,7 @@ Piece = Callable[[int, int], memoryview]
 
 
 def part_bytes(nbytes: int) -> int:
-    """Where a file of so many bytes of weights ends, so that a run that is cut off keeps what it has finished.
-
-    An eighth of them, from 500 MB to 5 GB: in one file nothing would be finished before all is.
-    """
+    """Bytes of a file, an eighth of the weights (500 MB to 5 GB): a run that is cut off keeps finished files."""
     return min(max(nbytes // _PARTS, _LEAST_BYTES), FILE_BYTES)
 
 

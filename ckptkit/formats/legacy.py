@@ -117,7 +117,7 @@ def _args_of(file: SavedFile) -> Mapping[str, Any]:
             f"{file.path} holds no training arguments", "they say which layers a rank has; was it saved by Megatron-LM?"
         )
     if not is_bounded(found := dict(vars(stored))):
-        raise DamagedError(f"{file.path}: its training arguments have no end", "the file is damaged; copy it again")
+        raise DamagedError(f"{file.path}: its training arguments have no end")
     return found
 
 
@@ -186,7 +186,7 @@ def _models(file: SavedFile) -> list[Mapping[str, Any]]:
 def _chunk(file: SavedFile, content: Mapping[str, Any]) -> dict[str, SavedTensor]:
     tensors = {}
     if problem := long_name(map(str, content)):
-        raise DamagedError(f"{file.path} has {problem}", "the file is damaged; copy it again")
+        raise DamagedError(f"{file.path} has {problem}")
     for name, value in content.items():
         if isinstance(value, dict):
             raise CkptkitError(

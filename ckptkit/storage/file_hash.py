@@ -38,10 +38,7 @@ class FileHash:
         self._changed = Condition()
 
     def add(self, offset: int, piece: Tensor) -> None:
-        """Takes bytes that have been read, a contiguous tensor. Those that were taken before are left alone.
-
-        Waits while another thread hashes and too many bytes wait for it. Raises OSError.
-        """
+        """Takes contiguous bytes, once; waits while too many wait for another thread. Raises OSError."""
         with self._changed:
             while self._busy and self._ahead and self._ahead + piece.nbytes > _AHEAD:
                 self._changed.wait()

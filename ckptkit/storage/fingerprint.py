@@ -29,7 +29,7 @@ def fingerprint(
         if folder.remote is not None:
             digest.update(json.dumps([folder.remote.url, sorted(folder.remote.versions.items())]).encode())
             continue
-        for path in sorted(_below(folder.path)):
+        for path in sorted(Path(parent, name) for parent, _, names in os.walk(folder.path) for name in names):
             # A file that is removed while others are looked at is not there.
             with suppress(FileNotFoundError):
                 if not counts(path.relative_to(folder.path)) or not path.is_file():
@@ -38,17 +38,6 @@ def fingerprint(
                 times = [found.st_mtime_ns, *([found.st_ctime_ns] if is_strict else [])]
                 digest.update(json.dumps([str(path), found.st_size, *times]).encode())
     return digest.hexdigest()
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """What is below a folder, as far as it may be read."""
-    folders = [folder]
-    while folders:
-        with suppress(OSError), os.scandir(folders.pop()) as entries:
-            for entry in entries:
-                yield Path(entry.path)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
 
 
 class ChangedError(CkptkitError):
@@ -60,10 +49,7 @@ class ChangedError(CkptkitError):
 
 @contextmanager
 def unchanged(folders: Iterable[Path], counts: Counts = lambda _: True) -> Iterator[None]:
-    """Raises ChangedError where a file below these folders that `counts` was written or removed while the block ran.
-
-    Also in place of what the block raised then: that is what came of it.
-    """
+    """Raises ChangedError if a file below these folders that `counts` changed meanwhile, also after an error."""
     watched = list(folders)
     before = fingerprint(watched, counts)
     try:

@@ -25,7 +25,7 @@ def dangling_in(root: Path, within: Path | None = None) -> Mapping[str, str]:
     return {name: target for name, target in found.items() if target is not None}
 
 
-def in_words(links: Mapping[str, str]) -> str:
+def format_links(links: Mapping[str, str]) -> str:
     """`2 links lead nowhere: a to ../x, b to ../y`."""
     shown = [f"{name} to {target}" for name, target in list(links.items())[:_SHOWN]]
     more = f" and {len(links) - _SHOWN} more" if len(links) > _SHOWN else ""

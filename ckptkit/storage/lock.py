@@ -2,6 +2,9 @@
 
 The file has the kernel's own lock (flock), which a process that is killed lets go. NFS has such locks on the server,
 Lustre where it is mounted with `flock`. Elsewhere the file itself is the lock, and after a crash must be removed.
+
+The library filelock does not replace this; 4.2 was tried. It raises on ENOLCK and EOPNOTSUPP, locks pipes and files of
+other programs, does not name the holder of a flock, and creates the file in order to see whether it is held.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ _MAX_BYTES = 1000  # bytes of a lock file that are read
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Holds the lock file `path` while the block runs. Raises CkptkitError when another run holds it."""
     descriptor = _acquired(path)
     try:
@@ -41,7 +44,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def check_free(path: Path) -> None:
-    """Raises CkptkitError, as `locked` does, when another run holds the lock file `path`."""
+    """Raises CkptkitError, as `hold_lock` does, when another run holds the lock file `path`."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _FLAGS)
     except FileNotFoundError:
@@ -57,7 +60,6 @@ def check_free(path: Path) -> None:
 
 
 def _acquired(path: Path) -> int:
-    """A descriptor that holds the lock."""
     for left in reversed(range(_TRIES)):
         descriptor, made = _opened(path)
         try:

@@ -73,7 +73,6 @@ class InputFile:
         return done
 
     def _read_piece(self, buffer: memoryview, offset: int, *, on_blocks: bool) -> int:
-        """Reads at most BUFFER bytes."""
         if len(buffer) >= LARGE and not _is_cached(self._descriptor, offset, len(buffer)) and self._direct is not None:
             try:
                 return os.preadv(self._direct, [buffer], offset) if on_blocks else self._read_between(buffer, offset)
@@ -198,7 +197,6 @@ def _runs(ranges: Iterable[ByteRange]) -> list[ByteRange]:
 
 
 def _blocks(wanted: ByteRange) -> tuple[int, int]:
-    """Begin and end of the blocks that hold a range."""
     return wanted.begin // BLOCK * BLOCK, _up_to_block(wanted.end)
 
 

@@ -27,12 +27,10 @@ class ForeignFileError(CkptkitError):
 def files_below(root: Path, within: Path | None = None) -> list[Path]:
     """Every file below `root`, relative to it and sorted; none where there is no such directory.
 
-    Hidden files and folders are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None:
-    `root`), and from a snapshot of the hub's cache into its model's blobs. Those that lead to nothing there are in the
-    list.
-
-    Raises ForeignFileError for any other link and for what is neither a file nor a directory, and CkptkitError where
-    there are more than MAX_FILES files, or folders deeper than MAX_DEPTH.
+    Hidden files are left out, but for Megatron's `.metadata`. Links are followed inside `within` (None: `root`), and
+    from a snapshot of the hub's cache into its model's blobs; those that lead to nothing are listed. Raises
+    ForeignFileError for other links and special files, and CkptkitError for more than MAX_FILES files or folders deeper
+    than MAX_DEPTH.
     """
     bound = os.path.realpath(within or root)
     if within not in (None, root) and root.is_symlink():
@@ -62,7 +60,7 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
     return sorted(found)
 
 
-def everything(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def walk_tree(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """A path and all that is below it, hidden or not, links not followed. Raises OSError where it is not there."""
     found = root.lstat()
     yield root, found
@@ -135,10 +133,10 @@ def overlaps(target: Path, source: Path) -> bool:
     """Whether writing or replacing directory `target`, which need not exist, would change `source`. Raises OSError."""
     if not source.exists():
         return False
-    folders = {_identity(found) for _, found in everything(source) if stat.S_ISDIR(found.st_mode)}
+    folders = {_identity(found) for _, found in walk_tree(source) if stat.S_ISDIR(found.st_mode)}
     if not folders.isdisjoint(_identity(parent.stat()) for parent in target.resolve().parents):
         return True
-    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in everything(target))
+    return target.exists() and not set(_read(source)).isdisjoint(_identity(found) for _, found in walk_tree(target))
 
 
 def _read(root: Path) -> Iterator[Identity]:
@@ -146,7 +144,7 @@ def _read(root: Path) -> Iterator[Identity]:
 
     A file with a second name (a hard link) stays when the first is removed, and nothing is written in place.
     """
-    for path, found in everything(root):
+    for path, found in walk_tree(root):
         if not stat.S_ISLNK(found.st_mode):
             if stat.S_ISDIR(found.st_mode) or found.st_nlink == 1:
                 yield _identity(found)

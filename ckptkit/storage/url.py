@@ -69,10 +69,7 @@ def refuse_credentials(url: str) -> None:
 
 
 def place(path: str | Path) -> str | Path:
-    """A URL as it is, and as a Path what lies on this machine, also where that is said with `file://`.
-
-    Raises UsageError as `refuse_credentials`.
-    """
+    """A URL as it is, a local path or `file://` as Path. Raises UsageError as `refuse_credentials`."""
     refuse_credentials(str(path))
     return path if is_url(path) and not path.startswith("file://") else Path(str(path).removeprefix("file://"))
 
@@ -241,7 +238,6 @@ class Store:
 
 
 def _open(url: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a URL, and the path in it."""
     from fsspec.core import url_to_fs
 
     opened: tuple[AbstractFileSystem, str]
@@ -265,10 +261,7 @@ def _scheme(url: str) -> str:
 
 
 def _below(root: str, path: str) -> str:
-    """The name of `path` relative to `root`, empty for `root` itself.
-
-    A store takes any key: raises CkptkitError for one that would lead out of `root`.
-    """
+    """The name of `path` relative to `root`, empty for itself. Raises CkptkitError for a key that leads out of it."""
     name = path.removeprefix(root).removeprefix("/").rstrip("/")
     if not path.startswith(root) or (name and {"", ".", ".."} & set(name.split("/"))):
         raise CkptkitError(

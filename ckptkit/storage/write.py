@@ -25,10 +25,7 @@ _OPEN, _OF_THREAD = 24, 2
 
 @dataclass
 class _Region:
-    """BUFFER bytes of a file from `begin` on, or those up to its end.
-
-    `filled`: which have come, `count` of them in all. `users`: threads that are copying more.
-    """
+    """BUFFER bytes of a file from `begin` on. `filled`, `count`: what has come. `users`: threads that copy more."""
 
     file: WrittenFile
     begin: int
@@ -42,7 +39,6 @@ class _Region:
         return self.count == min(BUFFER, self.file.size - self.begin)
 
     def write(self) -> None:
-        """Writes what has come."""
         runs: list[tuple[int, int]] = []
         for begin, end in sorted(self.filled):
             runs.append((runs.pop()[0] if runs and runs[-1][1] == begin else begin, end))
@@ -172,10 +168,7 @@ _AT_ONCE = 16  # a file system flushes what is asked for together at once
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes `content` (text in UTF-8) in place of `path`, under another name until it is whole. Raises OSError.
-
-    A link at `path` is replaced, not followed.
-    """
+    """Replaces `path`, or a link there, by `content` (text in UTF-8), complete or not at all. Raises OSError."""
     descriptor, name = new_file(path)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -190,10 +183,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def new_file(path: Path) -> tuple[int, Path]:
-    """A new file beside `path` with a name of its own, open for reading and writing, and that name. Raises OSError.
-
-    Its permissions are those of any new file: what the umask leaves.
-    """
+    """Opens a new file beside `path` with a unique name and default permissions. Returns both. Raises OSError."""
     name = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     return os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), name
 

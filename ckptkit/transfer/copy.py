@@ -27,10 +27,7 @@ Names = Sequence[str]
 
 @dataclass(frozen=True)
 class _Batch:
-    """Groups that one thread reads at once and writes, and the bytes of memory that they take.
-
-    `streams`: where the bytes of each tensor stand, of a single group that goes through a buffer.
-    """
+    """Groups that a thread moves at once, in `memory` bytes. `streams`: extents of a single group for a buffer."""
 
     groups: Sequence[Names]
     memory: int
@@ -51,11 +48,9 @@ def copy(
     `workers` threads (None: `threads`) each take a few groups from reading to writing. Groups go in order, at most
     `memory` bytes of them at a time, or one. What is written does not depend on either.
     """
-    groups = (
-        source.groups
-        if only is None
-        else [kept for names in source.groups if (kept := tuple(name for name in names if name in only))]
-    )
+    groups = source.groups
+    if only is not None:
+        groups = [kept for names in groups if (kept := tuple(name for name in names if name in only))]
     total = sum(source.specs[name].nbytes for names in groups for name in names)
     try:
         with progress(label, total) as advance:
@@ -80,10 +75,7 @@ def threads(memory: int) -> int:
 def _copied(
     source: Checkpoint, groups: Sequence[Names], writer: CheckpointWriter, workers: int, memory: int, total: int
 ) -> Iterator[int]:
-    """Moves these groups, of `total` bytes. Yields the bytes of each batch that has been written.
-
-    Raises FinalError for what is wrong with the source: once it is mended, it is another source.
-    """
+    """Moves groups. Yields the bytes of each batch. Raises FinalError where the source has to be repaired first."""
     readers = [FileReader() for _ in range(workers)]
 
     def move(batch: _Batch) -> int:
@@ -135,7 +127,6 @@ def _batches(source: Checkpoint, groups: Iterable[Names], streams: bool, memory:
 
 
 def _move(source: Checkpoint, batch: _Batch, writer: CheckpointWriter, reader: FileReader) -> int:
-    """Moves a batch. Returns its bytes."""
     if batch.streams and isinstance(writer, FilesWriter):
         for name, extents in batch.streams.items():
             writer.write_extents(name, extents, reader)

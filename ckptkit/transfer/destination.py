@@ -15,12 +15,12 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST
-from ckptkit.storage.lock import check_free, locked
-from ckptkit.storage.tree import everything, overlaps
+from ckptkit.storage.lock import check_free, hold_lock
+from ckptkit.storage.tree import overlaps, walk_tree
 from ckptkit.storage.write import sync_tree
 from ckptkit.transfer.journal import JOURNAL, Journal
-from ckptkit.transfer.manifest import was_asked
-from ckptkit.transfer.replaceable import require_replaceable
+from ckptkit.transfer.manifest import has_identity
+from ckptkit.transfer.replacement import require_replaceable
 
 _PARTIAL = ".partial"
 _Listed = Mapping[str, tuple[int, int] | None]  # of a directory: see `_files_in`
@@ -30,13 +30,10 @@ _MARK, _OLD, _GONE = ".ckptkit", "replaced", "removed"  # in the directory of wh
 def check_destination(
     path: Path, sources: Iterable[Path | None] = (), *, overwrite: bool = False, resume: bool = False
 ) -> None:
-    """Raises CkptkitError when `path` may not be written.
+    """Raises CkptkitError while a run writes `path`, or where a file or the `.partial` of a dead run is in the way.
 
-    That is: a run is writing it; something is there, without `overwrite`; or a dead run's `.partial` is there, with
-    neither `overwrite` nor `resume`.
-
-    Even with `overwrite` only what `require_replaceable` lets through is replaced, and never one of `sources`, or
-    anything around or inside them, by whatever path, link or mount it is reached.
+    `overwrite` lets both go, `resume` the `.partial`. Only what `require_replaceable` allows is replaced, and never one
+    of `sources` or anything around or inside them, by whatever path, link or mount it is reached.
     """
     target = path.resolve()
     _check_name(path, target)
@@ -94,22 +91,21 @@ def _check_replaced(target: Path) -> None:
 
 
 def finish_published(path: Path, asked: Mapping[str, Any], fault_of: Callable[[Path], str | None]) -> bool:
-    """Whether a run that was asked for the same wrote all of `path` before it was cut off.
+    """Whether a run with the same identity wrote all of `path` before it was cut off, by its manifest and `fault_of`.
 
-    That is by the manifest in it, and by `fault_of`, which says what in such a directory is not as it was written. Then
-    nothing but `path` is left of the run: it gets its name, and what it replaced is removed. Raises CkptkitError as
-    `check_destination`, and where `path` has a fault.
+    Then `path` gets its name, and what it replaced is removed. Raises CkptkitError as `check_destination`, and where
+    `path` has a fault.
     """
     target = path.resolve()
     _check_name(path, target)
     partial, aside = _partial(target), _aside(target)
-    if not any(was_asked(one / MANIFEST, asked) for one in (target, partial)):
+    if not any(has_identity(one / MANIFEST, asked) for one in (target, partial)):
         return False
-    with locked(_lock(partial)):
+    with hold_lock(_lock(partial)):
         written = partial if os.path.lexists(partial) else target
         if written == partial and (target.exists() or Journal(partial).exists):
             return False
-        if not was_asked(written / MANIFEST, asked):
+        if not has_identity(written / MANIFEST, asked):
             return False
         if (fault := fault_of(written)) is not None:
             if written == partial:  # it is written anew
@@ -138,7 +134,7 @@ def new_directory(
     """
     check_destination(path, overwrite=overwrite, resume=resume)
     target = path.resolve()
-    with locked(_lock(_partial(target))):
+    with hold_lock(_lock(_partial(target))):
         # Another run may have ended since.
         _check_asked(target, overwrite, resume)
         if os.path.lexists(_aside(target)):
@@ -173,11 +169,8 @@ def _growing(path: Path, asked: Mapping[str, Any], resume: bool) -> Iterator[tup
     except BaseException as error:
         kept = _whole(partial, path) if whole else _keep_or_remove(partial, path, journal, error)
         if isinstance(error, OSError):
-            hint = (
-                "free some space there"
-                if error.errno in (errno.ENOSPC, errno.EDQUOT)
-                else "check the paths and their permissions"
-            )
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            hint = "free some space there" if is_full else "check the paths and their permissions"
             raise CkptkitError(f"writing {path}: {error}", f"{hint}; {kept}") from error
         error.add_note(kept)
         raise
@@ -264,10 +257,7 @@ def _aside(path: Path) -> Path:
 
 
 def _replace(partial: Path, path: Path, before: _Listed) -> None:
-    """Renames `partial` to `path`, and what was there into `_aside`; on an error it is put back.
-
-    Raises CkptkitError where that is not as it was `before`: another program wrote it while the run worked.
-    """
+    """Renames `partial` to `path` and moves the old aside; restores it on an error, also if it is not as `before`."""
     aside = _aside(path)
     try:
         if path.exists():
@@ -290,7 +280,7 @@ def _replace(partial: Path, path: Path, before: _Listed) -> None:
 
 def _files_in(root: Path) -> _Listed:
     """Size and time of each file below a directory, and its folders without; nothing where there is no directory."""
-    found = everything(root) if os.path.lexists(root) else ()
+    found = walk_tree(root) if os.path.lexists(root) else ()
     return {
         str(path.relative_to(root)): None if stat.S_ISDIR(entry.st_mode) else (entry.st_size, entry.st_mtime_ns)
         for path, entry in found

@@ -49,32 +49,25 @@ class FilesWriter:
         self.digests: dict[str, TensorDigest] = {}
 
     def write(self, name: str, tensor: Tensor) -> None:
-        spec = self._files.specs[name]
-        with self._lock:
-            if name not in self._waiting or TensorSpec.of(name, tensor) != spec:
-                raise CkptkitError(
-                    f"{spec} cannot be written as {list(tensor.shape)} {tensor.dtype}, or is written twice"
-                )
-            self._waiting.remove(name)
-            file = self._opened(self._file_of[name])
+        fits = TensorSpec.of(name, tensor) == self._files.specs[name]
+        file = self._file_for(name, fits, f"{list(tensor.shape)} {tensor.dtype}")
         view = bytes_of(tensor.contiguous())
         self._put(name, file, lambda begin, end: view[begin:end], lambda: None)
 
     def write_extents(self, name: str, extents: Sequence[Extent], reader: Reader) -> None:
-        """Stores a tensor whose bytes stand in files, a piece at a time.
-
-        The last extent may be longer than the tensor.
-        """
+        """Stores a tensor from extents of files, of which the last may be longer, a piece at a time."""
         nbytes = sum(extent.nbytes for extent in extents)
-        with self._lock:
-            if name not in self._waiting or nbytes < self._files.specs[name].nbytes:
-                raise CkptkitError(
-                    f"{self._files.specs[name]} cannot be written as {nbytes} bytes, or is written twice"
-                )
-            self._waiting.remove(name)
-            file = self._opened(self._file_of[name])
+        file = self._file_for(name, nbytes >= self._files.specs[name].nbytes, f"{nbytes} bytes")
         stream = Stream(name, extents, reader)
         self._put(name, file, stream.piece, stream.finish)
+
+    def _file_for(self, name: str, fits: bool, given: str) -> WrittenFile:
+        """The file of a tensor that is written now. Raises CkptkitError unless it `fits` and is written only once."""
+        with self._lock:
+            if name not in self._waiting or not fits:
+                raise CkptkitError(f"{self._files.specs[name]} cannot be written as {given}, or is written twice")
+            self._waiting.remove(name)
+            return self._opened(self._file_of[name])
 
     def _put(self, name: str, file: WrittenFile, piece: Piece, finish: Callable[[], None]) -> None:
         digest = blake3()
@@ -146,10 +139,7 @@ class Stream:
         return new_buffer(BUFFER).data
 
     def piece(self, begin: int, end: int) -> memoryview:
-        """The next bytes, valid until the next call.
-
-        Raises OSError, and CkptkitError where an extent does not match its checksum.
-        """
+        """The next bytes, valid until the next call. Raises OSError, and CkptkitError for a wrong checksum."""
         part = self._next(end - begin)
         if len(part) == end - begin:
             return part

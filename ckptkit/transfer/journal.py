@@ -146,10 +146,7 @@ class Journal:
         return read_json(path) if path.exists() else {}
 
     def intact(self, file: str, files: Files) -> bool:
-        """Whether a file was finished and its bytes are what they were.
-
-        A machine that went down may have lost the last of them, or of the record.
-        """
+        """Whether a file is finished and its bytes are the recorded ones; a crash may lose the last of them."""
         try:
             digests = self.recorded(file)
             if digests is None:

@@ -41,10 +41,7 @@ FINGERPRINT = "source_fingerprint"  # the key for paths, sizes and times of the 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The digests of a manifest.
-
-    Tensors have the names of the format on disk, Megatron's those of global tensors. Files are relative to the root.
-    """
+    """The digests of a manifest: of tensors by name (Megatron's global ones), and of files relative to the root."""
 
     tensors: Mapping[str, TensorDigest]
     files: Mapping[str, str]
@@ -76,8 +73,8 @@ def digests_of(checkpoint: Checkpoint, workers: int | None = None) -> dict[str, 
 def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str, str]:
     """BLAKE3 of what belongs to a checkpoint besides its tensors, by path relative to its root.
 
-    In an HF directory: config, tokenizer, templates, code. In a Megatron one: the iteration's metadata, and everything
-    below `hf/` and the directories `beside`.
+    Of HF: config, tokenizer, templates, code. Of Megatron: the iteration's metadata, and `hf/` and the folders
+    `beside`.
     """
     if location.is_hf:
         found = [location.path / relative for relative in side_files(location.path)]
@@ -91,10 +88,7 @@ def described_files(location: Location, beside: Sequence[Path] = ()) -> dict[str
 
 
 def loaded_files(location: Location) -> set[str]:
-    """The files next to the weights that loaders read, by path relative to the root; of Megatron those in `hf/`.
-
-    Raises CkptkitError as `side_files`.
-    """
+    """Files next to the weights that loaders read, relative to the root. Raises CkptkitError as `side_files`."""
     home = location.path if location.is_hf else location.root / "hf"
     names = side_files(home, location.root) if home.is_dir() else ()
     return {str((home / name).relative_to(location.root)) for name in names if is_loaded(name)}
@@ -149,7 +143,7 @@ def check_new_manifest(target: Path, checkpoint: str | Path) -> None:
         )
 
 
-def was_asked(path: Path, asked: Mapping[str, Any]) -> bool:
+def has_identity(path: Path, asked: Mapping[str, Any]) -> bool:
     """Whether the run that wrote the manifest at `path` was asked for the same (`RunOptions.identity`)."""
     try:
         content = read_json(path)

@@ -27,13 +27,12 @@ _STORE = 100_000_000  # bytes of the object store of a cluster that is started h
 
 
 @contextmanager
-def connected(address: str, workers: int | None = None) -> Iterator[Any]:
-    """The module `ray`, connected to a cluster while the block runs.
+def ray_cluster(address: str, workers: int | None = None) -> Iterator[Any]:
+    """The module `ray`, connected to a cluster while the block runs; a process that is connected already stays so.
 
-    A process that is connected already stays so. Else `address` is host:port of a cluster, or "auto": what RAY_ADDRESS
-    says, or a cluster that runs on this machine, or a new one of `workers` CPUs (None: one a core) that ends with the
-    block.
-    Raises CkptkitError where Ray is missing, nothing answers, or the cluster has another version of Ray or Python.
+    `address` is host:port of a cluster, or "auto": RAY_ADDRESS, or a cluster that runs on this machine, or a new one of
+    `workers` CPUs (None: one a core) that ends with the block. Raises CkptkitError where Ray is missing, nothing
+    answers, or the cluster has another version of Ray or Python.
     """
     with TemporaryDirectory(prefix="ckptkit-ray-") as folder:
         # Ray puts the directory that it is started in on the path of every worker, and under `uv run` sends it to them.
@@ -73,10 +72,7 @@ def _start(ray: Any, address: str, workers: int | None) -> None:
 
 
 def _is_left_behind() -> bool:
-    """Whether the cluster that Ray last recorded on this machine is gone.
-
-    One that crashed leaves its file, and Ray tries to reach it for minutes.
-    """
+    """Whether the cluster that Ray last recorded on this machine is gone: Ray would try for minutes."""
     folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - where Ray has it
     file = Path(folder, "ray", "ray_current_cluster")
     if not file.exists():

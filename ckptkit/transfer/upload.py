@@ -22,7 +22,7 @@ from ckptkit.formats.hf.side_files import is_hidden
 from ckptkit.storage.directory import RemoteFile
 from ckptkit.storage.url import Store, is_url
 from ckptkit.transfer.journal import Journal, Measured
-from ckptkit.transfer.replaceable import require_checkpoint
+from ckptkit.transfer.replacement import require_checkpoint
 
 # Without these no reader takes shards for a model: they come last, in this order, and go first.
 _LAST = ("config.json", INDEX)
@@ -124,8 +124,8 @@ def new_upload(
 def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None] = ()) -> list[str]:
     """The names of what is at `url` and will be replaced. Raises CkptkitError for anything there, without `overwrite`.
 
-    Even with `overwrite` only a checkpoint is replaced, or what an unfinished upload left, and never one of `sources`,
-    or anything around or inside them.
+    Only a checkpoint or an unfinished upload is replaced, and never one of `sources`, or anything around or inside
+    them.
     """
     store = Store(url)
     for source in sources:

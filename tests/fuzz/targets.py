@@ -21,7 +21,7 @@ import safetensors
 from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
-from ckptkit.formats.detect import TRACKER, tracked, tracker_fault
+from ckptkit.formats.detect import TRACKER, tracked_iteration, tracker_fault
 from ckptkit.formats.hf.reader import INDEX, SINGLE, HfCheckpoint, read_json
 from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -184,7 +184,7 @@ def _tracker(folder: Path) -> Unit:
     def unit(data: bytes) -> None:
         (folder / TRACKER).write_bytes(data)
         with suppress(CkptkitError):
-            assert tracker_fault(tracked(folder)) is None
+            assert tracker_fault(tracked_iteration(folder)) is None
         tracker_fault(folder / "release")
 
     return unit

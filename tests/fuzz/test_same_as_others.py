@@ -214,7 +214,7 @@ _Words.yaml_implicit_resolvers = {
 }
 _Words.add_constructor("tag:yaml.org,2002:null", lambda *_: "null")
 _Words.add_constructor("tag:yaml.org,2002:merge", lambda *_: "<<")
-_REFUSED_YAML = re.compile("twice in one mapping|not a word|no mapping|nothing before it")
+_REFUSED_YAML = re.compile("twice in one mapping|not a word|no mapping|levels, aliases expanded")
 
 
 def _plain(tree: Tree) -> Any:

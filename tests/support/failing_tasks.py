@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer.ray import connected, outcomes
+from ckptkit.transfer.ray import outcomes, ray_cluster
 
 PIECES = [["ends"]] * 8 + [["fails"]] + [["ends"]] * 40
 
@@ -23,7 +23,7 @@ def main(address: str, rounds: int) -> None:
     from failing_tasks import fail_or_end  # under the name by which a worker finds it
 
     failed, stopped = 0, list[None]()
-    with connected(address) as ray:
+    with ray_cluster(address) as ray:
         for _ in range(rounds):
             try:
                 list(outcomes(ray, fail_or_end, None, PIECES, workers=12, stop=lambda: stopped.append(None)))

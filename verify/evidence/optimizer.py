@@ -18,7 +18,7 @@ from ckptkit.formats.torch_dist.training_state import (
     OptimizerState,
     is_padding,
     optimizer_state,
-    unflattened,
+    unflatten,
 )
 from verify.core.subject import Subject, once
 from verify.evidence.both_sides import threads
@@ -131,7 +131,7 @@ def _look(name: str, kind: str, part: Part, weight: Part | None, digest: bytes |
     tensor = part.read(None)
     found = OptimizerValues({name: _measured(kind, tensor)})
     if weight is not None:
-        tensor = tensor if tensor.shape == weight.shape else unflattened(tensor, weight.shape)
+        tensor = tensor if tensor.shape == weight.shape else unflatten(tensor, weight.shape)
         found.compared[name] = (_unlike(tensor, weight, digest), tensor.numel())
     return found
 

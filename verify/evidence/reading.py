@@ -28,7 +28,7 @@ from ckptkit.formats.hf.side_files import is_own, is_weight, weights_at
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.storage.fingerprint import fingerprint
-from ckptkit.transfer.ray import connected, cpus, outcomes, pieces_of
+from ckptkit.transfer.ray import cpus, outcomes, pieces_of, ray_cluster
 from converters.experts import is_fused, unfuse
 from converters.foreign import refuse_foreign, refuse_stated
 from converters.megatron.legacy import LegacyCheckpoint
@@ -253,7 +253,7 @@ def parts_on_ray(
     source, hf = (path and path.absolute() for path in (subject.source_path, subject.hf_path))
     task = TaskInput(subject.path.absolute(), source, hf, stored, _files(subject))
     sizes = {names: sum(checkpoint.specs[name].nbytes for name in names) for names in groups}
-    with connected(subject.options.ray or "auto") as ray:
+    with ray_cluster(subject.options.ray or "auto") as ray:
         pieces = [[name for names in piece for name in names] for piece in pieces_of(sizes, cpus(ray))]
         early: dict[int, Values] = {}
         following = 0

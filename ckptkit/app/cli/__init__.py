@@ -14,24 +14,19 @@ import traceback
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import groupby
 from types import FrameType
 
 import click
 
 from ckptkit.app.cli.output import echo, prepare_streams, shown
-from ckptkit.app.cli.verb import GROUPS, anywhere, asked
+from ckptkit.app.cli.verb import VERBS, anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version, refuse_shadowed
 from ckptkit.core.printable import printable
 from ckptkit.storage.url import refuse_credentials
 
-_VERBS = {
-    "conversion": ("convert", "quantize"),
-    "inspection": ("diff", "inspect", "lint", "manifest", "triage", "explain", "doctor"),
-    "verification": ("verify", "preflight", "gate"),
-}
-_MODULES = {verb: module for module, verbs in _VERBS.items() for verb in verbs}
 _OWN = ("ckptkit", "converters", "quant", "verify")
 
 
@@ -39,25 +34,24 @@ class LazyGroup(click.Group):
     """A group whose verbs lie in the modules of this folder."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The verbs, in the order of --help."""
-        return [name for verbs in GROUPS.values() for name in verbs]
+        return list(VERBS)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Lists the verbs in groups, with an example each."""
-        width = formatter.width - max(map(len, _MODULES)) - 6
-        for title, verbs in GROUPS.items():
+        width = formatter.width - max(map(len, VERBS)) - 6
+        for title, verbs in groupby(VERBS, lambda name: VERBS[name].group):
             rows = []
-            for name, example in verbs.items():
+            for name in verbs:
                 command = self.get_command(ctx, name)
-                rows += [(name, command.get_short_help_str(width) if command else ""), ("", example)]
+                rows += [(name, command.get_short_help_str(width) if command else ""), ("", VERBS[name].example)]
             with formatter.section(title):
                 formatter.write_dl(rows)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports a verb; None for a name that is none."""
-        if cmd_name not in _MODULES:
+        if cmd_name not in VERBS:
             return None
-        found = getattr(import_module(f"{__name__}.{_MODULES[cmd_name]}"), cmd_name)
+        found = getattr(import_module(f"{__name__}.{VERBS[cmd_name].module}"), cmd_name)
         return found if isinstance(found, click.Command) else None
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -71,9 +65,9 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Finds the verb. Raises click.UsageError for a word that is none, with the verb that is nearest."""
-        if args[0] not in _MODULES and not ctx.resilient_parsing:
-            near = get_close_matches(args[0], _MODULES, 1)
-            hint = f"did you mean {near[0]}?" if near else f"verbs: {', '.join(sorted(_MODULES))}"
+        if args[0] not in VERBS and not ctx.resilient_parsing:
+            near = get_close_matches(args[0], VERBS, 1)
+            hint = f"did you mean {near[0]}?" if near else f"verbs: {', '.join(sorted(VERBS))}"
             raise click.UsageError(f"there is no verb {args[0]!r}: {hint}", ctx)
         return super().resolve_command(ctx, args)
 
@@ -100,7 +94,6 @@ def _end(number: int, _: FrameType | None) -> None:
 
 
 def main() -> None:
-    """Entry point of the `ckptkit` command."""
     prepare_streams()
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:  # nohup has it ignored

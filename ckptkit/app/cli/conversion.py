@@ -14,8 +14,8 @@ from click.core import ParameterSource
 from ckptkit.app.cli import options as common
 from ckptkit.app.cli.output import echo, echo_json, end
 from ckptkit.app.cli.verb import Verb
-from ckptkit.app.option import option, together
-from ckptkit.app.run_options import PATH_OR_URL, RunOptions, row, run_options
+from ckptkit.app.option import option
+from ckptkit.app.run_options import PATH_OR_URL, RunOptions, rows, run_options
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")
 @click.argument("src", type=PATH_OR_URL)
 @click.argument("dst", type=PATH_OR_URL)
-@together(*map(row, ("hf", "merge", "dtype", "dialect", "unwitnessed")))
+@rows(group="converting")
 @option("--quantize", "quantization", type=click.Choice(NAMES), help="Megatron -> quantized HF in one pass.")
 @common.quantizing
 @common.writing
@@ -159,6 +159,6 @@ def _print_result(result: ConversionResult) -> None:
 def _packed(result: ConversionResult) -> list[str]:
     if result.packed is None:
         return []
-    from ckptkit.app.packed import lines
+    from ckptkit.app.packing_summary import lines
 
     return lines(result.packed)

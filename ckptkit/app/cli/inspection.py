@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.output import echo, echo_json, end
+from ckptkit.app.cli.output import echo, echo_json, echo_result, end
 from ckptkit.app.cli.verb import Verb
 from ckptkit.app.option import option
 from ckptkit.app.run_options import PATH, PATH_OR_URL
@@ -100,10 +100,7 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
     from quant.lint.lint import lint as run
 
     report = run(path, readers=readers or None, fix=fix)
-    if as_json:
-        echo_json(report.to_json())
-    else:
-        echo(*lines(report))
+    echo_result(report, lines, as_json)
     if strict and report.warnings:
         echo(f"--strict: warnings: {report.warnings}", err=True)
     after: list[str] = []
@@ -167,10 +164,7 @@ def doctor(parts: tuple[str, ...], as_json: bool, **options: str | None) -> None
     if unknown := [part for part in parts if part not in PARTS]:
         raise click.UsageError(f"there is no part {unknown[0]!r}; parts: {', '.join(PARTS)}")
     found = examine(common.pythons_of(options))
-    if as_json:
-        echo_json(found.to_json())
-    else:
-        echo(*lines(found))
+    echo_result(found, lines, as_json)
     if found.broken(parts):
         raise SystemExit(2)
 
@@ -192,10 +186,7 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     from verify.diff.text import diff_lines
 
     found = run(a, b, hf=hf, exact=exact)
-    if as_json:
-        echo_json(found.to_json())
-    else:
-        echo(*diff_lines(found))
+    echo_result(found, diff_lines, as_json)
     end(f"{sum(found.counts.values())} tensors, {size(found.nbytes)} read", as_json)
     if found.status != "equal":
         raise SystemExit(1 if found.status == "different" else 2)
@@ -213,10 +204,7 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
     from verify.triage.triage import triage_lines
 
     found = run(logs)
-    if as_json:
-        echo_json(found.to_json())
-    else:
-        echo(*triage_lines(found))
+    echo_result(found, triage_lines, as_json)
     end(f"{found.lines} lines", as_json)
     if found.found:
         raise SystemExit(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from ckptkit.app.option import Needs, option, together
-from ckptkit.app.run_options import PARALLEL, PATH, PATH_OR_URL, QUANTIZED, row
+from ckptkit.app.run_options import PARALLEL, PATH, PATH_OR_URL, QUANTIZED, rows
 from converters.config.bounds import MAX_RANKS
 
 
@@ -40,7 +40,7 @@ def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[P
 _HF_HELP = "HF directory with the config of a Megatron checkpoint that does not carry it."
 hf = option("--hf", type=PATH_OR_URL, help=_HF_HELP)
 local_hf = option("--hf", type=PATH, help=_HF_HELP)
-workers, ray = row("workers"), row("ray")
+workers, ray = rows("workers"), rows("ray")
 as_json = option("--json", "as_json", is_flag=True, help="Print JSON on stdout and nothing else there.")
 strict = option("--strict", is_flag=True, help="Exit 1 also when there are warnings or a check was skipped.")
 every = option("--all", "every", is_flag=True, help="Print every check, and all details of all findings.")
@@ -52,7 +52,7 @@ reports = option(
     callback=_writable,
     help="Also write the report to this file: .json, .md, .xml (JUnit), .sarif or .html. Repeatable.",
 )
-writing = together(*map(row, ("workers", "memory", "max_shard_size", "ray", "resume", "overwrite", "dry_run")))
+writing = rows(group="writing")
 # Programs that may be in environments of their own, and what asks each.
 PROGRAMS = {
     "megatron": Needs(("against_megatron",), "add --against-megatron, or leave it out"),
@@ -166,7 +166,7 @@ quantizing = together(
         help="Floats: end with an error at a weight that rounding would change, as of an MXFP4 source where powers of "
         "two reach (fp8-block with --rounding deepgemm, mxfp8, mxfp4).",
     ),
-    *map(row, ("like", "preset", "tp", "readers", "device")),
+    rows(group="quantizing"),
     _quantizing(
         "--ignore",
         multiple=True,

@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -26,13 +26,13 @@ from ckptkit.core.progress import LOG, closing
 
 
 def echo(*lines: str, err: bool = False) -> None:
-    """Prints lines on standard output or standard error, made printable. Raises as `saying`.
+    """Prints lines on standard output or standard error, made printable. Raises as `guard_stdout`.
 
     Nobody is told where standard error takes nothing.
     """
     text = "\n".join(map(printable, lines))
     if not err:
-        with saying():
+        with guard_stdout():
             click.echo(text)
         return
     try:
@@ -42,13 +42,21 @@ def echo(*lines: str, err: bool = False) -> None:
 
 
 def echo_json(content: Any) -> None:
-    """Prints JSON on standard output. Raises as `saying`."""
-    with saying():
+    """Prints JSON on standard output. Raises as `guard_stdout`."""
+    with guard_stdout():
         click.echo(json_text(content))
 
 
+def echo_result(found: Any, lines: Callable[[Any], Iterable[str]], as_json: bool) -> None:
+    """Prints a result: as JSON, or as `lines` of it."""
+    if as_json:
+        echo_json(found.to_json())
+    else:
+        echo(*lines(found))
+
+
 @contextmanager
-def saying() -> Iterator[None]:
+def guard_stdout() -> Iterator[None]:
     """Raises CkptkitError where what is printed in the block cannot be written, as on a full disk.
 
     A reader that has gone (`| head`) has read enough: the rest is dropped, and the exit code stays the verb's own.
@@ -139,7 +147,6 @@ class _Status(logging.Handler):
                 echo(f"{label} in {took:.1f} s", *([f"next: {after}"] if after else []), err=True)
 
     def end(self) -> None:
-        """Stops the thread."""
         self._ended.set()
         self._thread.join()
 

@@ -5,7 +5,7 @@ It imports nothing that a file of the user's may hide: whether one does is asked
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
 from click.core import ParameterSource
@@ -18,28 +18,31 @@ _ANYWHERE = (
     (("-v", "--verbose"), "verbose", "A line for each step."),
     (("--debug",), "debug", "Show a traceback when something goes wrong."),
 )
-# The verbs in the order of --help, with an example each.
-GROUPS = {
-    "Make": {
-        "convert": "ckptkit convert qwen3 qwen3-megatron",
-        "quantize": "ckptkit quantize qwen3 qwen3-int4 --preset rl",
-    },
-    "Prove": {
-        "verify": "ckptkit verify qwen3-int4 --source qwen3 --against-sglang",
-        "diff": "ckptkit diff qwen3-trained qwen3",
-        "lint": "ckptkit lint qwen3-int4",
-        "manifest": "ckptkit manifest qwen3-int4",
-    },
-    "Before and after a job": {
-        "preflight": "ckptkit preflight run-qwen3-30B-A3B.sh",
-        "gate": "ckptkit gate -- bash run-qwen3-30B-A3B.sh",
-        "triage": "ckptkit triage job.log",
-    },
-    "Look up": {
-        "inspect": "ckptkit inspect hf://Qwen/Qwen3-30B-A3B",
-        "explain": "ckptkit explain garbled",
-        "doctor": "ckptkit doctor sglang",
-    },
+
+
+class VerbRow(NamedTuple):
+    """A verb: its heading in --help, its module in this folder, and an example."""
+
+    group: str
+    module: str
+    example: str
+
+
+_MAKE, _PROVE, _AROUND_A_JOB, _LOOK_UP = "Make", "Prove", "Before and after a job", "Look up"
+# In the order of --help.
+VERBS = {
+    "convert": VerbRow(_MAKE, "conversion", "ckptkit convert qwen3 qwen3-megatron"),
+    "quantize": VerbRow(_MAKE, "conversion", "ckptkit quantize qwen3 qwen3-int4 --preset rl"),
+    "verify": VerbRow(_PROVE, "verification", "ckptkit verify qwen3-int4 --source qwen3 --against-sglang"),
+    "diff": VerbRow(_PROVE, "inspection", "ckptkit diff qwen3-trained qwen3"),
+    "lint": VerbRow(_PROVE, "inspection", "ckptkit lint qwen3-int4"),
+    "manifest": VerbRow(_PROVE, "inspection", "ckptkit manifest qwen3-int4"),
+    "preflight": VerbRow(_AROUND_A_JOB, "verification", "ckptkit preflight run-qwen3-30B-A3B.sh"),
+    "gate": VerbRow(_AROUND_A_JOB, "verification", "ckptkit gate -- bash run-qwen3-30B-A3B.sh"),
+    "triage": VerbRow(_AROUND_A_JOB, "inspection", "ckptkit triage job.log"),
+    "inspect": VerbRow(_LOOK_UP, "inspection", "ckptkit inspect hf://Qwen/Qwen3-30B-A3B"),
+    "explain": VerbRow(_LOOK_UP, "inspection", "ckptkit explain garbled"),
+    "doctor": VerbRow(_LOOK_UP, "inspection", "ckptkit doctor sglang"),
 }
 # The sections of the help of verbs that compare; what is in none of them comes last.
 _SECTIONS = {
@@ -98,9 +101,8 @@ class Verb(click.Command):
                     formatter.write_dl(records)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Ends the help with an example."""
         with formatter.section("Example"):
-            formatter.write_text(next(verbs[str(self.name)] for verbs in GROUPS.values() if self.name in verbs))
+            formatter.write_text(VERBS[str(self.name)].example)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses, and refuses what is given and has no effect."""

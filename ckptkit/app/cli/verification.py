@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.app.cli import options as common
-from ckptkit.app.cli.output import echo, echo_json, saying
+from ckptkit.app.cli.output import echo, echo_json, guard_stdout
 from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.app.option import Needs, option, together
 from ckptkit.app.run_options import PARALLEL, PATH
@@ -245,7 +245,7 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         else:
             from verify.reports.render import render
 
-            with saying():
+            with guard_stdout():
                 render(report, every=every)
     lines = [totals(report)] if as_json else []
     lines += [f"report in {', '.join(map(str, reports))}"] if reports else []

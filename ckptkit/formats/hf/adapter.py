@@ -22,10 +22,7 @@ def is_adapter(path: Path) -> bool:
 
 
 class AdapterFiles(HfCheckpoint):
-    """An adapter as it is stored; `config` is adapter_config.json. Opening reads headers only.
-
-    Raises CkptkitError where either file is missing or damaged, and UnsupportedError for a pickle.
-    """
+    """A stored adapter; `config` is adapter_config.json. Reads headers. Raises CkptkitError for damage, pickles."""
 
     def __init__(self, root: Path) -> None:
         require_own_files(root)

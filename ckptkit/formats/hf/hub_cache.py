@@ -37,10 +37,7 @@ class HubModel:
 
 
 def hub_model(text: str, environment: Mapping[str, str]) -> HubModel | None:
-    """What a trainer with this environment takes for a model name without downloading it; None for no such name.
-
-    A directory of that name counts first, as for transformers and SGLang.
-    """
+    """The model of that name in this trainer's cache; None for no model name or for an existing directory."""
     if not _NAME.fullmatch(text) or Path(text).exists():
         return None
     # Half a second, and most launches name directories.

@@ -45,8 +45,7 @@ def read_json(path: Path, shown: str | None = None) -> dict[str, Any]:
 def read_config(root: Path | Directory) -> dict[str, Any]:
     """The config.json of an HF directory. Raises CkptkitError as `read_json`.
 
-    Where it says nothing of quantized weights and ModelOpt's hf_quant_config.json beside it does, that is its
-    `quantization_config`, as SGLang and vLLM have it.
+    A quantization that only ModelOpt's hf_quant_config.json declares is added, as in SGLang and vLLM.
     """
     source = directory(root)
     config = read_json(source.path / _CONFIG, source.at(_CONFIG))
@@ -91,12 +90,10 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
     if not os.path.lexists(index):  # a link to nothing is not an absence
         return None
     weight_map = read_json(index, shown).get("weight_map")
-    if (
-        not isinstance(weight_map, dict)
-        or not weight_map
-        or not all(isinstance(file, str) for file in weight_map.values())
-    ):
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise DamagedError(f"{shown} has no weight_map of names to files", "restore it from the release")
+    if not weight_map:
+        raise DamagedError(f"{shown} has no tensors: its weight_map is empty", "restore it from the release")
     for file in set(weight_map.values()):
         if not is_file_name(file):
             name = next(name for name, home in weight_map.items() if home == file)
@@ -110,10 +107,7 @@ def shard_names(root: Path | Directory) -> dict[str, str] | None:
 
 
 def stored_names(root: Path) -> Collection[str]:
-    """Tensor names in the index or single file of an HF directory; empty without either.
-
-    Raises CkptkitError as `shard_names` and `read_shard`.
-    """
+    """Tensor names in the index or single file, if any. Raises CkptkitError as `shard_names` and `read_shard`."""
     if (weight_map := shard_names(root)) is not None:
         return weight_map
     return read_shard(root / SINGLE).specs if (root / SINGLE).exists() else ()
@@ -125,10 +119,7 @@ def has_weights(root: Path) -> bool:
 
 
 class HfCheckpoint:
-    """An HF directory. Opening reads headers only, and raises CkptkitError unless index and shards agree exactly.
-
-    `shards`: headers that have been read already, by file.
-    """
+    """An HF directory. Reads headers but of known `shards`. Raises CkptkitError unless they and the index agree."""
 
     def __init__(self, root: str | Path | Directory, shards: Mapping[str, Shard] | None = None) -> None:
         self.directory = directory(root)
@@ -195,18 +186,15 @@ class HfCheckpoint:
         return list(dict.fromkeys(str(shard.remote or shard.path) for shard in shards))
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
-        """What is read of a local disk to make these tensors."""
         for name in names:
             shard = self._shard_of[name]
             if shard.remote is None:
                 yield shard.byte_range(name)
 
     def is_streamable(self, name: str) -> bool:
-        """Whether its bytes are on a local disk: there they are in order."""
         return self._shard_of[name].remote is None
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where its bytes stand, on a local disk."""
         shard = self._shard_of[name]
         if shard.remote is not None:
             return None

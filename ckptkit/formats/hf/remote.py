@@ -42,10 +42,7 @@ def opened(path: str | Path) -> Iterator[Directory]:
 
 
 def config_at(path: str | Path) -> dict[str, Any] | None:
-    """The config.json of an HF directory at a path or URL; None where there is none.
-
-    Raises CkptkitError as `read_json` and `Store` do.
-    """
+    """The config.json at a path or URL, or None. Raises CkptkitError as `read_json` and `Store`."""
     if not is_url(path):
         require_own_files(path)
         return read_json(Path(path) / CONFIG) if (Path(path) / CONFIG).exists() else None

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.core.dtypes import DTYPE_OF_CODE, ITEMSIZE
 from ckptkit.core.errors import CkptkitError, DamagedError, code_of, memory_for
 from ckptkit.core.extents import ByteRange, Reader
-from ckptkit.core.json_text import MAX_VALUES, count_values, require_characters
+from ckptkit.core.json_text import MAX_VALUES, count_values, repeated_keys, require_characters
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
 from ckptkit.storage.buffers import bytes_of, elements
@@ -46,10 +46,7 @@ MAX_HEADER = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class Fault:
-    """What should be in a file, what is, and the tensor that it concerns; None: the file.
-
-    `hint`: the next move, where it is another than to copy the file again.
-    """
+    """A difference in a file, or in the tensor `name`. `hint`: the next move, if not to copy the file again."""
 
     expected: str
     actual: str
@@ -117,10 +114,7 @@ class Shard:
 
 
 def read_shard(path: Path, remote: RemoteFile | None = None) -> Shard:
-    """The header of a safetensors file, or of a `remote` one whose first bytes are at `path`.
-
-    Raises CkptkitError for anything that safetensors itself would refuse.
-    """
+    """The header of a file (of `remote` its first bytes). Raises CkptkitError where safetensors would refuse it."""
     try:
         with memory_for(remote or path):
             return scan_shard(path, remote).sound()
@@ -185,26 +179,18 @@ class _Object(list[tuple[str, Any]]):
 
 
 def _may_repeat(text: bytes, header: Mapping[str, Any]) -> bool:
-    """Whether the JSON `text` of `header` may have a key twice, which is slower to tell.
-
-    Every pair has a colon. More of them stand in a name, or in a pair whose key came again.
-    """
+    """Whether JSON has more colons than its values have pairs: in names, or of a key twice. Fast."""
     return text.count(b":") > len(header) + sum([len(entry) for entry in header.values() if isinstance(entry, dict)])
 
 
 def _repetitions(text: bytes) -> Iterator[Fault]:
     """Names that are there twice in a header, and entries with a key that is."""
     pairs: _Object = json.loads(text, object_pairs_hook=_Object)
-    for name in _repeated(pairs):
+    for name in repeated_keys(pairs):
         yield Fault("each name once in a header", "it is there twice", name)
     for name, entry in pairs:
-        if name != "__metadata__" and isinstance(entry, _Object) and (keys := _repeated(entry)):
+        if name != "__metadata__" and isinstance(entry, _Object) and (keys := repeated_keys(entry)):
             yield Fault("each key once in a header's entry", f"its entry has {', '.join(keys)} twice", name)
-
-
-def _repeated(pairs: _Object) -> list[str]:
-    seen: set[str] = set()
-    return [key for key, _ in pairs if key in seen or seen.add(key)]  # type: ignore[func-returns-value]
 
 
 # First byte and end in the data, the bytes that the tensor takes, and the tensor.

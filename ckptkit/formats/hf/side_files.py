@@ -30,12 +30,10 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json"
 
 
 def side_files(root: Path, within: Path | None = None) -> list[Path]:
-    """Every file of an HF directory that is not a weight, relative to it.
+    """Every file of an HF directory that is not a weight, relative to it, but hidden ones and unread links to nothing.
 
-    Hidden files and folders are left out, and links to nothing that no loader reads. `within`: the checkpoint that the
-    directory is part of, if it is.
-    Raises CkptkitError as `files_below` and `require_utf8`, for a link to nothing that loaders read, and for a folder
-    with the name of a file that they read: a tokenizer would be lost silently.
+    `within`: the checkpoint that the directory is part of. Raises CkptkitError as `files_below` and `require_utf8`, and
+    for a link to nothing or a folder in place of a file that loaders read: a tokenizer would be lost silently.
     """
     if folders := [name for name in sorted(LOADED) if (root / name).is_dir()]:
         raise CkptkitError(f"{root / folders[0]} is not a regular file", "put the file of the release in its place")
@@ -81,10 +79,7 @@ def copy_files(root: Path, files: Sequence[Path], target: Path) -> None:
 
 
 def pieces_of(path: Path) -> Iterator[bytes]:
-    """The bytes of a file beside weights, 1 MiB at a time.
-
-    Raises CkptkitError when it cannot be read, or is larger than any such file.
-    """
+    """The bytes of a file beside weights, 1 MiB at a time. Raises CkptkitError if unreadable or too large."""
     try:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES_BESIDE:
@@ -98,10 +93,7 @@ def pieces_of(path: Path) -> Iterator[bytes]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> Any:
-    """What an HF config says of quantized weights; None: they are not, though the cache may be.
-
-    It may stand in `text_config`, or under compressed-tensors' older key.
-    """
+    """The quantization of an HF config's weights under any key, or None, also if only the cache is quantized."""
     content = stated_quantization(config)
     if isinstance(content, Mapping) and content.get("quant_method") == "compressed-tensors":
         return None if content.get("kv_cache_scheme") and not content.get("config_groups") else content
@@ -158,10 +150,9 @@ _BESIDE = ("expert_dtype",)  # what engines read beside it: the format of DeepSe
 
 
 def write_config(target: Path, config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> None:
-    """Makes `config.json` true to the weights beside it: their dtype, whether they are quantized, and parted weights.
+    """Makes `config.json` true to the weights beside it (dtype, quantization, ties); a true one keeps its bytes.
 
-    The file is left as it is, byte for byte, when it is true already. What ModelOpt says beside it of other weights is
-    removed.
+    ModelOpt's statement about other weights is removed.
     """
     before = read_json(target / "config.json")
     after = without_quantization(deepcopy(before))

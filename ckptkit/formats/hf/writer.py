@@ -66,20 +66,16 @@ class SafetensorsFiles:
         return len(text).to_bytes(8, "little") + text
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
         return self._size[file]
 
     def extra_bytes(self, file: str) -> tuple[int, bytes]:
-        """The header."""
         return 0, self._header[file]
 
     def put(self, name: str, file: WrittenFile, piece: Piece) -> None:
-        """Writes the bytes of a tensor."""
         for begin, end in cuts(self._offset[name], self.specs[name].nbytes):
             file.write(piece(begin, end), self._offset[name] + begin)
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a file. Raises CkptkitError as `read_shard` does."""
         shard = read_shard(root / file)
         for name in shard.specs:
             yield name, shard.read(name)
@@ -88,7 +84,6 @@ class SafetensorsFiles:
         """Nothing."""
 
     def finish(self, root: Path) -> None:
-        """Writes the index."""
         if [Path(file).name for file in self.names] == [SINGLE]:
             return
         total = sum(spec.nbytes for spec in self.specs.values())

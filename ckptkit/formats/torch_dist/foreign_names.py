@@ -65,10 +65,8 @@ _EXTRA_STATE = "._extra_state"
 def refuse_foreign_names(path: Path, metadata: StoredMetadata | None = None) -> None:
     """Raises UnsupportedError where a pickle in the torch_dist directory `path` names anything else.
 
-    Such a checkpoint may be sound. Raises CkptkitError where a pickle is damaged. `metadata`: its `.metadata`, where
-    that has been read.
-
-    Of an `_extra_state`, which Transformer Engine unpickles once more, the bytes inside are looked at too.
+    Such a checkpoint may be sound. Raises CkptkitError for a damaged pickle. `metadata`: its `.metadata`, if read. Also
+    checks the bytes inside an `_extra_state`, which Transformer Engine unpickles once more.
     """
     metadata = read_metadata(path) if metadata is None else metadata
     if (found := _foreign_in_metadata(path, metadata)) is not None:
@@ -86,16 +84,10 @@ def foreign_name(path: Path, metadata: StoredMetadata) -> tuple[str, Unsupported
     if (found := _foreign_in_metadata(path, metadata)) is not None:
         return found
     for blob in _pickles(path, metadata).values():
-        names: list[str] = []
-
-        def is_object(name: str, names: list[str] = names) -> bool:
-            names.append(name)
-            return _is_object(name)
-
         try:
-            blob.object(is_object)
+            blob.object(_is_object)
         except UnsupportedError as error:
-            return names[-1], error
+            return getattr(error.__cause__, "kind", str(blob)), error
         except CkptkitError:  # its file is missing, cut off or damaged, which has checks of its own
             continue
     return None
@@ -118,7 +110,6 @@ def _pickles(path: Path, metadata: StoredMetadata) -> Mapping[str, Blob]:
 
 
 def _is_object(name: str) -> bool:
-    """Whether an object may name this."""
     return name in _OBJECTS or _is_member(name, _ENUMS)
 
 

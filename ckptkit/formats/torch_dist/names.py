@@ -50,7 +50,7 @@ def disk_key(name: str) -> tuple[str, int | None]:
     return name, None
 
 
-def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
+def joined_name(key: str) -> tuple[str, tuple[str, ...]] | None:
     """The tensor of which a key holds some rows, and the suffixes of all its keys in order; None for a whole tensor."""
     if match := _GATE_UP.fullmatch(key):
         return match[1], _GATE_UP_PARTS
@@ -61,11 +61,8 @@ def whole_of(key: str) -> tuple[str, tuple[str, ...]] | None:
     return None
 
 
-def rows_apart(key: str, args: Mapping[str, Any]) -> dict[str, int]:
-    """Rows per key for a tensor that Megatron saves under several keys; empty for one that it saves whole.
-
-    `args` are the training arguments with the sizes of the gated delta net, or of the Mamba mixer.
-    """
+def split_row_counts(key: str, args: Mapping[str, Any]) -> dict[str, int]:
+    """Rows a key of a tensor that Megatron saves in parts, from the training arguments; empty for any other."""
     if (match := _MIXER.fullmatch(key)) and not match[3]:
         heads, shared = args["mamba_num_heads"], args["mamba_num_groups"] * args["mamba_state_dim"]
         inner = heads * args["mamba_head_dim"]

@@ -25,14 +25,11 @@ _KEEP = "keep this directory: ckptkit has not looked at what is in it"
 
 
 def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:
-    """Raises UnsupportedError, naming the format, where `path` is a DCP checkpoint and none of torch_dist.
+    """Raises UnsupportedError, naming the format, for a DCP checkpoint that is neither torch_dist nor of FSDP runs.
 
-    It may be sound. `keys` are those of its `.metadata`, and `by_torch` whether that says how names are nested. One of
-    torch_dist whose metadata.json and common state were lost is left to those who ask for them. Megatron-LM's of FSDP
-    runs are read, and have the keys of torch_dist by now.
-
-    Source: Megatron-LM `training/checkpointing.py` (`save_checkpoint`, `generate_state_dict`): for `fsdp_dtensor` and
-    `torch_dcp` it calls torch's `save`, which writes neither file and, unlike Megatron's planner, how names are nested.
+    `keys` are those of its `.metadata`; `by_torch`: that has torch's notes on nested names. torch_dist without its
+    metadata.json and common state passes. Source: Megatron-LM `training/checkpointing.py` (`save_checkpoint`,
+    `generate_state_dict`): for `fsdp_dtensor` and `torch_dcp` it calls torch's `save`, which writes neither file.
     """
     apart = (path / "metadata.json").exists() or (path / "common.pt").exists()
     if apart or any(key.startswith("common_state") for key in keys):

@@ -27,7 +27,7 @@ from ckptkit.core.extents import ByteRange, Extent, Reader
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import MAX_AXES, TensorSpec, long_name
 from ckptkit.formats.hf.side_files import config_in, hf_home
-from ckptkit.formats.torch_dist.names import engine_name, whole_of
+from ckptkit.formats.torch_dist.names import engine_name, joined_name
 from ckptkit.formats.torch_dist.plain_dcp import COMMON, fsdp_format, refuse_plain_dcp, torch_dist_keys
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob, dense_stride
@@ -48,11 +48,10 @@ _MAX_NAMES = 500_000  # global tensors of one key or in all: a model of 10^12 pa
 _MAX_COMPARED = 20_000_000  # pairs of chunks that could overlap, or chunks of one key by layer and expert
 MAX_METADATA = 1 << 28  # bytes: a save of 10^12 parameters with its optimizer by 2048 ranks has about 10^8
 _FIRST = attrgetter("offsets")
-_COPY = "the file is damaged; copy it again"
 FOREIGN_HINT = (
     "nothing in it was run; where you trust it, load it with Megatron itself, leave that out and save it again"
 )
-_DAMAGED = f"no model has so many: {_COPY}"
+_DAMAGED = "no model has so many: the file is damaged; copy it again"
 
 # The calibration of ModelOpt's simulated quantization, without which the weights are the same. Not so the factors of
 # its smoothing (`_pre_quant_scale`), nor the scales of packed weights (`_scale`).
@@ -90,11 +89,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredMetadata:
-    """`.metadata` as data: tensors and the blobs of byte objects, by key.
+    """`.metadata` as data: tensors and the blobs of byte objects, by key of torch_dist, whatever the `layout`.
 
-    `names`: every class and function that the pickle names (`module.name`). `by_torch`: whether torch's own planner
-    wrote it, which notes how names are nested. `layout`: how the keys were written; these are those of torch_dist. NeMo
-    has all of them under `module.`, its wrapper of Megatron's model.
+    `names`: every class and function that the pickle names (`module.name`). `by_torch`: torch's own planner wrote it,
+    which notes how names are nested. NeMo has all keys under `module.`, its wrapper of Megatron's model.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -125,17 +123,19 @@ def read_metadata(path: Path) -> StoredMetadata:
         raise UnsupportedError(f"{file} names {error.kind}, which torch does not write", FOREIGN_HINT) from error
     except AttributeError as error:
         message = f"{file} is not DCP metadata: it has a part of type {kind_of(error.obj)}, which has no {error.name}"
-        raise DamagedError(message, _COPY) from error
+        raise DamagedError(message) from error
     except (pickle.UnpicklingError, TypeError, LookupError) as error:
-        raise DamagedError(f"{file} is not DCP metadata: {error}", _COPY) from error
+        raise DamagedError(f"{file} is not DCP metadata: {error}") from error
 
 
 def _read_metadata(path: Path, file: Path) -> StoredMetadata:
-    content, names = unpickle.loads_named(read_regular(file, MAX_METADATA))
+    named = dict[str, bool]()
+    content = unpickle.loads(read_regular(file, MAX_METADATA), lambda name: named.setdefault(name, True))
+    names = frozenset(named)
     tables = [getattr(content, key, None) for key in ("storage_data", "state_dict_metadata")]
     if not all(isinstance(one, dict) for one in tables):
         message = f"{file} holds {kind_of(content)} instead of the Metadata with two tables that torch writes"
-        raise DamagedError(message, _COPY)
+        raise DamagedError(message)
     keys = [index.fqn for index in content.storage_data]
     offsets = _shapes([getattr(index, "offset", None) for index in content.storage_data])
     places = dict(zip(zip(keys, offsets, strict=True), content.storage_data.values(), strict=True))
@@ -264,12 +264,8 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
         overlap = np.minimum(high[first], high[others]) > np.maximum(low[first], low[others])
         if (found := overlap.all(axis=1)).any():
             return f"two chunks overlap at {low[np.broadcast_to(first, found.shape)[found.argmax()]].tolist()}"
-    covered = sum(math.prod(sizes) for _, sizes in boxes)
-    return (
-        None
-        if covered == math.prod(shape)
-        else f"{math.prod(shape) - covered} of {math.prod(shape)} elements are in no chunk"
-    )
+    missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in boxes)
+    return f"{missing} of {math.prod(shape)} elements are in no chunk" if missing else None
 
 
 def _to_compare(after: np.ndarray[Any, np.dtype[np.int64]]) -> Iterator[tuple[Any, Any]]:
@@ -295,11 +291,6 @@ class Part:
     @property
     def shape(self) -> Shape:
         return self.stored.shape[len(self.index) :]
-
-    @property
-    def in_rows(self) -> bool:
-        """Whether every chunk is whole rows of it and of nothing else."""
-        return not self.index and all(chunk.sizes[1:] == self.stored.shape[1:] for chunk in self.chunks)
 
     def read(self, reader: Reader | None) -> Tensor:
         dtype, depth = self.stored.dtype, len(self.index)
@@ -345,9 +336,8 @@ def _holds(chunk: Chunk, at: Shape) -> bool:
 
 
 class TorchDistCheckpoint:
-    """A torch_dist directory (`release/`, `iter_*/`) as global tensors.
+    """A torch_dist directory (`release/`, `iter_*/`) as global tensors, whose chunks must tile them. Reads metadata.
 
-    Opening reads metadata only and checks that chunks tile every tensor.
     The HF config comes from `hf`, or from what `ckptkit convert` stored in `hf/` beside the iteration.
     """
 
@@ -382,7 +372,7 @@ class TorchDistCheckpoint:
         """Every global tensor with its parts: one, or several where Megatron saved its rows apart."""
         apart: dict[tuple[str, tuple[str, ...]], dict[str, Part]] = {}
         for name, part in self._name_parts():
-            if whole := whole_of(name):
+            if whole := joined_name(name):
                 apart.setdefault(whole, {})[name.removeprefix(whole[0])] = part
             else:
                 yield name, (part,)
@@ -469,18 +459,19 @@ class TorchDistCheckpoint:
         return list(dict.fromkeys(str(wanted.path) for wanted in self.byte_ranges(names)))
 
     def byte_ranges(self, names: Iterable[str]) -> Iterator[ByteRange]:
-        """Where the chunks of these tensors stand."""
         for blob in {
             id(chunk): chunk.blob for name in names for part in self._logical[name] for chunk in part.chunks
         }.values():
             yield blob.byte_range
 
     def is_streamable(self, name: str) -> bool:
-        """Whether its chunks are whole rows, one after the other."""
-        return all(part.in_rows for part in self._logical[name])
+        # Every chunk is whole rows of it and of nothing else.
+        return all(
+            not part.index and all(chunk.sizes[1:] == part.stored.shape[1:] for chunk in part.chunks)
+            for part in self._logical[name]
+        )
 
     def extents(self, name: str) -> Sequence[Extent] | None:
-        """Where its bytes stand, if its chunks are whole rows. Raises CkptkitError as `Blob.tensor`."""
         if not self.is_streamable(name):
             return None
         found = [
@@ -526,7 +517,7 @@ def parts_of(key: str, stored: StoredTensor) -> Iterator[tuple[str, Part]]:
     stacked, routed = _STACKED.fullmatch(key) is not None, _EXPERTS.fullmatch(key) is not None
     depth = stacked + routed
     if len(stored.shape) < depth:
-        raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts", _COPY)
+        raise DamagedError(f"{key} has {len(stored.shape)} axes, too few for layers or experts")
     if math.prod(stored.shape[:depth]) > _MAX_NAMES:
         raise DamagedError(f"{key} claims to hold {math.prod(stored.shape[:depth])} tensors", _DAMAGED)
     left = _MAX_COMPARED

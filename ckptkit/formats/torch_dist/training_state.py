@@ -62,7 +62,6 @@ class OptimizerState:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is stored."""
         return not (self.by_weight or self.buckets or self.unknown or self.opaque)
 
 
@@ -120,7 +119,7 @@ def is_flattened(weight: Shape, state: Shape) -> bool:
     return elements * math.prod(grid) == math.prod(weight)
 
 
-def unflattened(state: Tensor, weight: Shape) -> Tensor:
+def unflatten(state: Tensor, weight: Shape) -> Tensor:
     """Such a tensor in the shape of its weight."""
     grid = state.shape[:-1]
     inner = [size // count for size, count in zip(weight, grid, strict=True)]
@@ -129,10 +128,7 @@ def unflattened(state: Tensor, weight: Shape) -> Tensor:
 
 
 def is_padding(offset: int, elements: int) -> bool:
-    """Whether a chunk of a bucket may be what lies between two parameters: memory that was never written.
-
-    A few elements of a parameter that two ranks share can look the same.
-    """
+    """Whether a chunk of a bucket may be unwritten memory between two parameters (or a few shared elements)."""
     return offset % _ALIGNED != 0 and elements < _ALIGNED
 
 
@@ -223,7 +219,7 @@ def calibration_note(state: Mapping[str, Any]) -> list[str]:
     return [f"leaves out {found['tensors']} tensors of {_CALIBRATION}: the weights themselves are not quantized"]
 
 
-def described(state: Mapping[str, Any]) -> str | None:
+def describe_state(state: Mapping[str, Any]) -> str | None:
     """In one line: what is there, its bytes, and that `convert` leaves it out; None where nothing is."""
     if not state:
         return None

@@ -27,7 +27,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.files import FILE_BYTES, Piece
-from ckptkit.formats.torch_dist.names import disk_key, extra_states, rows_apart, second_names
+from ckptkit.formats.torch_dist.names import disk_key, extra_states, second_names, split_row_counts
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout, SavedTensor
 from ckptkit.storage.buffers import BUFFER, new_buffer, row_cuts
@@ -121,7 +121,7 @@ class TorchDistFiles:
         if not self._end or self._end[self._last] >= file_bytes:
             self._end[f"{_FOLDER}/__0_{len(self._end)}.distcp"] = 0
         self.names.setdefault(self._last, []).append(spec.name)
-        apart = rows_apart(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
+        apart = split_row_counts(key, self._args) or {key: spec.shape[0] if spec.shape else 1}
         cuts, first, parts = self._cuts.get(spec.name, _UNCUT), 0, []
         for part, rows in apart.items():
             parts += [
@@ -144,7 +144,6 @@ class TorchDistFiles:
         return part
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
         return self._end[file]
 
     def extra_bytes(self, file: str) -> tuple[int, bytes]:
@@ -163,7 +162,6 @@ class TorchDistFiles:
             part.saved.write(file, part.begin, functools.partial(_shifted, piece, start))
 
     def read(self, file: str, root: Path) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a file. Raises CkptkitError as `Blob.tensor` does."""
         import torch
 
         for name in self.names[file]:
@@ -172,12 +170,12 @@ class TorchDistFiles:
                 Blob(root / file, part.begin, part.saved.size).tensor(spec.dtype, part.sizes)
                 for part in self._parts[name]
             ]
-            tensor = (
-                chunks[0].reshape(spec.shape) if len(chunks) == 1 else torch.empty(spec.shape, dtype=spec.torch_dtype)
-            )
-            if len(chunks) > 1:
-                for part, chunk in zip(self._parts[name], chunks, strict=True):
-                    tensor[part.box] = chunk
+            if len(chunks) == 1:
+                yield name, chunks[0].reshape(spec.shape)
+                continue
+            tensor = torch.empty(spec.shape, dtype=spec.torch_dtype)
+            for part, chunk in zip(self._parts[name], chunks, strict=True):
+                tensor[part.box] = chunk
             yield name, tensor
 
     def prepare(self) -> None:
@@ -200,43 +198,36 @@ class TorchDistFiles:
         (root / TRACKER).write_text(_FOLDER)
 
     def _metadata(self) -> Any:
-        """What torch.distributed.checkpoint calls `Metadata`."""
         # Imported here because a plan does without (`prepare`).
         import torch
+        from torch.distributed.checkpoint import metadata as dcp
         from torch.distributed.checkpoint.filesystem import _StorageInfo
-        from torch.distributed.checkpoint.metadata import (
-            BytesStorageMetadata,
-            ChunkStorageMetadata,
-            Metadata,
-            MetadataIndex,
-            StorageMeta,
-            TensorProperties,
-            TensorStorageMetadata,
-        )
 
-        entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        chunks: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+        entries: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+        storage: dict[dcp.MetadataIndex, _StorageInfo] = {}
+        chunks: dict[str, list[dcp.ChunkStorageMetadata]] = defaultdict(list)
         for file, names in self.names.items():
             for part in [part for name in names for part in self._parts[name]]:
                 offsets = torch.Size(part.offsets)
-                storage[MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(
+                storage[dcp.MetadataIndex(part.key, offsets, len(chunks[part.key]))] = _StorageInfo(
                     Path(file).name, part.begin, part.saved.size
                 )
-                chunks[part.key].append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
+                chunks[part.key].append(dcp.ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
         for key, boxes in chunks.items():
             ends = [tuple(map(sum, zip(box.offsets, box.sizes, strict=True))) for box in boxes]
             size = torch.Size(map(max, zip(*ends, strict=True)))
-            entries[key] = TensorStorageMetadata(TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes)
+            entries[key] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=torch_dtype(self._dtypes[key])), size, boxes
+            )
         aliases = second_names(entries) if self._second_names else {}
         for alias, key in aliases.items():
             entries[alias] = entries[key]
-            storage[MetadataIndex(alias, torch.Size([0]), 0)] = storage[MetadataIndex(key, torch.Size([0]), 0)]
+            storage[dcp.MetadataIndex(alias, torch.Size([0]), 0)] = storage[dcp.MetadataIndex(key, torch.Size([0]), 0)]
         nothing = _StorageInfo(Path(self._last).name, self._nothing, len(_no_state()))
         for key in extra_states([*self.specs, *aliases], max(self._experts.values(), default=1)):
-            entries[key] = BytesStorageMetadata()
-            storage[MetadataIndex(key)] = nothing
-        return Metadata(entries, planner_data=None, storage_data=storage, storage_meta=StorageMeta())
+            entries[key] = dcp.BytesStorageMetadata()
+            storage[dcp.MetadataIndex(key)] = nothing
+        return dcp.Metadata(entries, planner_data=None, storage_data=storage, storage_meta=dcp.StorageMeta())
 
 
 def _boxes(shape: tuple[int, ...], cuts: Cuts, first: int, end: int) -> Iterator[tuple[slice, ...]]:

@@ -49,10 +49,7 @@ _IS_ZIP64 = b"\1\0"  # the extra field of an entry with sizes or an offset of 64
 
 
 def zip_problem(found: Sequence[ZipInfo], tail: bytes, length: int) -> str | None:
-    """What keeps entries of a zip of `length` bytes from being read one by one, or lets readers differ about them.
-
-    `tail`: its last END_BYTES bytes, or all. None: nothing.
-    """
+    """Why entries cannot be read one by one or readers may differ, or None. `tail`: the last END_BYTES bytes."""
     if any(info.compress_type != ZIP_STORED for info in found):
         return "an entry is compressed"
     directory, count = _directory(tail, length)
@@ -104,7 +101,6 @@ def _misplaced(found: Sequence[ZipInfo], directory: int) -> str | None:
     return "an entry is longer than the file" if end > directory else None
 
 
-_DAMAGED = "the file is damaged; copy it again"
 _MAX_NUMBER = 1 << 60  # of an offset, an axis or a stride, in elements
 _MAX_READ = 1 << 28  # bytes of an entry that is read as a whole: a pickle of a trainer's state
 _MAX_DIRECTORY = 1 << 24  # bytes of a zip's directory: 10^5 storages
@@ -124,10 +120,7 @@ class Blob:
         return f"{self.path} at byte {self.offset}"
 
     def object(self, allowed: Callable[[str], bool] | None = None) -> Any:
-        """The saved object, with Records for everything that is not plain data (tensors too).
-
-        Raises CkptkitError, among others for a class or function that `allowed`, where given, does not grant.
-        """
+        """The saved object, non-plain data as Records. Raises CkptkitError, also for a name not `allowed`."""
         return self._pickled(self.entries(), allowed)
 
     @property
@@ -136,15 +129,11 @@ class Blob:
         return ByteRange(self.path, self.offset, self.offset + self.length)
 
     def tensor(self, dtype: str, shape: tuple[int, ...], reader: Reader | None = None) -> Tensor:
-        """The saved tensor; what `reader` has loaded is not read again.
-
-        Raises CkptkitError when it is not the dense tensor that the metadata promises.
-        """
+        """The saved tensor, through `reader`. Raises CkptkitError unless it is the dense one of the metadata."""
         found = reader.loaded(self.byte_range) if reader else None
         return self.tensor_in(bytes_of(self._read() if found is None else found), dtype, shape)
 
     def _read(self) -> Tensor:
-        """Its bytes, fewer where the file ends."""
         try:
             # The length is what the metadata says: no more memory than the file has bytes.
             nbytes = max(0, min(self.length, self.path.stat().st_size - self.offset))
@@ -200,7 +189,13 @@ class Blob:
         self, entries: Mapping[str, zipfile.ZipInfo], dtype: str, shape: tuple[int, ...]
     ) -> tuple[zipfile.ZipInfo, tuple[int, ...], int]:
         """The entry that holds a tensor's storage, and the tensor's stride and offset in it, in elements."""
-        storage, offset, size, stride = self._tensor_arguments(entries)
+        found = self._pickled(entries)
+        arguments = found.args if isinstance(found, Record) else ()
+        if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
+            raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
+        storage, offset, size, stride = arguments[:4]
+        if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
+            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write")
         kind = kind_of(storage[1]).rpartition(".")[2]
         if kind != STORAGE_CLASS.get(dtype) or size != shape:
             raise DamagedError(
@@ -209,18 +204,15 @@ class Blob:
             )
         info = self.entry(entries, f"data/{storage[2]}")
         if info.file_size != storage[4] * ITEMSIZE[dtype]:
-            raise DamagedError(
-                f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}", _DAMAGED
-            )
+            raise DamagedError(f"{self}: storage of {info.file_size} bytes instead of {storage[4] * ITEMSIZE[dtype]}")
         if offset + reach(size, stride) > storage[4]:
-            raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes", _DAMAGED)
+            raise DamagedError(f"{self}: the tensor reaches past its storage of {info.file_size} bytes")
         return info, stride, offset
 
     def entries(self) -> dict[str, zipfile.ZipInfo]:
         """The zip's entries by name without the leading folder.
 
-        Raises CkptkitError when it is not a zip, or one that torch.save does not write: entries that are compressed,
-        overlap, reach past its end, or in which torch's own reader could find others (`zip_problem`).
+        Raises CkptkitError for what torch.save does not write, where torch's reader could find others (`zip_problem`).
         """
         try:
             with zipfile.ZipFile(_Stream(self)) as archive:
@@ -247,7 +239,6 @@ class Blob:
             self.check(info, crc32(buffer))
 
     def _begin(self, info: zipfile.ZipInfo) -> int:
-        """Where in the blob the content of an entry begins."""
         lengths, header = bytearray(4), info.header_offset
         self.read(memoryview(lengths), header + 26)  # of name and extra field, in a local header of the zip
         return header + LOCAL_HEADER + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
@@ -264,16 +255,6 @@ class Blob:
                 "the file was damaged after it was written; copy it again",
             )
 
-    def _tensor_arguments(self, entries: Mapping[str, zipfile.ZipInfo]) -> tuple[Any, int, Any, Any]:
-        found = self._pickled(entries)
-        arguments = found.args if isinstance(found, Record) else ()
-        if len(arguments) < 4 or not isinstance(arguments[0], tuple) or len(arguments[0]) < 5:
-            raise DamagedError(f"{self}: is no plain tensor", "this file was not written by torch.save of a tensor")
-        storage, offset, size, stride = arguments[:4]
-        if not is_layout(offset, size, stride) or type(storage[2]) is not str or type(storage[4]) is not int:
-            raise DamagedError(f"{self}: holds a tensor described in a way that torch does not write", _DAMAGED)
-        return storage, offset, size, stride
-
     def _pickled(self, entries: Mapping[str, zipfile.ZipInfo], allowed: Callable[[str], bool] | None = None) -> Any:
         if "byteorder" in entries and self._bytes(entries, "byteorder") != b"little":
             raise CkptkitError(f"{self}: is big-endian", "save it on a little-endian machine")
@@ -286,7 +267,7 @@ class Blob:
                 "nothing in it was run; where you trust the file, load it, leave that out and save it again",
             ) from error
         except pickle.UnpicklingError as error:
-            raise DamagedError(f"{self}: cannot be unpickled: {error}", "the file is damaged; copy it again") from error
+            raise DamagedError(f"{self}: cannot be unpickled: {error}") from error
 
     def _bytes(self, entries: Mapping[str, zipfile.ZipInfo], name: str) -> bytes:
         info = self.entry(entries, name)

@@ -12,10 +12,7 @@ _OWN = frozenset({"args", "kind", "set_state", "state", "__class__"})  # a pickl
 
 
 class Record:
-    """Stands for an instance of any class: `args` are what it was built with, `state` what `__setstate__` got.
-
-    Where the state is a dict, as it is for most classes, its items are attributes.
-    """
+    """An inert instance of any class: `args`, and `state` of `__setstate__`, whose keys become attributes."""
 
     kind = ""
     state: Any = None

@@ -52,10 +52,9 @@ class SavedTensor:
 
 
 class SavedFile:
-    """A file whose directory of the zip and pickle are read when it is opened.
+    """A file of torch.save, opened by its zip directory. Raises CkptkitError if damaged or in torch's old format.
 
-    Raises CkptkitError when it is damaged or in torch's old format. `allowed` is which classes and functions its pickle
-    may name (`module.name`); None: any, since none is run.
+    `allowed` is which classes and functions its pickle may name (`module.name`); None: any, since none is run.
     """
 
     def __init__(self, path: Path, allowed: Callable[[str], bool] | None = None) -> None:
@@ -93,16 +92,10 @@ class SavedFile:
                 "only dense bf16, fp16 and fp32 weights can be read",
             )
         storage, offset, shape, stride = value.args[:4]
-        dtype = (
-            DTYPE_OF_STORAGE.get(kind_of(storage[1]).rpartition(".")[2])
-            if isinstance(storage, tuple) and len(storage) >= 5
-            else None
-        )
+        kind = kind_of(storage[1]) if isinstance(storage, tuple) and len(storage) >= 5 else ""
+        dtype = DTYPE_OF_STORAGE.get(kind.rpartition(".")[2])
         if dtype is None or type(storage[2]) is not str or not is_layout(offset, shape, stride):
-            raise DamagedError(
-                f"{self.path}: {name} is described in a way that torch does not write",
-                "the file is damaged; copy it again",
-            )
+            raise DamagedError(f"{self.path}: {name} is described in a way that torch does not write")
         found = SavedTensor(shape, dtype, storage[2], offset, stride)
         entry = self._entries.get(f"data/{found.storage}")
         if (
@@ -110,7 +103,7 @@ class SavedFile:
             or (found.offset + found.reach) * ITEMSIZE[dtype] > entry.file_size
             or math.prod(shape) > entry.file_size
         ):
-            raise DamagedError(f"{self.path}: the bytes of {name} are not in it", "the file is damaged; copy it again")
+            raise DamagedError(f"{self.path}: the bytes of {name} are not in it")
         return found
 
     @cached_property
@@ -118,10 +111,7 @@ class SavedFile:
         return self._blob.entries()
 
     def read(self, tensor: SavedTensor) -> Tensor:
-        """The tensor, contiguous. Raises CkptkitError when its storage does not match its checksum.
-
-        A storage may hold many tensors (a buffer of all of a rank's parameters): only this tensor's part is kept.
-        """
+        """The tensor, contiguous, without the rest of its storage. Raises CkptkitError for a wrong checksum."""
         import torch
 
         info = self._entries[f"data/{tensor.storage}"]

@@ -58,12 +58,10 @@ class _Entry:
         return self.begin + self.size
 
     def local(self, crc: int) -> bytes:
-        """The local header."""
         sizes = crc, _MAX_32, _MAX_32, len(self.name), len(self.extra)
         return _LOCAL.pack(b"PK\3\4", _VERSION, 0, 0, 0, _NEW_YEAR_1980, *sizes) + self.name + self.extra
 
     def central(self, crc: int) -> bytes:
-        """The entry of the central directory."""
         extra = _SIZES64.pack(_IN_64, 16, self.size, self.size)
         sizes = crc, _MAX_32, _MAX_32, len(self.name), len(extra)
         return (
@@ -96,7 +94,6 @@ class SavedLayout:
 
     @cached_property
     def size(self) -> int:
-        """Bytes in all."""
         return self.data.end + len(self.trailer(0))
 
     def write(self, file: WrittenFile, offset: int, piece: Callable[[int, int], memoryview]) -> None:

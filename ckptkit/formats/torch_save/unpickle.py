@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from ckptkit.core.dtypes import ITEMSIZE
@@ -38,16 +39,6 @@ _STATE = pickle.SETITEMS + pickle.BUILD
 _SIZE = pickle.TUPLE3 + pickle.MEMOIZE + pickle.TUPLE1 + pickle.MEMOIZE + pickle.REDUCE + pickle.MEMOIZE
 _EMPTY_TUPLE, _SET_ITEMS, _TUPLE_3 = _NEW[0], _STATE[0], _SIZE[0]
 _KEY_DEPTH, _KEY_PARTS = 4, 256  # of tuples as keys, which are hashed again each time
-
-
-class NamedLater:
-    """A function of a pickle that finds what lies inside a class, by the one call that it allows."""
-
-    def __init__(self, find: Callable[..., Any]) -> None:
-        self._find = find
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self._find(*arguments)
 
 
 class Machine:
@@ -168,6 +159,12 @@ class Machine:
         self._stack.append(value)
         self._at += 1
 
+    def _popped(self, count: int) -> list[Any]:
+        """The last values of the stack, in the order in which they were put there."""
+        items = [self._stack.pop() for _ in range(count)]
+        self._at += 1
+        return items[::-1]
+
     def _to_mark(self) -> list[Any]:
         """What was put on the stack since the last mark, which is removed."""
         items, self._stack = self._stack, self._marked.pop()
@@ -175,11 +172,6 @@ class Machine:
         return items
 
     # Plain values.
-
-    def long_1(self) -> None:
-        begin = self._at + 2
-        self._at = begin + self._content[self._at + 1]
-        self._integer(self._content[begin : self._at])
 
     def _integer(self, content: bytes) -> None:
         if len(content) > MAX_INTEGER:
@@ -198,11 +190,6 @@ class Machine:
         self._stack.append({})
         self._put(items)
 
-    def append(self) -> None:
-        item = self._stack.pop()
-        self._at += 1
-        self._extend([item])
-
     def _extend(self, items: list[Any]) -> None:
         target = self._stack[-1]
         if type(target) is list:
@@ -217,11 +204,6 @@ class Machine:
             target.update(map(_key, items))
         elif not isinstance(target, Record):
             raise pickle.UnpicklingError(f"items for {type(target).__name__}, which is not a set")
-
-    def set_item(self) -> None:
-        value, key = self._stack.pop(), self._stack.pop()
-        self._at += 1
-        self._put([key, value])
 
     def _put(self, items: list[Any]) -> None:
         target = self._stack[-1]
@@ -288,10 +270,7 @@ class Machine:
 
 
 def count_objects(content: bytes) -> int:
-    """About how many objects a pickle makes, told by its bytes before it is run: not fewer than it does.
-
-    A set takes the memory of four others, and an instance that of two.
-    """
+    """An upper estimate of the objects that a pickle makes, from its bytes; a set counts four, an instance two."""
     instances = content.count(pickle.NEWOBJ) + content.count(pickle.REDUCE)
     return len(content) - len(content.translate(None, _MAKES)) + 3 * content.count(pickle.EMPTY_SET) + instances
 
@@ -321,7 +300,7 @@ def _called(target: Any, arguments: Any) -> Any:
         return tuple(arguments[0])
     if _is_record(target):
         return target(*arguments)
-    if isinstance(target, NamedLater):
+    if isinstance(target, partial):  # of `_nested`
         return target(*arguments)
     if target is Items and not arguments:
         return Items()
@@ -367,19 +346,14 @@ def _takes(width: int, make: Callable[[bytes], Any]) -> Callable[[Machine], obje
 
 def _packs(count: int) -> Callable[[Machine], object]:
     """One that makes a tuple of so many values of the stack."""
-
-    def pack(machine: Machine) -> None:
-        items = [machine._stack.pop() for _ in range(count)]
-        machine._push(tuple(reversed(items)))
-
-    return pack
+    return lambda machine: machine._stack.append(tuple(machine._popped(count)))
 
 
 def _gathers(make: Callable[[list[Any]], Any]) -> Callable[[Machine], object]:
     """One that makes something of all since the last mark."""
 
     def gather(machine: Machine) -> None:
-        items = machine._to_mark()
+        items = machine._to_mark()  # which replaces the stack
         machine._stack.append(make(items))
 
     return gather
@@ -397,7 +371,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.NEWTRUE: _pushes(lambda: True),
     pickle.NEWFALSE: _pushes(lambda: False),
     pickle.BININT: lambda machine: machine._stack.append(int.from_bytes(machine._take(4), "little", signed=True)),
-    pickle.LONG1: Machine.long_1,
+    pickle.LONG1: lambda machine: machine._integer(machine._sized(1)),
     pickle.LONG4: lambda machine: machine._integer(machine._sized(4)),
     pickle.BINFLOAT: lambda machine: machine._stack.extend(struct.unpack(">d", machine._take(8))),
     pickle.BINUNICODE: _takes(4, bytes.decode),
@@ -418,10 +392,10 @@ _INSTRUCTIONS: dict[bytes, Callable[[Machine], object]] = {
     pickle.DICT: Machine.dict_marked,
     pickle.EMPTY_SET: _pushes(set),
     pickle.FROZENSET: _gathers(lambda items: frozenset(map(_key, items))),
-    pickle.APPEND: Machine.append,
+    pickle.APPEND: lambda machine: machine._extend(machine._popped(1)),
     pickle.APPENDS: lambda machine: machine._extend(machine._to_mark()),
     pickle.ADDITEMS: Machine.add_items,
-    pickle.SETITEM: Machine.set_item,
+    pickle.SETITEM: lambda machine: machine._put(machine._popped(2)),
     pickle.SETITEMS: lambda machine: machine._put(machine._to_mark()),
     pickle.POP: Machine.pop,
     pickle.POP_MARK: Machine._to_mark,
@@ -447,23 +421,10 @@ def loads(content: bytes, allowed: Callable[[str], bool] | None = None) -> Any:
     """The object pickled in `content`: plain Python values, `torch.Size` as a tuple, dtypes, and Records for the rest.
 
     `allowed` is which classes and functions (`module.name`) it may name; None: any, since none is run. Raises
-    NotAllowed for another, and pickle.UnpicklingError where the pickle is damaged or past the bounds of `Machine`.
+    NotAllowed for another, and where it calls getattr for anything but what lies inside a class, and
+    pickle.UnpicklingError where the pickle is damaged or past the bounds of `Machine`.
     """
     return Machine(content, lambda module, name: _named(module, name, allowed)).run()
-
-
-def loads_named(content: bytes) -> tuple[Any, frozenset[str]]:
-    """`loads` of a pickle that may name anything, and every class and function (`module.name`) that it names.
-
-    Raises NotAllowed where it calls getattr for anything but what lies inside a class.
-    """
-    names: set[str] = set()
-
-    def allowed(name: str) -> bool:
-        names.add(name)
-        return True
-
-    return loads(content, allowed), frozenset(names)
 
 
 def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any:
@@ -471,7 +432,7 @@ def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any
     if allowed is not None:
         module = _OLD_NAMES.get(module, module)
         if (module, name) == ("builtins", "getattr"):
-            return NamedLater(lambda *arguments: _nested(arguments, allowed))
+            return partial(_nested, allowed)
         if not allowed(f"{module}.{name}"):
             raise NotAllowed(f"{module}.{name}")
     if (module, name) == ("torch", "Size"):
@@ -483,7 +444,7 @@ def _named(module: str, name: str, allowed: Callable[[str], bool] | None) -> Any
     return type(name, (Record,), {"kind": f"{module}.{name}"})
 
 
-def _nested(arguments: tuple[Any, ...], allowed: Callable[[str], bool]) -> Any:
+def _nested(allowed: Callable[[str], bool], *arguments: Any) -> Any:
     """What lies inside a class and is named by a call of getattr: a class by protocol 2, an enum's member by 3.11.2."""
     holder, name = arguments if len(arguments) == 2 else (None, None)
     if not (isinstance(holder, type) and issubclass(holder, Record) and isinstance(name, str)):

@@ -22,8 +22,8 @@ from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.models import tensors
 
-from ckptkit.app.cli import _MODULES, cli
-from ckptkit.app.cli.verb import GROUPS
+from ckptkit.app.cli import cli
+from ckptkit.app.cli.verb import VERBS
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -156,12 +156,12 @@ def test_no_verb_at_all_shows_the_help(ckptkit: Run) -> None:
     assert asked.returncode == 0
     shown = asked.stdout.partition("\nMake:\n")[2]
     assert "..." not in shown
-    assert all(f" {example}\n" in shown for verbs in GROUPS.values() for example in verbs.values())
-    assert re.findall(r"^  (\w+) ", shown, re.M) == [name for verbs in GROUPS.values() for name in verbs]
-    assert sorted(re.findall(r"^ +ckptkit (\w+)", shown, re.M)) == sorted(_MODULES)
+    assert all(f" {row.example}\n" in shown for row in VERBS.values())
+    assert re.findall(r"^  (\w+) ", shown, re.M) == [*VERBS]
+    assert sorted(re.findall(r"^ +ckptkit (\w+)", shown, re.M)) == sorted(VERBS)
 
 
-@pytest.mark.parametrize(("name", "example"), [one for verbs in GROUPS.values() for one in verbs.items()])
+@pytest.mark.parametrize(("name", "example"), [(name, row.example) for name, row in VERBS.items()])
 def test_the_example_of_a_verb_is_a_line_that_it_takes(name: str, example: str, ckptkit: Run) -> None:
     words = example.split()
     command = cli.get_command(click.Context(cli), name)

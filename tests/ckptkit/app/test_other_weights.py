@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.messages import text_with
+from support.models import edit_metadata
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError
@@ -178,3 +179,26 @@ def test_config_beside_the_weights_of_verl_names_the_command_that_merges_them(tm
     (tmp_path / "actor/model_world_size_2_rank_0.pt").write_bytes(b"x")
     (found,) = (one for one in verify(config).findings if one.code == "CK103")
     assert f"verl.model_merger merge --backend fsdp --local_dir {tmp_path / 'actor'} --target_dir" in found.hint
+
+
+@pytest.mark.parametrize("kind", ["index", "file", "adapter", "Megatron"])
+def test_a_source_without_tensors_is_refused_and_nothing_is_written(
+    kind: str, tmp_path: Path, releases: Callable[[str], Path], converted: Callable[[str], Path]
+) -> None:
+    release, source = releases("qwen2-tied"), tmp_path / "source"
+    options = {"merge": source} if kind == "adapter" else {}
+    if kind == "Megatron":
+        shutil.copytree(converted("qwen2-tied"), source)
+        edit_metadata(source / "release", lambda one: (one.state_dict_metadata.clear(), one.storage_data.clear()))
+    else:
+        source.mkdir()
+        shutil.copy(release / "config.json", source)
+        (source / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}')
+        if kind == "index":
+            (source / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+        else:
+            save_file({}, source / ("adapter_model.safetensors" if kind == "adapter" else "model.safetensors"))
+    with pytest.raises(CkptkitError, match=f"{source}.*has no (tensors|pair)|changes nothing") as error:
+        convert(release if kind == "adapter" else source, tmp_path / "out", **options)
+    assert error.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]

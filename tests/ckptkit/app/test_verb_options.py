@@ -19,7 +19,8 @@ from ckptkit.app.api import convert
 from ckptkit.app.cli import cli
 from ckptkit.app.cli.verb import needs_of
 from ckptkit.app.option import EXCLUDES
-from ckptkit.core.errors import CkptkitError
+from ckptkit.app.run_options import run_options
+from ckptkit.core.errors import CkptkitError, UsageError
 from verify.run import verify
 
 CONTEXT = click.Context(cli)
@@ -95,6 +96,15 @@ def test_options_that_exclude_each_other_are_refused_together(names: tuple[str, 
         words = [word for name in names for word in words_of(options_of(verb)[name])]
         beside = ["--quantize", "w4a16"] if verb == "convert" else []
         assert " exclude each other: " in parse(verb, *words, *beside)
+
+
+def test_python_refuses_what_the_command_line_refuses() -> None:
+    for given in ({"overwrite": True, "resume": True}, {"like": "c", "preset": "rl"}):
+        with pytest.raises(UsageError, match="exclude each other|about quantized weights"):
+            run_options("convert", "a", "b", **given)
+    with pytest.raises(TypeError, match="overwite"):
+        run_options("convert", "a", "b", overwite=True)
+    assert run_options("convert", "a", "b", max_shard_size="5GB").max_shard_size == 5 * 10**9
 
 
 def test_refused_options_exit_with_2_and_say_why() -> None:

@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptkit.formats.detect import TRACKER, locate, refuse_hf, tracked
+from ckptkit.formats.detect import TRACKER, locate, refuse_hf, tracked_iteration
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
@@ -86,7 +86,7 @@ def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
     assert code_when(read_shard, tmp_path / "model.safetensors") == "missing"
     assert code_when(read_metadata, tmp_path) == "missing"
     (tmp_path / TRACKER).write_text("7")
-    assert code_when(tracked, tmp_path) == "missing"
+    assert code_when(tracked_iteration, tmp_path) == "missing"
 
 
 def test_what_is_there_and_cut_short_is_damaged(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_is_there_and_cut_short_is_damaged(tmp_path: Path) -> None:
     assert code_when(read_json, tmp_path / "config.json") == "damaged"
     assert code_when(read_shard, tmp_path / "model.safetensors") == "damaged"
     assert code_when(read_metadata, tmp_path) == "damaged"
-    assert code_when(tracked, tmp_path) == "damaged"
+    assert code_when(tracked_iteration, tmp_path) == "damaged"
 
 
 def test_a_path_that_is_no_file_is_neither_missing_nor_damaged(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from support.processes import ckptkit, environment
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
-from ckptkit.storage.lock import check_free, locked
+from ckptkit.storage.lock import check_free, hold_lock
 from ckptkit.transfer.destination import new_directory
 from quant.schemes.w4a16 import int4_scheme
 
@@ -137,7 +137,7 @@ def test_lock_that_was_removed_while_it_was_waited_for_is_taken_anew(
 
     (tmp_path / LOCK).touch()
     monkeypatch.setattr(fcntl, "flock", ended_meanwhile)
-    with locked(tmp_path / LOCK), pytest.raises(CkptkitError, match="writing"), locked(tmp_path / LOCK):
+    with hold_lock(tmp_path / LOCK), pytest.raises(CkptkitError, match="writing"), hold_lock(tmp_path / LOCK):
         pass
 
 

@@ -11,11 +11,11 @@ import pytest
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer.ray import connected
+from ckptkit.transfer.ray import ray_cluster
 
 
 def refused(address: str) -> CkptkitError:
-    with pytest.raises(CkptkitError) as error, connected(address):
+    with pytest.raises(CkptkitError) as error, ray_cluster(address):
         pass
     return error.value
 
@@ -61,10 +61,10 @@ def test_an_address_that_is_none() -> None:
 
 def test_a_cluster_of_its_own_ends_with_the_work() -> None:
     ray = pytest.importorskip("ray")
-    with connected("local", 2) as here:
+    with ray_cluster("local", 2) as here:
         assert here.cluster_resources()["CPU"] == 2
         assert here.get(here.remote(lambda: 6 * 7).remote()) == 42
-        with connected("auto") as again:  # a process that is connected stays so
+        with ray_cluster("auto") as again:  # a process that is connected stays so
             assert again.cluster_resources()["CPU"] == 2
         assert ray.is_initialized()
     assert not ray.is_initialized()
@@ -77,5 +77,5 @@ def test_a_cluster_that_crashed_is_not_waited_for(closed_port: int, monkeypatch:
         file = Path(folder, "ray", "ray_current_cluster")
         file.parent.mkdir()
         file.write_text(f"127.0.0.1:{closed_port}")
-        with connected("auto", 2) as ray:
+        with ray_cluster("auto", 2) as ray:
             assert ray.cluster_resources()["CPU"] == 2

@@ -134,7 +134,7 @@ def test_nemo_weights_in_zarr_are_refused_with_the_way_out(nemo: Path) -> None:
     [
         ("model: [1, 2", "line|expected|parsing"),
         ("train: {}", "settings"),
-        ("model: {a: 1, a: 2}", "stands twice"),
+        ("model: {a: 1, a: 2}", "twice in one mapping"),
         ("a: &a [1]\nmodel: " + "[" * 70 + "]" * 70, "more than 64 levels"),
     ],
 )

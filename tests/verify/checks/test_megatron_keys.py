@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.formats.torch_dist.reader import read_metadata
-from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflattened
+from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflatten
 from verify.checks.values.optimizer import has_optimizer, masters_round, optimizer_sound, optimizer_whole
 from verify.core.check import Tally
 from verify.core.report import Finding
@@ -239,7 +239,7 @@ def test_state_whose_parts_were_flattened_is_seen_in_the_shape_of_its_weight() -
     state = torch.stack([torch.stack(row) for row in parts])
     assert state[1, 0].tolist() == [12, 13, 14, 18, 19, 20]
     assert is_flattened((4, 6), tuple(state.shape))
-    assert torch.equal(unflattened(state, (4, 6)), weight)
+    assert torch.equal(unflatten(state, (4, 6)), weight)
     assert not is_flattened((4, 6), (2, 2, 5))
     assert not is_flattened((4, 6), (3, 2, 4))
     assert not is_flattened((4, 6), (4, 6))

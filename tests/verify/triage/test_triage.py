@@ -17,7 +17,7 @@ from support.processes import python
 
 import ckptkit
 from ckptkit import CkptkitError
-from ckptkit.app.cli import _MODULES
+from ckptkit.app.cli.verb import VERBS
 from verify.core.check import all_checks
 from verify.triage.scan import Found
 from verify.triage.symptom import PHASES, TABLE
@@ -239,7 +239,7 @@ def test_commands_and_codes_exist() -> None:
         assert set(symptom.codes) <= codes, symptom.key
         if not symptom.command.startswith("none: "):
             assert symptom.command.split()[0] == "ckptkit"
-            assert symptom.command.split()[1] in _MODULES, symptom.key
+            assert symptom.command.split()[1] in VERBS, symptom.key
 
 
 @pytest.mark.parametrize("content", ["absent", "directory", "empty", "gzip", "binary"])
@@ -523,5 +523,5 @@ def test_phases_name_commands_and_checks_that_exist() -> None:
     for phase in PHASES:
         for error in (phase.error("f"), phase.error("f").for_vllm()):
             assert set(error.codes) <= codes, phase.key
-            assert error.command.split()[1] in _MODULES
+            assert error.command.split()[1] in VERBS
     assert {one.key for one in PHASES}.isdisjoint(one.key for one in TABLE)

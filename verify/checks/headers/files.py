@@ -14,7 +14,7 @@ from ckptkit.formats.detect import other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
-from ckptkit.storage.links import fetch_again, in_words
+from ckptkit.storage.links import fetch_again, format_links
 from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
 from verify.core.skip import CannotCheck, NotApplicable
@@ -93,7 +93,7 @@ def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     files = subject.hf_files
     if links := files.dangling:  # a warning where loaders read none of them
         where, severity = next(iter(links)), warning_if(not any(is_read(Path(name)) for name in links))
-        actual, hint = in_words(links), fetch_again(files.root)
+        actual, hint = format_links(links), fetch_again(files.root)
         file = where if len(links) == 1 else ""
         yield Issue("a target for every link", actual, hint, file=file, severity=severity, count=len(links))
     require_weights(subject)

@@ -14,7 +14,7 @@ from ckptkit.formats.detect import TRACKER, is_legacy
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
-from ckptkit.formats.torch_dist.training_state import described, training_state
+from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from verify.checks.headers.files import names_of, require_metadata
 from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
@@ -79,7 +79,7 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint, actual = "give the directory that holds the model, or save it again", f"none, only {inside}"
         yield Issue("the weights of a model", actual if inside else "none", hint, file=weights / ".metadata")
     common = files.opened.common
-    if state := described(training_state(files.metadata, common)):
+    if state := describe_state(training_state(files.metadata, common)):
         tally.facts[TRAINING_STATE] = [state]
     match, stated = re.fullmatch(r"iter_(\d+)", weights.name), common.get("iteration")
     if match and type(stated) is int and stated != int(match[1]):

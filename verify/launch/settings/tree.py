@@ -73,7 +73,7 @@ def _words(tree: yaml_text.Tree, path: Path | None) -> Tree:
         return {key: _words(one, path) for key, one in tree.items()}
     if isinstance(tree, list):
         return [_words(one, path) for one in tree]
-    return Word(NULL if tree.is_null else tree.text, path, None if path is None else tree.line)
+    return Word(NULL if tree.value is None else tree.text, path, None if path is None else tree.line)
 
 
 def _refused(path: Path | None, why: str) -> CkptkitError:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked, tracker_text
+from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked_iteration, tracker_text
 from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from ckptkit.storage.tree import ForeignFileError
 from converters.config.values import class_of, language_part
@@ -517,7 +517,7 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     if step and _takes_step(root):
         return _chosen_step(role, root, step, option)
     try:
-        path = tracked(root)
+        path = tracked_iteration(root)
     except ForeignFileError:  # which Megatron follows
         raise
     except CkptkitError as error:

@@ -17,7 +17,7 @@ from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_save.saved_file import SavedFile, require_saved
 from ckptkit.storage.regular import kind_of, open_regular
-from ckptkit.storage.tree import everything, mounts_at
+from ckptkit.storage.tree import mounts_at, walk_tree
 from ckptkit.transfer.journal import Journal, is_of_journal
 from ckptkit.transfer.manifest import SCHEMAS, file_digest
 
@@ -119,14 +119,15 @@ class _Directory:
 def require_checkpoint(what: object, names: Collection[str], there: Contents) -> None:
     """Raises CkptkitError, naming what is in the way, unless files are those of one checkpoint and nothing else.
 
-    `names` are all files, and empty folders with a `/` behind them. Those of an HF checkpoint, of an adapter or of a
-    release in Megatron's format are known by their names; others must be listed in its `ckptkit.json`, with the bytes
-    that they have, and so must documents and code where there is one, and a second set of weights. Other hidden files
-    are always in the way. config.json must be a model's, and the headers of weights that no `ckptkit.json` names must
-    be readable.
+    `names` are all files, and empty folders with a `/` behind them. Files of an HF checkpoint, an adapter or a release
+    in Megatron's format are known by name. Others, documents, code and a second set of weights must be as
+    `ckptkit.json` lists them. Hidden files are in the way. config.json must be a model's, and unlisted weights must
+    have a header.
     """
-    listed = listed_in(there.json(MANIFEST))
-    layout = _weights_in(there.json(MANIFEST).get("hf_layout")) if listed else set()
+    manifest = there.json(MANIFEST)
+    files = manifest.get("files") if str(manifest.get("schema", "")).startswith(SCHEMAS) else None
+    listed = files if isinstance(files, dict) else {}  # the digests of files by name
+    layout = _weights_in(manifest.get("hf_layout")) if listed else set()
     index = there.json(INDEX).get("weight_map")
     shards = _weights_in(index.values() if isinstance(index, dict) else ())
     of_no_model = [name for name in names if not _OF_HF.fullmatch(name) and name not in layout | shards]
@@ -134,7 +135,7 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
     unknown = {*(of_no_model if len(of_no_model) <= len(of_no_run) else of_no_run)}
     hidden = {name for name in unknown if any(part.startswith(".") for part in name.split("/"))}
     unknown |= {name for name in names if listed and _AS_LISTED.fullmatch(name)}
-    unknown -= {name for name in unknown if name.endswith("/") and any(file.startswith(name) for file in listed)}
+    unknown -= {name for name in unknown if name.endswith("/") and any(one.startswith(name) for one in listed)}
     if others := sorted(hidden | unknown - listed.keys()):
         message = f"{what} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
         raise CkptkitError(message, _OUT)
@@ -182,18 +183,8 @@ def _several(set_of: Mapping[str, str], listed: Mapping[str, Any], there: Conten
     return []
 
 
-def listed_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The digests of files in a manifest of ckptkit by name, or nothing of anything else."""
-    files = manifest.get("files")
-    is_ours = str(manifest.get("schema", "")).startswith(SCHEMAS)
-    return files if is_ours and isinstance(files, dict) else {}
-
-
 def _why_not(names: Collection[str], there: Contents, ours: Collection[str]) -> str | None:
-    """Why files that have the names of a checkpoint's are not one, or None if they are.
-
-    `ours`: files that a manifest names. They were a checkpoint's when it was written, whatever became of them.
-    """
+    """Why files with the names of a checkpoint are not one, or None. `ours`: files that a manifest names."""
     weights = [name for name in names if _WEIGHT.fullmatch(name)]
     metadata = [name for name in (*names, *ours) if _METADATA.fullmatch(name)]
     if not weights and not ours:
@@ -226,7 +217,7 @@ def require_replaceable(path: Path, *, is_partial: bool = False) -> None:
     if not stat.S_ISDIR(found.st_mode):
         what = f"a link to {os.readlink(path)}" if stat.S_ISLNK(found.st_mode) else "not a directory"
         raise CkptkitError(f"{path} is {what}, so it is not replaced", _ELSEWHERE)
-    below = [(str(one.relative_to(path)), entry) for one, entry in everything(path) if one != path]
+    below = [(str(one.relative_to(path)), entry) for one, entry in walk_tree(path) if one != path]
     _require_removable(path, below)
     folders = {os.path.dirname(name) for name, _ in below}
     files = [name if not stat.S_ISDIR(entry.st_mode) else f"{name}/" for name, entry in below if name not in folders]

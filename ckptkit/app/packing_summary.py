@@ -45,10 +45,7 @@ class PackedSummary:
 
 
 def summary(plan: ConversionPlan, errors: Mapping[str, SquaredError]) -> PackedSummary | None:
-    """Sums up what a plan packs. `errors`: of each matrix, by the name of the tensor with its codes.
-
-    None for a plan that packs nothing.
-    """
+    """Sums up what a plan packs, or None if nothing. `errors`: by the name of the tensor with the codes."""
     if plan.packing is None or not isinstance(plan.view, View):
         return None
     source = plan.view.source.specs
