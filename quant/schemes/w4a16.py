@@ -38,14 +38,14 @@ from quant.formats.packing import (
 )
 from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
+from quant.ignore import tiles
+from quant.ignore.matching import ignored
+from quant.ignore.select import default_ignore, resolve
+from quant.ignore.tiles import refuse_for_transformers
+from quant.ignore.tree import class_tree
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.rounding_error import int4_error
 from quant.schemes.interface import Request, SquaredError
-from quant.selection import tiles
-from quant.selection.decision import default_ignore, resolve
-from quant.selection.reading import ignored
-from quant.selection.tiles import refuse_for_transformers
-from quant.selection.tree import class_tree
 
 _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 

@@ -21,10 +21,10 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.groups import Target, group_of, groups_of, targets_of
+from quant.ignore.names import Matrix, matrices_named, names_in_vllm
+from quant.ignore.reading import read_all
+from quant.ignore.tree import class_tree
 from quant.patterns import check_entries
-from quant.selection.matrices import Matrix, matrices_named, names_in_vllm
-from quant.selection.reading import read_all
-from quant.selection.tree import class_tree
 
 TESTS = Path(__file__).parents[2]
 PLACES = ("quant/selection", "quant/lint", "quant/lists", "quant/online", "mutations", "reports", "support", "faults")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import fold
@@ -13,10 +14,7 @@ from converters.registry import find_family
 from quant.formats.groups import group_of, groups_of, is_cache_calibrated
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.part_names import PACKED
-from quant.lint.subject import ORDER, IgnoreList, LintFinding, LowPrecisionList, Severity, finding
-from quant.patterns import matcher
-from quant.selection.matrices import forbidden
-from quant.selection.portable import (
+from quant.ignore.agree import (
     NOTHING_PACKED,
     OTHER_FORMAT,
     Divergence,
@@ -25,8 +23,40 @@ from quant.selection.portable import (
     reason_of,
     without_numbers,
 )
-from quant.selection.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
-from quant.selection.tree import UNPACKED_BY_CHOICE
+from quant.ignore.names import forbidden
+from quant.ignore.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
+from quant.ignore.subject import IgnoreList, LintSeverity
+from quant.ignore.tree import UNPACKED_BY_CHOICE
+from quant.patterns import matcher
+
+ORDER: tuple[LintSeverity, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """One thing that is wrong with an `ignore` list."""
+
+    kind: str
+    severity: LintSeverity
+    message: str
+    hint: str
+    pattern: str | None = None  # the entry; None: no entry covers the tensors
+    tensors: tuple[str, ...] = ()  # folded names
+    count: int = 0  # of tensors
+    readers: tuple[str, ...] = ()  # those concerned
+
+
+def finding(
+    kind: str,
+    severity: LintSeverity,
+    message: str,
+    hint: str,
+    tensors: Sequence[str],
+    readers: Iterable[str] = (),
+    pattern: str | None = None,
+) -> LintFinding:
+    """Returns a finding about tensors, with their names folded."""
+    return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
 
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
@@ -38,7 +68,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *_partly(subject),
         *_mixed(subject),
         *_forbidden(subject),
-        *(() if isinstance(subject, LowPrecisionList) else _overreach(subject)),
+        *(_overreach(subject) if subject.is_compressed else ()),
         *_unused(subject),
         *indexer_key(subject),
         *groups(subject),
@@ -55,7 +85,7 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
     for refusal in subject.refusals():
         who = [reader for reader in refusal.readers if reader in subject.readers]
         if who:
-            severity: Severity = min((subject.severities[reader] for reader in who), key=ORDER.index)
+            severity: LintSeverity = min((subject.severities[reader] for reader in who), key=ORDER.index)
             if refuses_own_format(who, subject.asked):
                 severity = "error"
             yield finding("refused", severity, refusal.what, refusal.hint, [], who)
@@ -266,12 +296,7 @@ def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def idle(subject: IgnoreList) -> list[str]:
     """Returns entries that cover nothing, by any reader's names or by transformers' names of the Linear layers."""
-    unread = (
-        pattern
-        for pattern in subject.ignore
-        if not any(reading.covers[pattern] for reading in subject.readings.values())
-    )
-    return [pattern for pattern in unread if pattern != subject.tree.head and not subject.spelled(pattern)]
+    return [entry for entry in subject.idle if entry != subject.tree.head and not subject.spelled(entry)]
 
 
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")

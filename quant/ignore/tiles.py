@@ -23,9 +23,9 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.by_class import built_class
 from converters.hf_names import GATE_UP_DOWN
-from quant.selection.matrices import fused_layer, ignore_options
-from quant.selection.readers import ALL_READERS
-from quant.selection.tree import ClassTree, class_tree, config_for_class, release_of
+from quant.ignore.names import fused_layer, ignore_options
+from quant.ignore.readers import ALL_READERS
+from quant.ignore.tree import ClassTree, class_tree, config_for_class, release_of
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
 _TILES = ((128, 64), (64, 128))  # rows and columns of which a layer must be made for one of the kernels

@@ -16,9 +16,9 @@ from converters.family import ModelFamily
 from converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
 from converters.registry import family_of
 from quant.formats.part_names import PACKED
+from quant.ignore.readers import SGLANG
+from quant.ignore.tree import UNPACKED_BY_CHOICE, ClassTree
 from quant.patterns import matcher
-from quant.selection.readers import SGLANG
-from quant.selection.tree import UNPACKED_BY_CHOICE, ClassTree
 
 _SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
 # The shards of the layers that releases may also spell as one, and the fused name, without `_proj`.

@@ -16,7 +16,9 @@ from ckptkit.core.specs import TensorSpec, summarize
 from converters.hf_names import FUSED, LATENT_DOWN, tail
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme, read_scheme
-from quant.selection.matrices import (
+from quant.ignore.agree import Question, check_portable, packed_by
+from quant.ignore.matching import ignored
+from quant.ignore.names import (
     Matrix,
     entries_for,
     fused_layer,
@@ -25,11 +27,10 @@ from quant.selection.matrices import (
     matrices_of,
     parts_of,
 )
-from quant.selection.portable import Question, check_portable, packed_by
-from quant.selection.readers import ALL_READERS, readers_of
-from quant.selection.reading import ignored, read_all
-from quant.selection.tiles import check_tiles
-from quant.selection.tree import ClassTree, class_tree
+from quant.ignore.readers import ALL_READERS, readers_of
+from quant.ignore.reading import read_all
+from quant.ignore.tiles import check_tiles
+from quant.ignore.tree import ClassTree, class_tree
 
 
 def resolve(
