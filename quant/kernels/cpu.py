@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ckptkit.core.isolation import refuse_numba_settings
 from ckptkit.transfer.copy import cores
-from quant.formats.grids import not_finite
+from quant.formats.grids import SMALLEST_QMAX7_SCALE, not_finite
 from quant.formats.packing import CODES_PER_WORD, Packed, pack_zero_point
 from quant.formats.scheme import Grid, QuantScheme
 from quant.kernels.threads import bits_of, pool
@@ -43,7 +43,7 @@ _INFINITIES = (0x7F800000, 0x7F80, 0x7C00)
 _F32 = np.float32
 # 1.5 * 2**23: added to a small float32, it rounds it half to even and leaves the integer in the lowest bits.
 _ROUNDS, _ROUNDS_CODE = _F32(12582912), _F32(12582912 + 8)
-_SEVENTH, _SMALLEST_QMAX7_SCALE, _INFINITY = _F32(1 / 7), _F32(1e-5), _F32(np.inf)
+_SEVENTH, _SMALLEST_SCALE, _INFINITY = _F32(1 / 7), _F32(SMALLEST_QMAX7_SCALE), _F32(np.inf)
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 inlined = njit(**_OPTIONS, forceinline=True)
@@ -192,7 +192,7 @@ def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets
         bad |= top >= variant.infinity
         most = from_bits(top, variant.weight)
         if variant.qmax7:
-            scale = max(_F32(most * _SEVENTH), _SMALLEST_QMAX7_SCALE)
+            scale = max(_F32(most * _SEVENTH), _SMALLEST_SCALE)
         elif variant.symmetric:
             scale = rounded(most / _F32(7.5), variant.weight)
         else:  # every operation rounded to the weight's dtype

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -13,12 +16,13 @@ from ckptkit.transfer.copy import cores
 from quant.formats.floats.decode import as_float, spread
 from quant.formats.floats.layout import E2M1_NUMBERS
 from quant.formats.grids import check_matrix, not_finite
-from quant.kernels.float_roundings import MAX_VALUE, MXFP4, NVFP4, ROUNDINGS, Fp8Weight, Rounding
+from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
 from quant.kernels.threads import bits_of, pool
 
 _TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
 _NARROW = 32  # the width of MXFP8's and MXFP4's groups
-_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
+# Between the numbers of E2M1; every other one is rounded up.
+_TIES = tuple((one + other) / 2 for one, other in pairwise(E2M1_NUMBERS[:8]))
 
 
 def quantize_fp8(
@@ -56,13 +60,13 @@ def quantize_mxfp4(weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weig
     Scales are the exponents that float8_e8m0fnu stores, uint8. Without `kernel` in plain torch on every device. Raises
     CkptkitError as `quantize_fp8`, and where 32 does not divide the columns.
     """
-    return _quantized(weight, (1, 32), MXFP4, name, kernel)
+    return _quantized(weight, (1, 32), ROUNDINGS["mxfp4 compressed-tensors"], name, kernel)
 
 
 def quantize_nvfp4(
     weights: Sequence[Tensor], writer: str, names: Sequence[str], *, kernel: bool = True
 ) -> tuple[list[Fp8Weight], Tensor]:
-    """Quantizes as `quantize_mxfp4`, in groups of 16 with scales float8_e4m3fn. `writer`: of `NVFP4`.
+    """Quantizes as `quantize_mxfp4`, in groups of 16 with scales float8_e4m3fn, as modelopt or compressed-tensors.
 
     All weights share a scale, float32: the second result, which multiplies (modelopt, []) or divides
     (compressed-tensors, [1]) those of groups. Without `kernel` in plain torch on every device.
@@ -70,7 +74,10 @@ def quantize_nvfp4(
     for weight, name in zip(weights, names, strict=True):
         check_matrix(weight, name)
     largest = [torch.stack(weight.aminmax()).abs().amax() for weight in weights if weight.numel()]
-    second, rounding = NVFP4[writer](torch.stack(largest).amax() if largest else weights[0].new_zeros(()))
+    rounding = ROUNDINGS[f"nvfp4 {writer}"]
+    assert rounding.shared is not None
+    second = rounding.shared(torch.stack(largest).amax() if largest else weights[0].new_zeros(()))
+    rounding = replace(rounding, scales=partial(rounding.scales, shared=second))
     pairs = zip(weights, names, strict=True)
     return [_quantized(weight, (1, 16), rounding, name, kernel) for weight, name in pairs], second
 
