@@ -280,7 +280,7 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
     Of experts their container, of shards that are all there the fused one, else its own.
     """
     if ".experts." in module:
-        return module.partition(".experts.")[0] + ".experts"
+        return container_of(module)
     parent, _, name = module.rpartition(".")
     fused = _FUSED_OF.get(name)
     if fused is None:
@@ -289,6 +289,12 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
     if tree is not None and any(f"{parent}.{shard}" not in tree.linears for shard in shards):
         return module
     return f"{parent}.{fused}"
+
+
+def container_of(module: str) -> str:
+    """The container of a routed expert's projection; of any other module its own name."""
+    block, experts, _ = module.partition(".experts.")
+    return f"{block}.experts" if experts else module
 
 
 def parts_of(layer: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from converters.hf_names import FUSED
 from converters.registry import family_of
 from quant.formats.groups import LINEAR, Target, by_priority
 from quant.ignore.matching import Names, any_part, class_name, never, regex_or_exact
-from quant.ignore.names import Matrix, fused_layer, names_in_vllm, names_of_layer
+from quant.ignore.names import Matrix, container_of, fused_layer, names_in_vllm, names_of_layer
 from quant.ignore.readers import BY_CLASS, COMPRESSED, NAMED, NAMES, ListReader, Method, readers_of_method
 from quant.ignore.tree import DRAFT_LAYER
 
@@ -193,7 +193,7 @@ def _all_looked_up(row: ListReader, matrices: Sequence[Matrix], config: Mapping[
         if not matrix.expert or row.asks in ("entry", "class", "parameter"):
             yield _looked_up(row, matrix, config)
             continue
-        container = matrix.module.partition(".experts.")[0]
+        container = container_of(matrix.module)
         if container not in known:
             known[container] = _looked_up(row, matrix, config)
         yield known[container]

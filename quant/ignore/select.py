@@ -20,6 +20,7 @@ from quant.ignore.agree import Question, check_portable, packed_by
 from quant.ignore.matching import ignored
 from quant.ignore.names import (
     Matrix,
+    container_of,
     entries_for,
     fused_layer,
     ignore_options,
@@ -195,9 +196,16 @@ def select_eight_bit(
     if like is not None and not any(_has_scale(matrix.module, like) for matrix in matrices):
         raise CkptkitError("--like has no scale of any weight", "give a checkpoint of the same model in this scheme")
     if not names:
-        raise CkptkitError("no weight is left to quantize" + "".join(f"; {note}" for note in notes))
+        raise nothing_left(ignore, notes)
     _check_dtypes([specs[name] for name in names])
     return EightBit(names, _left_out(matrices, names, tree), _asked_by(matrices, names), notes)
+
+
+def nothing_left(ignore: Sequence[str], notes: Sequence[str] = ()) -> CkptkitError:
+    """The error where no weight is left to quantize; `notes`: on weights that do not fit the scheme."""
+    own = "leave out the --ignore that covers all of them"
+    hint = own if ignore and not notes else "choose another --scheme, or serve the checkpoint as it is"
+    return CkptkitError("; ".join(("no weight is left to quantize", *notes)), hint)
 
 
 def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
@@ -261,10 +269,9 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
             continue
         elsewhere = tree.reason_in_any_format(matrix.module) is not None or tree.partly_fused or _is_respelled(matrix)
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
-            block, experts, _ = name.partition(".experts.")
             parts = parts_of(name) if name != matrix.module else ()
             if quantized.isdisjoint((name, *parts)):  # SGLang calls MiMo's draft layer `self_attn.q_proj`
-                found |= {f"{block}.experts"} if experts else {name, *parts}
+                found |= {container_of(name)} if ".experts." in name else {name, *parts}
     return tuple(sorted(found))
 
 
@@ -280,13 +287,10 @@ def _is_respelled(matrix: Matrix) -> bool:
 
 
 def _asked_by(matrices: Sequence[Matrix], names: Collection[str]) -> tuple[str, ...]:
-    found = set[str]()
-    for matrix in matrices:
-        if matrix.tensor in names:
-            for name in filter(None, (matrix.module, matrix.sglang, matrix.sglang_own, matrix.vllm)):
-                block, experts, _ = name.partition(".experts.")
-                found.add(f"{block}.experts" if experts else name)
-    return tuple(sorted(found))
+    asked = (
+        (matrix.module, matrix.sglang, matrix.sglang_own, matrix.vllm) for matrix in matrices if matrix.tensor in names
+    )
+    return tuple(sorted({container_of(name) for several in asked for name in filter(None, several)}))
 
 
 def sharing_a_scale(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:

@@ -40,7 +40,7 @@ from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
 from quant.ignore import tiles
 from quant.ignore.matching import ignored
-from quant.ignore.select import default_ignore, resolve
+from quant.ignore.select import default_ignore, nothing_left, resolve
 from quant.ignore.tiles import refuse_for_transformers
 from quant.ignore.tree import class_tree
 from quant.kernels.dispatch import quantize_pack
@@ -271,8 +271,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     names = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
     chosen = [spec for name, spec in source.specs.items() if name in names]
     if not names:
-        hint = "leave out the --ignore that covers all of them" if scheme.ignore else None
-        raise CkptkitError("no weight is left to quantize", hint)
+        raise nothing_left(scheme.ignore)
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     experts = any(map(is_expert, names))
     if experts:
