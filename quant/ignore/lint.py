@@ -87,9 +87,8 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     dropped = suspects | spares | (set(idle(subject)) if subject.whole else set())
     stays = [pattern for pattern in subject.ignore if pattern not in dropped]
     exposed = {one.tensor for one in subject.divergences(subject.read(stays))}
-    pairs = list(zip(subject.matrices, subject.packed, strict=True))
-    missing = {matrix.module: matrix.entry for matrix, packs in pairs if not packs and matrix.tensor in exposed}
-    packed = {matrix.module for matrix, packs in pairs if packs}
+    missing = {matrix.module: matrix.entry for matrix, packs in subject.pairs if not packs and matrix.tensor in exposed}
+    packed = {matrix.module for matrix, packs in subject.pairs if packs}
     found = tuple(dict.fromkeys([*stays, *entries_for(missing, packed)]))
     # Unpacked Linear layers, by transformers' names, that the old list covers and this one does not.
     before, after = ({name for one in several for name in subject.spelled(one)} for several in (subject.ignore, found))
@@ -108,7 +107,7 @@ def _whole_names(subject: IgnoreList) -> tuple[str, ...] | None:
     asked = [any(one.asked[index] for one in looking) for index in range(len(subject.matrices))]
     names = (
         fused_layer(matrix.module, None) if matrix.expert else matrix.module
-        for matrix, packs, looked_up in zip(subject.matrices, subject.packed, asked, strict=True)
+        for (matrix, packs), looked_up in zip(subject.pairs, asked, strict=True)
         if looked_up and not packs
     )
     found = tuple(dict.fromkeys([*sorted(names, key=_by_number), *subject.idle]))

@@ -93,14 +93,14 @@ def holds_expert(entry: str) -> Covers:
     return (lambda container: container in entry) if "experts" in entry else never(entry)
 
 
-def sglang_fp8_experts(entry: str) -> Covers:
-    """SGLang's fp8, of a layer's routed experts."""
-    return _either(whole_parts(entry), holds_expert(entry))
+def either(*rules: Rule) -> Rule:
+    """Several rules, one of which has to cover a name."""
 
+    def rule(entry: str) -> Covers:
+        several = [one(entry) for one in rules]
+        return lambda name: any(covers(name) for covers in several)
 
-def vllm_modelopt_experts(entry: str) -> Covers:
-    """vLLM's ModelOpt, of a layer's routed experts."""
-    return _either(holds_expert(entry), substring(entry))
+    return rule
 
 
 def named_by_modelopt(entry: str) -> Covers:

@@ -24,6 +24,7 @@ from quant.ignore.matching import (
     any_part,
     class_name,
     dotted_ending,
+    either,
     exact,
     glob,
     holds_expert,
@@ -36,10 +37,8 @@ from quant.ignore.matching import (
     regex_from_start,
     regex_or_exact,
     regex_to_a_dot,
-    sglang_fp8_experts,
     substring,
     verl_path,
-    vllm_modelopt_experts,
     whole_parts,
 )
 
@@ -163,7 +162,9 @@ _VLLM_26, _VLLM_33 = (("vLLM 0.26",), ("vLLM 0.33",))
 _FP8_KEYS, _MODELOPT_KEYS = (_IGNORED, _NOT_CONVERTED), ("ignore", "exclude_modules")
 _INT4: Any = {"methods": (COMPRESSED,), "keys": ("ignore",)}
 _QUARK: Any = {"methods": ("quark",), "keys": ("exclude",), "part": regex_or_exact}
-_vllm_modelopt = partial(_R, VLLM, "vllm", part=exact, experts=vllm_modelopt_experts, fused=exact, last=substring)
+_vllm_modelopt = partial(
+    _R, VLLM, "vllm", part=exact, experts=either(holds_expert, substring), fused=exact, last=substring
+)
 _sglang_modelopt = partial(_R, asks="sglang", part=parts_only, experts=glob, last=glob, head=True)
 _transformers_12 = partial(_R, ("transformers 5.12",), "transformers", experts=regex_from_start)
 _transformers_24 = partial(_R, ("transformers 5.24",), "transformers", experts=regex_to_a_dot)
@@ -179,7 +180,7 @@ LISTS: tuple[ListReader, ...] = (
     _R(VLLM, "vllm", ("fp8",), _FP8_KEYS, exact, holds_expert, fused=exact),
     _vllm_modelopt(methods=("mxfp8",), keys=(_IGNORED,), head=True),
     _vllm_modelopt(methods=MODELOPT, keys=_MODELOPT_KEYS, head=True),
-    _R(SGLANG, "sglang", _FP8, _FP8_KEYS, whole_parts, sglang_fp8_experts),
+    _R(SGLANG, "sglang", _FP8, _FP8_KEYS, whole_parts, either(whole_parts, holds_expert)),
     _sglang_modelopt(_SGLANG_16, methods=("modelopt fp4", "modelopt fp8"), keys=("ignore",)),
     _sglang_modelopt(_SGLANG_23, methods=("modelopt fp4",), keys=("ignore", _NOT_CONVERTED, "exclude_modules")),
     _sglang_modelopt(_SGLANG_23, methods=("modelopt fp8",), keys=("ignore",)),

@@ -112,6 +112,11 @@ class IgnoreList:
         return tuple(packed_by(self.matrices, self.readings[self.base]))
 
     @cached_property
+    def pairs(self) -> list[tuple[Matrix, bool]]:
+        """Each matrix, and whether it is quantized."""
+        return list(zip(self.matrices, self.packed, strict=True))
+
+    @cached_property
     def others(self) -> frozenset[str]:
         """Modules in another format than INT4: by stored names, else by what compressed-tensors makes of the groups."""
         if self.stored is not None:

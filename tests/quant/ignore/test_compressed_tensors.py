@@ -27,7 +27,7 @@ from quant.ignore.tree import class_tree
 from quant.patterns import check_entries
 
 TESTS = Path(__file__).parents[2]
-PLACES = ("quant/selection", "quant/lint", "quant/lists", "quant/online", "mutations", "reports", "support", "faults")
+PLACES = ("quant/ignore", "quant/online", "mutations", "reports", "support", "faults")
 QWEN3 = {**QWEN, "model_type": "qwen3", "num_hidden_layers": 2}
 MODELS = {"qwen3": QWEN3, "qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI, "minimax_m2": MINIMAX}
 CLASSES = ("Linear", "Module", "Embedding", "linear")
