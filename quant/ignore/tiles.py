@@ -154,14 +154,9 @@ def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, h
     rows, columns = 0, specs[0].shape[1]
     for spec in specs:
         projection = spec.name.split(".")[-2]
-        # Keys and values are repeated where there are more ranks than heads.
-        parts = (
-            1
-            if projection in (*_ROW_PARALLEL, *_WHOLE)
-            else min(tp, heads)
-            if projection in ("k_proj", "v_proj")
-            else tp
-        )
+        parts = 1 if projection in (*_ROW_PARALLEL, *_WHOLE) else tp
+        if projection in ("k_proj", "v_proj"):  # repeated where there are more ranks than heads
+            parts = min(tp, heads)
         if spec.shape[0] % parts:
             return f"{spec.shape[0]} rows do not divide by {parts}"
         rows += spec.shape[0] // parts
@@ -173,11 +168,9 @@ def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, h
         return f"{rows} rows on a rank, which must divide by {_ROWS}"
     if columns % _COLUMNS:
         return f"{columns} columns on a rank, which must divide by {_COLUMNS}"
-    return (
-        f"{columns} columns on a rank, which must divide by the group size {group_size}"
-        if group_size and columns % group_size
-        else None
-    )
+    if group_size and columns % group_size:
+        return f"{columns} columns on a rank, which must divide by the group size {group_size}"
+    return None
 
 
 def _expert_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int) -> str | None:

@@ -113,11 +113,9 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
             "give a reference of the same model",
         )
     scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
-    zero_point = (
-        None
-        if before.zero_point is None
-        else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
-    )
+    zero_point = before.zero_point
+    if zero_point is not None:
+        zero_point = unpack_zero_point(zero_point.to(weight.device), before.scale.shape)
     codes, reused = _codes(weight, scale, zero_point, scheme)
     if bool(reused.all()):
         return Packed.of(codes, scale, zero_point)
