@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ckptkit.app.forecast import Forecast as Forecast
     from ckptkit.app.inspection import inspect as inspect
     from quant.formats.scheme import QuantScheme as QuantScheme
-    from quant.lint.lint import LintReport as LintReport
-    from quant.lint.lint import lint as lint
+    from quant.ignore.lint import LintReport as LintReport
+    from quant.ignore.lint import lint as lint
     from quant.schemes.floats import FloatScheme as FloatScheme
     from quant.schemes.w4a16 import int4_scheme as int4_scheme
     from verify.core.report import CheckResult as CheckResult
@@ -46,7 +46,7 @@ _NAMES = {
     "ckptkit.app.forecast": ("Forecast",),
     "ckptkit.app.inspection": ("inspect",),
     "quant.formats.scheme": ("QuantScheme",),
-    "quant.lint.lint": ("LintReport", "lint"),
+    "quant.ignore.lint": ("LintReport", "lint"),
     "quant.schemes.floats": ("FloatScheme",),
     "quant.schemes.w4a16": ("int4_scheme",),
     "verify.diff.diff": ("diff",),

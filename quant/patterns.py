@@ -1,7 +1,10 @@
 """Regular expressions of `ignore` and `targets`: matched as Python does, refused where they could run for long.
 
-Readers decide with Python's `re.match`, and so does this. Most costly expressions are refused by a count of the steps
-that `re` may need, made before they run, the rest once they have taken too long.
+Readers decide with Python's `re.match`, and so does this. Costly expressions are refused by a count of the steps that
+`re` may need, made before they run. It bounds a match, not a list's time: the few expressions that stay below it and
+are not cheap are also timed. The count is made on the tree of Python's own parser, `re._parser`, though that module has
+no public name. A match that has begun cannot be interrupted, and a parser of ours would have to read every expression
+as `re` does. Where a Python has another tree, the kinds of parts that are not known count as if without an end.
 """
 
 from __future__ import annotations
@@ -21,7 +24,6 @@ from ckptkit.core.printable import shortened
 MAX_NAME = 200  # characters; no released module's name has as many
 CEILING = 1 << 60  # counts end here
 
-# Python's own parser of regular expressions, which `re.compile` calls: a module of its library without a public name.
 _parse: Callable[[str], Iterable[tuple[object, Any]]] = import_module("re._parser").parse
 _SINGLE = ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT")
 _REPEATS = ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT")

@@ -14,11 +14,11 @@ from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
 from converters.registry import FAMILIES
 from quant.formats.groups import refusals
+from quant.ignore.matching import covering
+from quant.ignore.readers import readers_of
+from quant.ignore.tree import release_of
 from quant.schemes.interface import Request
 from quant.schemes.registry import Packing, Scheme, scheme_module
-from quant.selection.readers import readers_of
-from quant.selection.reading import covering
-from quant.selection.tree import release_of
 
 
 def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, Packing]:

@@ -103,7 +103,7 @@ def any_tile() -> Iterator[Callable[..., Any]]:
 
     Gives the rule as it is; tests of it ask for `kernel_tiles`.
     """
-    from quant.selection import tiles
+    from quant.ignore import tiles
 
     rule = tiles.unrunnable
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +114,7 @@ def any_tile() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def kernel_tiles(any_tile: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule on tiles as it is."""
-    monkeypatch.setattr("quant.selection.tiles.unrunnable", any_tile)
+    monkeypatch.setattr("quant.ignore.tiles.unrunnable", any_tile)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import UsageError
-from quant.selection.readers import readers_of
+from quant.ignore.readers import readers_of
 from verify.witnesses.registry import ENGINES, WITNESSES, with_implied
 
 
@@ -53,7 +53,7 @@ class VerifyOptions:
     dp_attention: SGLang keeps attention whole on every rank.
     megatron: the rest of Megatron's launch.
     against: names of `verify.witnesses.registry.WITNESSES` to ask. `engine` is vLLM with `vllm`, else SGLang.
-    readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.selection.readers.counting` says.
+    readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.ignore.readers.counting` says.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
     adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.

@@ -23,8 +23,8 @@ from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
 from converters.config.bounds import MAX_RANKS
+from quant.ignore.readers import ALL_READERS
 from quant.schemes.registry import DEFAULT, UNQUANTIZED
-from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from quant.schemes.registry import Scheme
@@ -96,7 +96,7 @@ class RunOptions:
     dialect: None means "mcore". That of a source follows from its names. A Megatron source is converted to another
         dialect where this is given, else to HF.
     scheme: how weights are quantized; None: they are not, and a quantized source is dequantized.
-    readers: those of `quant.selection.readers.READERS`.
+    readers: those of `quant.ignore.readers.READERS`.
     max_shard_size, memory: bytes. workers: with `ray` concurrent tasks (None: one a core), else threads.
 
     Raises UsageError for options that contradict each other.

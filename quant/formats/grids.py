@@ -27,7 +27,7 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
 
-_SMALLEST_QMAX7_SCALE = 1e-5
+SMALLEST_QMAX7_SCALE = 1e-5
 _BLOCK = 1 << 20  # weights quantized at a time: float32 temporaries stay in the cache, whatever the matrix
 _STEPS, _GRID, _NORM = 20, 100, 2.4  # of the search for a narrower range
 
@@ -139,7 +139,7 @@ def _codes(groups: Tensor, scale: Tensor, zero: Tensor | None) -> Tensor:
 def _qmax7(groups: Tensor, stored: torch.dtype) -> tuple[Tensor, Tensor, None]:
     absmax = groups.abs().amax(-1).float()
     scale = absmax * torch.tensor(1 / 7, dtype=torch.float32, device=absmax.device)
-    scale.clamp_(min=_SMALLEST_QMAX7_SCALE)
+    scale.clamp_(min=SMALLEST_QMAX7_SCALE)
     return (groups.float() / scale.unsqueeze(-1)).round_().to(torch.int8), scale.to(stored), None
 
 

@@ -23,11 +23,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from ckptkit.core.isolation import refuse_numba_settings
-from ckptkit.transfer.copy import cores
-from quant.formats.grids import not_finite
+from quant.formats.grids import SMALLEST_QMAX7_SCALE, not_finite
 from quant.formats.packing import CODES_PER_WORD, Packed, pack_zero_point
 from quant.formats.scheme import Grid, QuantScheme
-from quant.kernels.threads import bits_of, pool
+from quant.kernels.threads import TASK, bits_of, on_all_cores
 
 refuse_numba_settings()
 from numba import njit, types  # noqa: E402
@@ -43,7 +42,7 @@ _INFINITIES = (0x7F800000, 0x7F80, 0x7C00)
 _F32 = np.float32
 # 1.5 * 2**23: added to a small float32, it rounds it half to even and leaves the integer in the lowest bits.
 _ROUNDS, _ROUNDS_CODE = _F32(12582912), _F32(12582912 + 8)
-_SEVENTH, _SMALLEST_QMAX7_SCALE, _INFINITY = _F32(1 / 7), _F32(1e-5), _F32(np.inf)
+_SEVENTH, _SMALLEST_SCALE, _INFINITY = _F32(1 / 7), _F32(SMALLEST_QMAX7_SCALE), _F32(np.inf)
 
 _OPTIONS = {"nogil": True, "error_model": "numpy"}
 inlined = njit(**_OPTIONS, forceinline=True)
@@ -192,7 +191,7 @@ def _scales(low: Any, high: Any, scales: Any, zeros: Any, divisors: Any, offsets
         bad |= top >= variant.infinity
         most = from_bits(top, variant.weight)
         if variant.qmax7:
-            scale = max(_F32(most * _SEVENTH), _SMALLEST_QMAX7_SCALE)
+            scale = max(_F32(most * _SEVENTH), _SMALLEST_SCALE)
         elif variant.symmetric:
             scale = rounded(most / _F32(7.5), variant.weight)
         else:  # every operation rounded to the weight's dtype
@@ -339,9 +338,6 @@ def _code_e2m1(x: Any) -> Any:
     return np.uint8((normal if magnitude >= _ONE else small) | (8 if x < 0 else 0))
 
 
-_TASK = 1 << 20  # weights that a thread takes at a time, about half a millisecond
-
-
 def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
     """As `quant.kernels.dispatch.quantize_pack`, for matrices in memory and schemes without a search.
 
@@ -349,8 +345,7 @@ def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Seq
     """
     jobs = [_Job(weight, scheme) for weight in weights]
     tasks = [(job, first, last) for job in jobs for first, last in job.tasks()]
-    several = pool().map if len(tasks) > 1 and cores() > 1 else map
-    wrong = several(lambda task: task[0].run(*task[1:]), tasks)
+    wrong = on_all_cores(lambda task: task[0].run(*task[1:]), tasks)
     bad = {job for (job, *_), is_bad in zip(tasks, wrong, strict=True) if is_bad}
     for job, name in zip(jobs, names, strict=True):
         if job in bad:
@@ -376,7 +371,7 @@ class _Job:
 
     def tasks(self) -> Iterator[tuple[int, int]]:
         """First and last group of each part; none where there are no weights."""
-        step = max(1, _TASK // max(self.size, 1))
+        step = max(1, TASK // max(self.size, 1))
         groups = self.scale.numel() if self.size else 0
         return ((first, min(first + step, groups)) for first in range(0, groups, step))
 

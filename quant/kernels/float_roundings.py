@@ -16,14 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_VALUE = 448.0  # the largest float8_e4m3fn
+from quant.formats.floats.layout import E2M1, E4M3, LARGEST
+
+MAX_VALUE = LARGEST[E4M3]
 _INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number
 _EXPONENT, _MANTISSA = 0x7F800000, 0x007FFFFF
 _HALF_OF_THE_SMALLEST = 0x00400000  # 2^-127 as bits, half of the smallest normal float32
 _LARGEST_FP4_EXPONENT = 252
-_LARGEST_PRODUCT = 6 * MAX_VALUE  # of a code of E2M1 and a scale
+_LARGEST_CODE = LARGEST[E2M1]
 _SMALLEST_SCALE = 2.0**-9  # of float8_e4m3fn
-_SCALE_OF_ZEROS = 0.125  # instead of a scale that compressed-tensors rounds to zero
+_ZERO_GROUP_SCALE = 0.125  # instead of a scale that compressed-tensors rounds to zero
 
 
 class Fp8Weight(NamedTuple):
@@ -47,16 +49,18 @@ class Rounding:
     """A writer's formula.
 
     `scales` makes of the largest absolute weights of blocks, in the weight's dtype: the scales as they are stored, and
-    the float32 factors that weights are divided by, or multiplied by unless it `divides`.
+    the float32 factors that weights are divided by, or multiplied by unless it `divides`. In NVFP4 it also takes what
+    `shared` makes of the largest absolute weight of all tensors that share a scale, [] in their dtype: that scale,
+    float32, [] or [1] as it is stored.
     """
 
-    writer: str
-    scales: Callable[[Tensor], tuple[Tensor, Tensor]]
+    scales: Callable[..., tuple[Tensor, Tensor]]
     divides: bool = False
     # Whether a quotient is rounded to the weight's dtype before it becomes a code.
     in_weight_dtype: bool = False
     # Whether codes are E2M1, not float8_e4m3fn.
     four_bit: bool = False
+    shared: Callable[[Tensor], Tensor] | None = None
 
 
 def _slime(largest: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,31 +115,34 @@ def _mxfp4(largest: Tensor) -> tuple[Tensor, Tensor]:
     return exponent.to(torch.uint8), powers.view(torch.float32)
 
 
-def _nvfp4_modelopt(largest: Tensor) -> tuple[Tensor, Rounding]:
+def _modelopt_shared(largest: Tensor) -> Tensor:
     # ModelOpt `NVFP4QTensor`. Of zeros alone it would be 0, and every weight NaN.
-    second = _divided(largest.float(), _LARGEST_PRODUCT)
-    second = torch.where(second < torch.finfo(torch.float32).tiny, 1.0, second)
-
-    def scales(each: Tensor) -> tuple[Tensor, Tensor]:
-        scale = each.float() / (6 * second)
-        stored = torch.where(scale == 0, 1.0, scale).clamp(_SMALLEST_SCALE, MAX_VALUE).to(torch.float8_e4m3fn)
-        return stored, stored.float() * second
-
-    return second, Rounding("nvidia-modelopt", scales, divides=True, four_bit=True)
+    shared = _divided(largest.float(), _LARGEST_CODE * MAX_VALUE)
+    return torch.where(shared < torch.finfo(torch.float32).tiny, 1.0, shared)
 
 
-def _nvfp4_compressed_tensors(largest: Tensor) -> tuple[Tensor, Rounding]:
+def _nvfp4_modelopt(largest: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest.float() / (_LARGEST_CODE * shared)
+    stored = torch.where(scale == 0, 1.0, scale).clamp(_SMALLEST_SCALE, MAX_VALUE).to(torch.float8_e4m3fn)
+    return stored, stored.float() * shared
+
+
+def _compressed_tensors_shared(largest: Tensor) -> Tensor:
     # compressed-tensors `generate_gparam`, `calculate_qparams`: in the weights' dtype. float16 overflows there.
-    wide = torch.float32 if largest.dtype == torch.float16 else largest.dtype
-    inverse = largest.to(wide).clamp(min=torch.finfo(wide).tiny).reciprocal() * _LARGEST_PRODUCT
-    second = inverse.nan_to_num(nan=1.0, posinf=1.0).float().reshape(1)
+    wide = largest.to(_wide(largest.dtype))
+    inverse = wide.clamp(min=torch.finfo(wide.dtype).tiny).reciprocal() * (_LARGEST_CODE * MAX_VALUE)
+    return inverse.nan_to_num(nan=1.0, posinf=1.0).float().reshape(1)
 
-    def scales(each: Tensor) -> tuple[Tensor, Tensor]:
-        scale = (_divided(each.to(wide), 6.0).float() * second).clamp(max=MAX_VALUE).to(torch.float8_e4m3fn).float()
-        scale = torch.where(scale == 0, _SCALE_OF_ZEROS, scale)
-        return scale.to(torch.float8_e4m3fn), scale / second
 
-    return second, Rounding("compressed-tensors and llm-compressor", scales, divides=True, four_bit=True)
+def _nvfp4_compressed_tensors(largest: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
+    scale = _divided(largest.to(_wide(largest.dtype)), _LARGEST_CODE).float() * shared
+    scale = scale.clamp(max=MAX_VALUE).to(torch.float8_e4m3fn).float()
+    scale = torch.where(scale == 0, _ZERO_GROUP_SCALE, scale)
+    return scale.to(torch.float8_e4m3fn), scale / shared
+
+
+def _wide(weight: torch.dtype) -> torch.dtype:
+    return torch.float32 if weight == torch.float16 else weight
 
 
 def _divided(largest: Tensor, by: float = MAX_VALUE) -> Tensor:
@@ -150,7 +157,7 @@ def _at_least_tiny(largest: Tensor) -> Tensor:
 
 def tiny(weight: torch.dtype) -> float:
     """What slime holds the largest weight of a block to at least."""
-    return float(torch.tensor(1e-12, dtype=torch.float32 if weight == torch.float16 else weight))
+    return float(torch.tensor(1e-12, dtype=_wide(weight)))
 
 
 def scale_dtype(rounding: str, weight: torch.dtype) -> torch.dtype:
@@ -158,32 +165,24 @@ def scale_dtype(rounding: str, weight: torch.dtype) -> torch.dtype:
     return ROUNDINGS[rounding].scales(torch.zeros(1, dtype=weight))[0].dtype
 
 
-# By the name that `--rounding` takes. Zero blocks: a scale that is not zero, and codes of zero.
+# By the name that `--rounding` takes; of codes of four bits, after the scheme's. Zero blocks: codes of zero, and in
+# eight bits a scale that is not zero.
 ROUNDINGS: Mapping[str, Rounding] = MappingProxyType(
     {
-        "online": Rounding("the Triton kernel of slime, miles and verl, which updates an engine", _online),
-        "slime": Rounding(
-            "slime `tools/convert_hf_to_fp8.py` on a CPU; miles, and vLLM a channel", _slime, divides=True
+        "online": Rounding(_online),  # the Triton kernel of slime, miles and verl, which updates an engine
+        # slime `tools/convert_hf_to_fp8.py` on a CPU; miles, and vLLM a channel. Its default is a GPU.
+        "slime": Rounding(_slime, divides=True),
+        "slime-cuda": Rounding(_slime_cuda, divides=True),
+        "transformers": Rounding(_transformers),  # `Fp8Quantize`; Transformer Engine with float32 scales
+        "deepgemm": Rounding(_deepgemm),  # `per_block_cast_to_fp8`: powers of two (`scale_fmt` ue8m0)
+        # compressed-tensors and llm-compressor on a CPU
+        "compressed-tensors": Rounding(_compressed_tensors, divides=True, in_weight_dtype=True),
+        "modelopt": Rounding(_modelopt),  # MXFP8's powers of two: also Transformer Engine, miles and vLLM
+        # llm-compressor, Quark and vLLM online too
+        "mxfp4 compressed-tensors": Rounding(_mxfp4, divides=True, in_weight_dtype=True, four_bit=True),
+        "nvfp4 modelopt": Rounding(_nvfp4_modelopt, divides=True, four_bit=True, shared=_modelopt_shared),
+        "nvfp4 compressed-tensors": Rounding(
+            _nvfp4_compressed_tensors, divides=True, four_bit=True, shared=_compressed_tensors_shared
         ),
-        "slime-cuda": Rounding("the same on a GPU, which is its default", _slime_cuda, divides=True),
-        "transformers": Rounding("transformers `Fp8Quantize`; Transformer Engine with float32 scales", _transformers),
-        "deepgemm": Rounding("DeepGEMM `per_block_cast_to_fp8`: powers of two (`scale_fmt` ue8m0)", _deepgemm),
-        "compressed-tensors": Rounding(
-            "compressed-tensors and llm-compressor on a CPU", _compressed_tensors, divides=True, in_weight_dtype=True
-        ),
-        "modelopt": Rounding("nvidia-modelopt, Transformer Engine, miles and vLLM: MXFP8's powers of two", _modelopt),
     }
-)
-# Zero blocks: codes of zero.
-MXFP4 = Rounding(
-    "compressed-tensors, llm-compressor, Quark and vLLM online",
-    _mxfp4,
-    divides=True,
-    in_weight_dtype=True,
-    four_bit=True,
-)
-# By writer: what makes of the largest absolute weight of all tensors that share a scale, [] in their dtype, that scale
-# (float32, [] or [1] as it is stored), and how they are rounded. Groups of zeros: as above.
-NVFP4: Mapping[str, Callable[[Tensor], tuple[Tensor, Rounding]]] = MappingProxyType(
-    {"modelopt": _nvfp4_modelopt, "compressed-tensors": _nvfp4_compressed_tensors}
 )

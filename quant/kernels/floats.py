@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transfer.copy import cores
 from quant.formats.floats.decode import as_float, spread
 from quant.formats.floats.layout import E2M1_NUMBERS
 from quant.formats.grids import check_matrix, not_finite
-from quant.kernels.float_roundings import MAX_VALUE, MXFP4, NVFP4, ROUNDINGS, Fp8Weight, Rounding
-from quant.kernels.threads import bits_of, pool
+from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
+from quant.kernels.threads import bits_of, on_all_cores, row_tasks
 
-_TASK = 1 << 20  # weights worked on at a time, at least a row of blocks: they stay in the cache
 _NARROW = 32  # the width of MXFP8's and MXFP4's groups
-_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the numbers of E2M1; every other one is rounded up
+# Between the numbers of E2M1; every other one is rounded up.
+_TIES = tuple((one + other) / 2 for one, other in pairwise(E2M1_NUMBERS[:8]))
 
 
 def quantize_fp8(
@@ -56,13 +58,13 @@ def quantize_mxfp4(weight: Tensor, name: str, *, kernel: bool = True) -> Fp8Weig
     Scales are the exponents that float8_e8m0fnu stores, uint8. Without `kernel` in plain torch on every device. Raises
     CkptkitError as `quantize_fp8`, and where 32 does not divide the columns.
     """
-    return _quantized(weight, (1, 32), MXFP4, name, kernel)
+    return _quantized(weight, (1, 32), ROUNDINGS["mxfp4 compressed-tensors"], name, kernel)
 
 
 def quantize_nvfp4(
     weights: Sequence[Tensor], writer: str, names: Sequence[str], *, kernel: bool = True
 ) -> tuple[list[Fp8Weight], Tensor]:
-    """Quantizes as `quantize_mxfp4`, in groups of 16 with scales float8_e4m3fn. `writer`: of `NVFP4`.
+    """Quantizes as `quantize_mxfp4`, in groups of 16 with scales float8_e4m3fn, as modelopt or compressed-tensors.
 
     All weights share a scale, float32: the second result, which multiplies (modelopt, []) or divides
     (compressed-tensors, [1]) those of groups. Without `kernel` in plain torch on every device.
@@ -70,7 +72,10 @@ def quantize_nvfp4(
     for weight, name in zip(weights, names, strict=True):
         check_matrix(weight, name)
     largest = [torch.stack(weight.aminmax()).abs().amax() for weight in weights if weight.numel()]
-    second, rounding = NVFP4[writer](torch.stack(largest).amax() if largest else weights[0].new_zeros(()))
+    rounding = ROUNDINGS[f"nvfp4 {writer}"]
+    assert rounding.shared is not None
+    second = rounding.shared(torch.stack(largest).amax() if largest else weights[0].new_zeros(()))
+    rounding = replace(rounding, scales=partial(rounding.scales, shared=second))
     pairs = zip(weights, names, strict=True)
     return [_quantized(weight, (1, 16), rounding, name, kernel) for weight, name in pairs], second
 
@@ -82,10 +87,9 @@ def check_exact(weight: Tensor, packed: Fp8Weight, block: tuple[int, int | None]
     """
     rows, columns = weight.shape
     height = block[0]
-    step = max(1, _TASK // max(1, columns * height)) * height
     changed, first = 0, ""
-    for begin in range(0, rows if columns else 0, step):
-        part = slice(begin, min(begin + step, rows))
+    for part in row_tasks(rows, columns, height):
+        begin = part.start
         scales, wanted = as_float(packed.scales[begin // height : -(-part.stop // height)]), weight[part].float()
         stored = numbers_of(packed.codes[part]) * spread(scales, block, wanted.shape)
         differ = stored != wanted
@@ -119,11 +123,8 @@ def _quantized(
             f"{name} has {columns} columns, which groups of {block[1]} do not divide", "leave it out (--ignore)"
         )
     job = _Job(weight.detach().contiguous(), (block[0], block[1] or max(columns, 1)), rounding)
-    step = max(1, _TASK // max(1, columns * block[0])) * block[0]
-    starts = range(0, rows if columns else 0, step)
-    run = job.run_kernel if kernel else job.run
-    parallel = kernel and len(starts) > 1 and cores() > 1
-    finished = list((pool().map if parallel else map)(lambda start: run(start, min(start + step, rows)), starts))
+    tasks = row_tasks(rows, columns, block[0])
+    finished = list(on_all_cores(job.run_kernel, tasks) if kernel else map(job.run, tasks))
     if not all(finite for _, finite in finished):
         raise not_finite(weight, weight.dtype, name)
     codes = job.codes if rounding.four_bit else job.codes.view(torch.float8_e4m3fn)
@@ -140,12 +141,12 @@ class _Job:
         self.codes = torch.empty((len(weight), columns), dtype=torch.uint8, device=weight.device)
         self.quotient = weight.dtype if rounding.in_weight_dtype else torch.float32
 
-    def run_kernel(self, first: int, last: int) -> tuple[Tensor, bool]:
+    def run_kernel(self, rows: slice) -> tuple[Tensor, bool]:
         """Quantizes these rows. Returns their scales, and whether all weights are finite."""
         # Imported here because Numba takes a while.
         from quant.kernels.cpu import codes_kernel, largest_kernel
 
-        weight, codes, four_bit = self.weight[first:last], self.codes[first:last], self.rounding.four_bit
+        weight, codes, four_bit = self.weight[rows], self.codes[rows], self.rounding.four_bit
         height, width = self.block
         bits = bits_of(weight).numpy()
         largest = weight.new_zeros(-(-len(weight) // height), -(-weight.shape[1] // width))
@@ -159,9 +160,9 @@ class _Job:
             codes[:] = _in_pairs(one_each)
         return scales, bool(torch.isfinite(largest.amax()))
 
-    def run(self, first: int, last: int) -> tuple[Tensor, bool]:
+    def run(self, part: slice) -> tuple[Tensor, bool]:
         """As `run_kernel`, in plain torch on any device."""
-        weight, (height, width) = self.weight[first:last], self.block
+        weight, (height, width) = self.weight[part], self.block
         rows, columns = weight.shape
         padded = functional.pad(weight, (0, -columns % width, 0, -rows % height))
         blocks = padded.view(len(padded) // height, height, -1, width)
@@ -171,11 +172,11 @@ class _Job:
         quotients = blocks.float() / across if self.rounding.divides else blocks.float() * across
         quotients = quotients.to(self.quotient).float()
         if self.rounding.four_bit:
-            self.codes[first:last] = _in_pairs(_nearest_e2m1(quotients).view(weight.shape))
+            self.codes[part] = _in_pairs(_nearest_e2m1(quotients).view(weight.shape))
             return scales, bool(torch.isfinite(largest.amax()))
         quotients.clamp_(-MAX_VALUE, MAX_VALUE)
         codes = quotients.to(torch.float8_e4m3fn).view(torch.uint8).view(padded.shape)
-        self.codes[first:last] = codes[:rows, :columns]
+        self.codes[part] = codes[:rows, :columns]
         return scales, bool(torch.isfinite(largest.amax()))
 
 

@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ckptkit.transfer.copy import cores
 from quant.formats.floats.decode import as_float, e4m3_values
 from quant.formats.floats.layout import E2M1_NUMBERS
 from quant.formats.packing import Packed, unpack_zero_point
 from quant.kernels.float_roundings import Fp8Weight
 from quant.schemes.interface import SquaredError
 
-_TASK = 1 << 20  # weights that a thread takes at a time
 # Codes as they are stored: INT4 and E2M1 two a byte, the even column in the low half.
 _Codes = Literal["int4", "e2m1", "e4m3"]
 
@@ -46,19 +44,16 @@ def _measured(
     weight: Tensor, stored: Tensor, scales: Tensor, zeros: Tensor, block: tuple[int, int], codes: _Codes
 ) -> SquaredError:
     # Imported here, and below, because Numba takes a while.
-    from quant.kernels.threads import bits_of, pool
+    from quant.kernels.threads import bits_of, on_all_cores, row_tasks
 
-    rows, columns = weight.shape
-    step = max(1, _TASK // max(1, columns * block[0])) * block[0]
-    starts = range(0, rows if columns else 0, step)
     measure = _kernel(weight.dtype, codes)
     table = e4m3_values().numpy() if codes == "e4m3" else np.array(E2M1_NUMBERS, np.float32)  # of INT4 unused
     bits, bytes_, factors, offsets = (one.contiguous().numpy() for one in (bits_of(weight), stored, scales, zeros))
 
-    def part(begin: int) -> SquaredError:
-        return SquaredError(*measure(bits, bytes_, factors, offsets, table, (begin, min(begin + step, rows)), block))
+    def part(rows: slice) -> SquaredError:
+        return SquaredError(*measure(bits, bytes_, factors, offsets, table, (rows.start, rows.stop), block))
 
-    return SquaredError.total((pool().map if len(starts) > 1 and cores() > 1 else map)(part, starts))
+    return SquaredError.total(on_all_cores(part, row_tasks(len(weight), weight.shape[1], block[0])))
 
 
 @cache

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,9 +17,25 @@ from ckptkit.transfer.copy import cores
 refuse_numba_settings()  # here and not in a thread that is the first to need Numba
 
 
+TASK = 1 << 20  # weights that a thread takes at a time: they stay in its cache
+Task = TypeVar("Task")
+Made = TypeVar("Made")
+
+
 def bits_of(floats: Tensor) -> Tensor:
     """The bits of float32, bfloat16 or float16 as integers."""
     return floats.view(torch.int32 if floats.dtype == torch.float32 else torch.int16)
+
+
+def row_tasks(rows: int, columns: int, height: int) -> list[slice]:
+    """Cuts the rows of a matrix into parts of whole blocks of `height` rows; an empty matrix has none."""
+    step = max(1, TASK // max(1, columns * height)) * height
+    return [slice(first, min(first + step, rows)) for first in range(0, rows if columns else 0, step)]
+
+
+def on_all_cores(run: Callable[[Task], Made], tasks: Sequence[Task]) -> Iterable[Made]:
+    """Runs tasks in threads, where there are several and more than one core; results are in the tasks' order."""
+    return pool().map(run, tasks) if len(tasks) > 1 and cores() > 1 else map(run, tasks)
 
 
 @cache

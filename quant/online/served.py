@@ -19,8 +19,8 @@ from converters.hf_names import GATE_UP, LATENT_DOWN, QKV
 from quant.formats.packing import CODES_PER_WORD
 from quant.formats.part_names import FP8_SCALE_INV, INT4_ENDINGS, PACKED, packed_in, unpacked_name
 from quant.formats.scheme import QuantScheme
-from quant.selection.matrices import ignore_options, spell
-from quant.selection.reading import ignored
+from quant.ignore.matching import ignored
+from quant.ignore.names import ignore_options, spell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,8 +167,8 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
         parts = {module + part for module in modules for part in INT4_ENDINGS if part != PACKED}
         return {unpacked_name(name): name.endswith(PACKED) for name in names if name not in parts}, True
     # Imported here because they import transformers, which takes seconds.
-    from quant.selection.decision import packed_modules
-    from quant.selection.tree import class_tree
+    from quant.ignore.select import packed_modules
+    from quant.ignore.tree import class_tree
 
     tree, packed = class_tree(config), packed_modules((), config)
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False

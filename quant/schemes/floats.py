@@ -21,14 +21,14 @@ from converters.registry import family_of
 from converters.stored import as_stored
 from quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
+from quant.ignore import tiles
+from quant.ignore.select import select_eight_bit, sharing_a_scale
+from quant.ignore.tree import class_tree
 from quant.kernels.float_roundings import Fp8Weight, blocks_of
 from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 from quant.kernels.rounding_error import float_error
 from quant.patterns import check_entries
 from quant.schemes.interface import Request, SquaredError
-from quant.selection import tiles
-from quant.selection.decision import select_eight_bit, sharing_a_scale
-from quant.selection.tree import class_tree
 
 if TYPE_CHECKING:
     from torch import Tensor

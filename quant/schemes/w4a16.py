@@ -38,14 +38,14 @@ from quant.formats.packing import (
 )
 from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
 from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
+from quant.ignore import tiles
+from quant.ignore.matching import ignored
+from quant.ignore.select import default_ignore, nothing_left, resolve
+from quant.ignore.tiles import refuse_for_transformers
+from quant.ignore.tree import class_tree
 from quant.kernels.dispatch import quantize_pack
 from quant.kernels.rounding_error import int4_error
 from quant.schemes.interface import Request, SquaredError
-from quant.selection import tiles
-from quant.selection.decision import default_ignore, resolve
-from quant.selection.reading import ignored
-from quant.selection.tiles import refuse_for_transformers
-from quant.selection.tree import class_tree
 
 _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
@@ -113,11 +113,9 @@ def requantize(weight: Tensor, before: Packed, scheme: QuantScheme, name: str) -
             "give a reference of the same model",
         )
     scale = before.scale.to(device=weight.device, dtype=scheme.scale_dtype)
-    zero_point = (
-        None
-        if before.zero_point is None
-        else unpack_zero_point(before.zero_point.to(weight.device), before.scale.shape)
-    )
+    zero_point = before.zero_point
+    if zero_point is not None:
+        zero_point = unpack_zero_point(zero_point.to(weight.device), before.scale.shape)
     codes, reused = _codes(weight, scale, zero_point, scheme)
     if bool(reused.all()):
         return Packed.of(codes, scale, zero_point)
@@ -271,8 +269,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     names = resolve(source.specs, config, whole, like=like, tp=request.tp, readers=request.readers)
     chosen = [spec for name, spec in source.specs.items() if name in names]
     if not names:
-        hint = "leave out the --ignore that covers all of them" if scheme.ignore else None
-        raise CkptkitError("no weight is left to quantize", hint)
+        raise nothing_left(scheme.ignore)
     require(request.where, [f"{module}.weight" for module in sorted(class_tree(config).packable)], source.specs)
     experts = any(map(is_expert, names))
     if experts:

@@ -36,7 +36,7 @@ from converters.planner import dims_of, expected_hf
 from converters.registry import FAMILIES
 from converters.stored import as_stored
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from quant.schemes.floats import FloatScheme
 from verify.run import verify
 from verify.witnesses.loading.names import routers

@@ -22,7 +22,7 @@ from ckptkit.app.cli import main as ckptkit
 _IMPORTS = (
     *("torch", "torch.distributed.checkpoint", "safetensors.torch", "compressed_tensors", "transformers"),
     *("ckptkit.app.api", "ckptkit.app.conversion", "ckptkit.app.inspection", "numba"),
-    *("quant.lint.lint", "quant.kernels.cpu", "quant.planner", "converters.planner"),
+    *("quant.ignore.lint", "quant.kernels.cpu", "quant.planner", "converters.planner"),
     *("ckptkit.app.cli.conversion", "ckptkit.app.cli.inspection"),
     *("ckptkit.app.cli.verification", "verify.run", "verify.launch.preflight", "verify.diff.diff", "verify.diff.text"),
     *("verify.reports", "verify.reports.render", "verify.reports.html", "verify.triage.triage"),

@@ -1,4 +1,4 @@
-"""What trainers' own online quantizers pack, tensor by tensor, against `quant.lists.table`.
+"""What trainers' own online quantizers pack, tensor by tensor, against `quant.ignore.readers`.
 
 `SLIME`, `MILES` and `VERL` name checkouts. Only the quantizers' files run, with a stand-in for the kernels.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.lists import table as rules
+from quant.ignore import matching, readers
 
 _PROCESSORS = "backends/megatron_utils/megatron_to_hf/processors"
 _ROOT = "module.module.decoder.layers.3"
@@ -100,7 +100,7 @@ def test_slime_packs_by_its_list(checkout: Callable[[str], Path]) -> None:
     file = checkout("SLIME") / "slime" / _PROCESSORS / "quantizer_fp8.py"
     own = functions_of(file, _quantize_param=packed)["quantize_params_fp8"]
     found = chosen(own, FP8, SimpleNamespace())
-    assert found == {name: rules.slime_fp8(name, {}) for name in found}
+    assert found == {name: readers.slime_fp8(name, {}) for name in found}
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -110,10 +110,10 @@ def test_miles_packs_by_its_lists(checkout: Callable[[str], Path], interleaved: 
     config = {"indexer_rope_interleave": interleaved}
     own = functions_of(folder / "quantizer_fp8.py", _quantize_param=packed_of_miles)["quantize_params_fp8"]
     found = chosen(own, FP8, args)
-    assert found == {name: rules.miles_fp8(name, config) for name in found}
+    assert found == {name: readers.miles_fp8(name, config) for name in found}
     own = functions_of(folder / "quantizer_mxfp8.py", _quantize_param=packed)["quantize_params_mxfp8"]
     found = chosen(own, {"quant_method": "mxfp8"}, args)
-    assert found == {name: rules.miles_mxfp8(name, config) for name in found}
+    assert found == {name: readers.miles_mxfp8(name, config) for name in found}
 
 
 def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> None:
@@ -134,7 +134,7 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
         ]
         for name in several
     }
-    assert back == {name: rules.miles_nvfp4(name, {}) for name in back}
+    assert back == {name: readers.miles_nvfp4(name, {}) for name in back}
     entries = [
         f"{_L}.mlp.experts",
         f"{_L}.",
@@ -146,7 +146,7 @@ def test_miles_packs_nvfp4_less_its_list(checkout: Callable[[str], Path]) -> Non
         (name, entry)
         for name in EVERY
         for entry in entries
-        if names["_is_ignored"](name, [entry]) != rules.parameter_prefix(entry)(name)
+        if names["_is_ignored"](name, [entry]) != matching.parameter_prefix(entry)(name)
     ] == []
 
 
@@ -154,7 +154,7 @@ def test_verl_packs_by_parts_of_names(checkout: Callable[[str], Path]) -> None:
     root = checkout("VERL") / "verl" / "utils"
     helper = functions_of(root / "fp8_utils.py")["FP8QuantizerHelper"](FP8)
     every = [*EVERY, f"{_L}.block_sparse_moe.experts.7.w1.weight", f"{_L}.self_attn.q_proj.bias"]
-    assert [name for name in every if helper.should_quantize_param(name) != rules.verl_fp8(name, {})] == []
+    assert [name for name in every if helper.should_quantize_param(name) != readers.verl_fp8(name, {})] == []
     matches = functions_of(root / "sglang" / "sglang_fp8_utils.py", FP8QuantizerHelper=object)["_matches_ignored_layer"]
     entries = [
         "mlp.gate",
@@ -166,5 +166,5 @@ def test_verl_packs_by_parts_of_names(checkout: Callable[[str], Path]) -> None:
         "proj",
     ]
     assert [
-        (name, entry) for name in every for entry in entries if matches(name, entry) != rules.verl_path(entry)(name)
+        (name, entry) for name in every for entry in entries if matches(name, entry) != matching.verl_path(entry)(name)
     ] == []

@@ -32,7 +32,7 @@ from converters.class_in_transformers import build, describe
 from converters.known_classes import KNOWN
 from converters.planner import tied_head
 from converters.registry import FAMILIES, family_of
-from quant.selection.tree import family_tree
+from quant.ignore.tree import family_tree
 from verify.core.report import Report
 from verify.run import verify
 

@@ -19,9 +19,9 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.scheme import QuantScheme, read_scheme
+from quant.ignore.select import packed_modules
 from quant.planner import quantized
 from quant.schemes.interface import Request
-from quant.selection.decision import packed_modules
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 

@@ -24,8 +24,8 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.groups import refusals
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
-from quant.selection.readers import SGLANG
+from quant.ignore.lint import lint
+from quant.ignore.readers import SGLANG
 from verify.core.report import Report
 from verify.launch.preflight import preflight
 from verify.run import verify

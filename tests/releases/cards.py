@@ -28,10 +28,10 @@ from converters.megatron.flags import launch_flags
 from converters.stored import as_stored
 from quant.formats.part_names import PACKED
 from quant.formats.scheme import QuantScheme
-from quant.selection.matrices import matrices_of
-from quant.selection.readers import INT4_READERS
-from quant.selection.reading import read_all
-from quant.selection.tree import class_tree
+from quant.ignore.names import matrices_of
+from quant.ignore.readers import INT4_READERS
+from quant.ignore.reading import read_all
+from quant.ignore.tree import class_tree
 from releases.header_only import write
 from releases.record import Release, load
 from verify.run import verify

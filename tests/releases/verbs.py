@@ -15,7 +15,7 @@ import pytest
 from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.core.errors import UnknownModelError, UnsupportedError
 from converters.registry import FAMILIES
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from releases.cards import MODELS as CARDS
 from releases.header_only import write
 from releases.record import Release, load

@@ -117,7 +117,7 @@ def kimi_names() -> Iterator[str]:
 
 
 # Configs of published releases; names that differ in numbers alone are folded, and experts cut to 16.
-PUBLISHED_FILE = Path(__file__).parents[1] / "quant/lint/published_configs.json"
+PUBLISHED_FILE = Path(__file__).parents[1] / "quant/ignore/published_configs.json"
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     entry["release"]: entry for entry in json.loads(PUBLISHED_FILE.read_text())["releases"]
 }

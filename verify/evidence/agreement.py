@@ -11,10 +11,10 @@ from ckptkit.formats.hf.side_files import quantization_of
 from quant.formats.groups import groups_of, targets_of
 from quant.formats.part_names import PACKED, packed_in
 from quant.formats.scheme import listed
-from quant.selection.matrices import forbidden, matrices_named, matrices_of
-from quant.selection.portable import Question, advice, described, is_untargeted, severities
-from quant.selection.readers import INT4_READERS, counting
-from quant.selection.tree import class_tree
+from quant.ignore.agree import Question, advice, described, is_untargeted, severities
+from quant.ignore.names import forbidden, matrices_named, matrices_of
+from quant.ignore.readers import INT4_READERS, counting
+from quant.ignore.tree import class_tree
 from verify.core.issue import Issue
 from verify.evidence.folding import by_key
 

@@ -19,8 +19,8 @@ from ckptkit.app.run_options import PATH_OR_URL, RunOptions, rows, run_options
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
 from ckptkit.storage.url import is_url
+from quant.ignore.readers import ALL_READERS
 from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
-from quant.selection.readers import ALL_READERS
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult

@@ -15,7 +15,7 @@ from ckptkit.app.cli.verb import Verb
 from ckptkit.app.option import option
 from ckptkit.app.run_options import PATH, PATH_OR_URL
 from ckptkit.core.progress import closing, size
-from quant.selection.readers import ALL_READERS, LIST_READERS
+from quant.ignore.readers import ALL_READERS, LIST_READERS
 
 _LISTED = 8  # files that inspect lists by name
 
@@ -96,8 +96,8 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
 
     INT4, FP8, MXFP8, MXFP4 or NVFP4. A lone config.json is enough.
     """
-    from quant.lint.lint import lines
-    from quant.lint.lint import lint as run
+    from quant.ignore.lint import lines
+    from quant.ignore.lint import lint as run
 
     report = run(path, readers=readers or None, fix=fix)
     echo_result(report, lines, as_json)

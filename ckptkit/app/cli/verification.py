@@ -14,7 +14,7 @@ from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.app.option import Needs, option, together
 from ckptkit.app.run_options import PARALLEL, PATH
 from ckptkit.core.progress import closing, phase
-from quant.selection.readers import ALL_READERS
+from quant.ignore.readers import ALL_READERS
 from verify.witnesses.registry import ENGINES, WITNESSES
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from ckptkit.formats.hf.remote import opened
 from ckptkit.storage.url import Store
 from ckptkit.transfer import files
 from ckptkit.transfer.upload import Upload
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from quant.schemes.w4a16 import int4_scheme
 from verify.launch.preflight import preflight
 

@@ -154,6 +154,7 @@ def test_mxfp4_is_exact_in_blocks_of_powers_of_two_as_far_as_their_exponents_rea
 
 
 WRITER = "compressed-tensors"
+EIGHT_BIT = [name for name, one in ROUNDINGS.items() if not one.four_bit]
 NVFP4_WRITERS = ["modelopt", WRITER]
 
 
@@ -300,7 +301,7 @@ def in_fp8(
 
 
 FORMATS: dict[str, Callable[..., Fp8Weight]] = {
-    **{f"fp8 {rounding} {block}": partial(in_fp8, block, rounding) for rounding in ROUNDINGS for block in BLOCKS},
+    **{f"fp8 {rounding} {block}": partial(in_fp8, block, rounding) for rounding in EIGHT_BIT for block in BLOCKS},
     "mxfp4": quantize_mxfp4,
     **{f"nvfp4 {writer}": partial(in_nvfp4, writer) for writer in NVFP4_WRITERS},
 }

@@ -27,7 +27,7 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from quant.schemes.floats import FloatScheme
 from verify.core.report import Report
 from verify.evidence.extremes import same_bytes

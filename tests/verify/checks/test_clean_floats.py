@@ -20,7 +20,7 @@ from support.sglang_sizes import widened
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from quant.schemes.floats import FloatScheme
 from quant.schemes.registry import NAMES
 from verify.run import verify

@@ -18,7 +18,7 @@ from torch import Tensor
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.launch.preflight import preflight
 from verify.run import verify
 

@@ -18,7 +18,7 @@ from support.quantized import int4, rewrite, write
 from torch import Tensor
 
 from quant.formats.modelopt import differing_configs
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.core.report import Finding
 from verify.run import verify
 

@@ -21,9 +21,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ckptkit
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
+from quant.ignore import tiles
+from quant.ignore.tiles import fused_in_transformers
 from quant.schemes.w4a16 import int4_scheme
-from quant.selection import tiles
-from quant.selection.tiles import fused_in_transformers
 from verify.launch.preflight import preflight
 from verify.run import verify
 

@@ -20,7 +20,7 @@ from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.core.report import Finding, Report
 from verify.launch.preflight import preflight
 from verify.run import verify

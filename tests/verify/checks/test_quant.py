@@ -24,7 +24,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from quant.formats.packing import for_sglang_experts
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from quant.planner import quantized as as_int4
 from quant.schemes.interface import Request
 from quant.schemes.w4a16 import int4_scheme

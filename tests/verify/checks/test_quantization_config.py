@@ -18,7 +18,7 @@ from support.quantized import one_target, widen
 
 from ckptkit.app.api import quantize
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.launch.preflight import preflight
 from verify.run import verify
 

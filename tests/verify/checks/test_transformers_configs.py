@@ -21,7 +21,7 @@ from transformers.utils import logging
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.run import verify
 
 # Where what is changed is: keys of quantization_config.

@@ -22,7 +22,7 @@ from ckptkit.app.api import convert, model_arguments, quantize
 from ckptkit.formats.hf.reader import INDEX
 from converters.planner import rules_of
 from quant.formats.scheme import QuantScheme
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from verify.core.check import Tally
 from verify.core.report import Finding, Report

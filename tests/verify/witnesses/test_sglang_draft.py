@@ -27,8 +27,8 @@ from support.sglang_runs import (
 )
 from torch import Tensor
 
-from quant.lint.lint import lint
-from quant.selection.readers import VLLM
+from quant.ignore.lint import lint
+from quant.ignore.readers import VLLM
 from verify.checks.witnesses.loading import KEEP_ROUTER
 from verify.run import verify
 from verify.witnesses.loading.job import LoadReport, Observation

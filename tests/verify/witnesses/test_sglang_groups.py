@@ -19,7 +19,7 @@ from support.sglang_runs import Case, Cases, Judged, Runs, online_int4, refusal,
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.lint.lint import lint
+from quant.ignore.lint import lint
 from verify.checks.witnesses.loading import keep_router
 from verify.run import verify
 

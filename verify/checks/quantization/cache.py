@@ -14,7 +14,7 @@ from ckptkit.formats.hf.side_files import stated_quantization
 from converters.hf_names import layer_of
 from converters.planner import dims_of
 from quant.formats.groups import is_cache_calibrated
-from quant.selection.readers import BY_CLASS, severity_of_all, worst
+from quant.ignore.readers import BY_CLASS, severity_of_all, worst
 from verify.core.check import Tally
 from verify.core.issue import Issue, warning_if
 from verify.core.report import Severity

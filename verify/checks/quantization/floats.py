@@ -13,10 +13,9 @@ from converters.hf_names import FUSED
 from quant.formats.floats.layout import E4M3
 from quant.formats.part_names import INT4_ENDINGS
 from quant.formats.release import StoredWeight, wrong_scale
-from quant.lint.opening import open_subject
-from quant.lists.table import named_in_lists
-from quant.selection.portable import described
-from quant.selection.readers import refuses_own_format
+from quant.ignore.agree import described
+from quant.ignore.readers import named_in_lists, refuses_own_format
+from quant.ignore.subject import open_subject
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.quantization_config import misread_floats
 from verify.core.check import Tally

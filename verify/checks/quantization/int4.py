@@ -15,12 +15,12 @@ from quant.formats.groups import Group, groups_of, targets_of
 from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from quant.formats.scheme import listed
-from quant.selection.matrices import matrices_of, spell
-from quant.selection.portable import NOTHING_PACKED
-from quant.selection.readers import BY_CLASS, counting
-from quant.selection.reading import read_all
-from quant.selection.tiles import UNPACKED, fused_in_transformers
-from quant.selection.tree import class_tree
+from quant.ignore.agree import NOTHING_PACKED
+from quant.ignore.names import matrices_of, spell
+from quant.ignore.readers import BY_CLASS, counting
+from quant.ignore.reading import read_all
+from quant.ignore.tiles import UNPACKED, fused_in_transformers
+from quant.ignore.tree import class_tree
 from verify.checks.headers.renamed import renamed_of
 from verify.checks.quantization.cache import cache_scales
 from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, stores_floats
@@ -133,7 +133,7 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
 
-    What the readers that count would load or send wrongly is an error (`quant.selection.readers.severity_of`). Where
+    What the readers that count would load or send wrongly is an error (`quant.ignore.readers.severity_of`). Where
     the files are as these read the list, and only others take it otherwise, that is a warning with the portable
     spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
     """

@@ -16,8 +16,8 @@ from quant.formats.dequantize import floats_of
 from quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs, flattened
 from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
+from quant.ignore.readers import BY_CLASS, severity_of, severity_of_all, worst
 from quant.patterns import check_entries
-from quant.selection.readers import BY_CLASS, severity_of, severity_of_all, worst
 from verify.core.issue import Issue
 from verify.core.skip import CannotCheck
 from verify.core.subject import Subject, once
@@ -199,7 +199,7 @@ def _are_judged(config: Mapping[str, Any]) -> bool:
     """Whether the groups are judged though they are not the usual one.
 
     They have 8 bits, are told apart by `targets`, or there are FP8 or scales of a cache in addition. Readers then find
-    each module's group by its name (`quant.selection.reading`). Raises CkptkitError for groups and entries that cannot
+    each module's group by its name (`quant.ignore.reading`). Raises CkptkitError for groups and entries that cannot
     be read.
     """
     content, groups = quantization_of(config), groups_of(config)

@@ -16,8 +16,8 @@ from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.packing import is_expert
 from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.selection import tiles
-from quant.selection.tree import ClassTree, class_tree
+from quant.ignore import tiles
+from quant.ignore.tree import ClassTree, class_tree
 from verify.checks.headers.files import names_of
 from verify.checks.quantization.floats import float_pairs, stores_floats
 from verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
@@ -223,7 +223,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK307", preflight=True, applies_to=_cut_for_sglang)
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.selection.tiles`).
+    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.ignore.tiles`).
 
     On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
     """

@@ -14,7 +14,7 @@ from converters.config.values import language_part
 from converters.passthrough import lost_towers
 from converters.planner import dims_of, expected_hf
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
-from quant.selection.matrices import spell
+from quant.ignore.names import spell
 from verify.checks.config.config import is_parallel
 from verify.checks.config.spellings import in_words, keys_of
 from verify.core.catalogue import wording_of

@@ -18,11 +18,11 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
 from converters.registry import FAMILIES
-from quant.lint import opening
-from quant.lint.lint import lint
-from quant.lint.opening import open_subject
-from quant.selection.readers import SGLANG, VLLM
-from quant.selection.tree import class_tree
+from quant.ignore import subject
+from quant.ignore.lint import lint
+from quant.ignore.readers import SGLANG, VLLM
+from quant.ignore.subject import open_subject
+from quant.ignore.tree import class_tree
 from verify.evidence.agreement import agreement
 
 
@@ -90,7 +90,7 @@ def names_of(config: dict[str, Any], ignore: list[str], *unpacked: str, draft: b
     """Names of a release whose list leaves nothing else out, with its draft layers packed or not."""
     tree = class_tree(config)
     found: list[str] = []
-    for module in [*tree.others, *sorted(tree.linears), *opening._draft_modules(tree)]:
+    for module in [*tree.others, *sorted(tree.linears), *subject._draft_modules(tree)]:
         plain = module in unpacked or module in ignore or module in tree.others or module == tree.head
         plain = plain or (tree.draft_of(module) is not None and not draft) or module.endswith((".mlp.gate", ".eh_proj"))
         found += [f"{module}.weight"] if plain else published.packed(module)

@@ -16,8 +16,8 @@ from support.installed import release
 from converters.hf_names import FUSED
 from converters.registry import FAMILIES
 from quant.formats.groups import RUN_BY_TRANSFORMERS
-from quant.selection.matrices import matrices_named, names_of_layer
-from quant.selection.tree import class_tree
+from quant.ignore.names import matrices_named, names_of_layer
+from quant.ignore.tree import class_tree
 
 pytestmark = pytest.mark.sglang
 

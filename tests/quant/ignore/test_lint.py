@@ -32,9 +32,9 @@ import ckptkit
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from quant.lint.lint import LintReport, lines, lint
-from quant.selection.readers import SGLANG, VLLM
-from quant.selection.tree import class_tree
+from quant.ignore.lint import LintReport, lines, lint
+from quant.ignore.readers import SGLANG, VLLM
+from quant.ignore.tree import class_tree
 from verify.evidence.agreement import agreement
 
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"

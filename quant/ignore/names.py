@@ -16,9 +16,9 @@ from converters.family import ModelFamily
 from converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
 from converters.registry import family_of
 from quant.formats.part_names import PACKED
+from quant.ignore.readers import SGLANG
+from quant.ignore.tree import UNPACKED_BY_CHOICE, ClassTree
 from quant.patterns import matcher
-from quant.selection.readers import SGLANG
-from quant.selection.tree import UNPACKED_BY_CHOICE, ClassTree
 
 _SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
 # The shards of the layers that releases may also spell as one, and the fused name, without `_proj`.
@@ -280,7 +280,7 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
     Of experts their container, of shards that are all there the fused one, else its own.
     """
     if ".experts." in module:
-        return module.partition(".experts.")[0] + ".experts"
+        return container_of(module)
     parent, _, name = module.rpartition(".")
     fused = _FUSED_OF.get(name)
     if fused is None:
@@ -289,6 +289,12 @@ def fused_layer(module: str, tree: ClassTree | None) -> str:
     if tree is not None and any(f"{parent}.{shard}" not in tree.linears for shard in shards):
         return module
     return f"{parent}.{fused}"
+
+
+def container_of(module: str) -> str:
+    """The container of a routed expert's projection; of any other module its own name."""
+    block, experts, _ = module.partition(".experts.")
+    return f"{block}.experts" if experts else module
 
 
 def parts_of(layer: str) -> tuple[str, ...]:

@@ -16,8 +16,11 @@ from ckptkit.core.specs import TensorSpec, summarize
 from converters.hf_names import FUSED, LATENT_DOWN, tail
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, PACKED
 from quant.formats.scheme import GROUP_SIZES, QuantScheme, read_scheme
-from quant.selection.matrices import (
+from quant.ignore.agree import Question, check_portable, packed_by
+from quant.ignore.matching import ignored
+from quant.ignore.names import (
     Matrix,
+    container_of,
     entries_for,
     fused_layer,
     ignore_options,
@@ -25,11 +28,10 @@ from quant.selection.matrices import (
     matrices_of,
     parts_of,
 )
-from quant.selection.portable import Question, check_portable, packed_by
-from quant.selection.readers import ALL_READERS, readers_of
-from quant.selection.reading import ignored, read_all
-from quant.selection.tiles import check_tiles
-from quant.selection.tree import ClassTree, class_tree
+from quant.ignore.readers import ALL_READERS, readers_of
+from quant.ignore.reading import read_all
+from quant.ignore.tiles import check_tiles
+from quant.ignore.tree import ClassTree, class_tree
 
 
 def resolve(
@@ -194,9 +196,16 @@ def select_eight_bit(
     if like is not None and not any(_has_scale(matrix.module, like) for matrix in matrices):
         raise CkptkitError("--like has no scale of any weight", "give a checkpoint of the same model in this scheme")
     if not names:
-        raise CkptkitError("no weight is left to quantize" + "".join(f"; {note}" for note in notes))
+        raise nothing_left(ignore, notes)
     _check_dtypes([specs[name] for name in names])
     return EightBit(names, _left_out(matrices, names, tree), _asked_by(matrices, names), notes)
+
+
+def nothing_left(ignore: Sequence[str], notes: Sequence[str] = ()) -> CkptkitError:
+    """The error where no weight is left to quantize; `notes`: on weights that do not fit the scheme."""
+    own = "leave out the --ignore that covers all of them"
+    hint = own if ignore and not notes else "choose another --scheme, or serve the checkpoint as it is"
+    return CkptkitError("; ".join(("no weight is left to quantize", *notes)), hint)
 
 
 def _may_be_fp8(matrix: Matrix, tree: ClassTree) -> bool:
@@ -260,10 +269,9 @@ def _left_out(matrices: Sequence[Matrix], names: Collection[str], tree: ClassTre
             continue
         elsewhere = tree.reason_in_any_format(matrix.module) is not None or tree.partly_fused or _is_respelled(matrix)
         for name in filter(None, (matrix.module, *((matrix.sglang, matrix.vllm) if elsewhere else ()))):
-            block, experts, _ = name.partition(".experts.")
             parts = parts_of(name) if name != matrix.module else ()
             if quantized.isdisjoint((name, *parts)):  # SGLang calls MiMo's draft layer `self_attn.q_proj`
-                found |= {f"{block}.experts"} if experts else {name, *parts}
+                found |= {container_of(name)} if ".experts." in name else {name, *parts}
     return tuple(sorted(found))
 
 
@@ -279,13 +287,10 @@ def _is_respelled(matrix: Matrix) -> bool:
 
 
 def _asked_by(matrices: Sequence[Matrix], names: Collection[str]) -> tuple[str, ...]:
-    found = set[str]()
-    for matrix in matrices:
-        if matrix.tensor in names:
-            for name in filter(None, (matrix.module, matrix.sglang, matrix.sglang_own, matrix.vllm)):
-                block, experts, _ = name.partition(".experts.")
-                found.add(f"{block}.experts" if experts else name)
-    return tuple(sorted(found))
+    asked = (
+        (matrix.module, matrix.sglang, matrix.sglang_own, matrix.vllm) for matrix in matrices if matrix.tensor in names
+    )
+    return tuple(sorted({container_of(name) for several in asked for name in filter(None, several)}))
 
 
 def sharing_a_scale(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:

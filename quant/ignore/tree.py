@@ -99,11 +99,9 @@ class ClassTree:
 
     def dense_for(self, module: str) -> Dense | None:
         """Why SGLang's class cannot hold a module as INT4, if it cannot."""
-        return (
-            None
-            if module in self.experts
-            else next((dense for dense in self.dense if re.fullmatch(dense.pattern, module)), None)
-        )
+        if module in self.experts:
+            return None
+        return next((dense for dense in self.dense if re.fullmatch(dense.pattern, module)), None)
 
     def draft_of(self, module: str) -> Draft | None:
         """The draft layer that holds a module, if one does."""

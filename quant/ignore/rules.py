@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.specs import fold
-from ckptkit.formats.hf.side_files import quantization_of, stated_quantization
+from ckptkit.formats.hf.side_files import stated_quantization
 from converters.hf_names import IN_LAYER, layer_of, tail
 from converters.registry import find_family
 from quant.formats.groups import group_of, groups_of, is_cache_calibrated
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.part_names import PACKED
-from quant.lint.subject import ORDER, IgnoreList, LintFinding, LowPrecisionList, Severity, finding
-from quant.patterns import matcher
-from quant.selection.matrices import forbidden
-from quant.selection.portable import (
+from quant.ignore.agree import (
     NOTHING_PACKED,
     OTHER_FORMAT,
     Divergence,
@@ -25,8 +23,40 @@ from quant.selection.portable import (
     reason_of,
     without_numbers,
 )
-from quant.selection.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
-from quant.selection.tree import UNPACKED_BY_CHOICE
+from quant.ignore.names import forbidden
+from quant.ignore.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
+from quant.ignore.subject import IgnoreList, LintSeverity
+from quant.ignore.tree import UNPACKED_BY_CHOICE
+from quant.patterns import matcher
+
+ORDER: tuple[LintSeverity, ...] = ("error", "warning", "note")
+
+
+@dataclass(frozen=True)
+class LintFinding:
+    """One thing that is wrong with an `ignore` list."""
+
+    kind: str
+    severity: LintSeverity
+    message: str
+    hint: str
+    pattern: str | None = None  # the entry; None: no entry covers the tensors
+    tensors: tuple[str, ...] = ()  # folded names
+    count: int = 0  # of tensors
+    readers: tuple[str, ...] = ()  # those concerned
+
+
+def finding(
+    kind: str,
+    severity: LintSeverity,
+    message: str,
+    hint: str,
+    tensors: Sequence[str],
+    readers: Iterable[str] = (),
+    pattern: str | None = None,
+) -> LintFinding:
+    """Returns a finding about tensors, with their names folded."""
+    return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
 
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
@@ -38,7 +68,7 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *_partly(subject),
         *_mixed(subject),
         *_forbidden(subject),
-        *(() if isinstance(subject, LowPrecisionList) else _overreach(subject)),
+        *(_overreach(subject) if subject.is_compressed else ()),
         *_unused(subject),
         *indexer_key(subject),
         *groups(subject),
@@ -55,7 +85,7 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
     for refusal in subject.refusals():
         who = [reader for reader in refusal.readers if reader in subject.readers]
         if who:
-            severity: Severity = min((subject.severities[reader] for reader in who), key=ORDER.index)
+            severity: LintSeverity = min((subject.severities[reader] for reader in who), key=ORDER.index)
             if refuses_own_format(who, subject.asked):
                 severity = "error"
             yield finding("refused", severity, refusal.what, refusal.hint, [], who)
@@ -79,7 +109,7 @@ _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds readers that misjudge a tensor: `exposed` where it must never be INT4, else `disagreement`."""
-    by_name = {matrix.tensor: (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True)}
+    by_name = {matrix.tensor: (matrix, packs) for matrix, packs in subject.pairs}
     readers: dict[tuple[Any, ...], list[Divergence]] = {}
     for one in subject.divergences(subject.readings):
         severity = "error" if is_untargeted(one, subject.asked) else subject.severities[one.reader]
@@ -99,15 +129,9 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
         message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {reason_of(found)}"
         message += f"; {_unpacked(subject, reason)}" if reason else ""
         other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
-        yield finding(
-            "exposed" if reason else "disagreement",
-            severity,
-            message,
-            OTHER_FORMAT if other else subject.next_move(who, shown, entry),
-            tensors,
-            who,
-            shown[0] if shown else None,
-        )
+        kind, hint = "exposed" if reason else "disagreement", subject.next_move(who, shown, entry)
+        hint, pattern = OTHER_FORMAT if other else hint, shown[0] if shown else None
+        yield finding(kind, severity, message, hint, tensors, who, pattern)
 
 
 def _unpacked(subject: IgnoreList, reason: str) -> str:
@@ -119,32 +143,17 @@ def _unpacked(subject: IgnoreList, reason: str) -> str:
 
 def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds fused layers, and layers' routed experts, that are only partly packed: engines hold each as one."""
-    layers: dict[str, list[int]] = {}
+    layers: dict[str, dict[bool, list[str]]] = {}
     who = [reader for reader in subject.readers if reader in (*VLLM, *SGLANG)]
-    for index, matrix in enumerate(subject.matrices):
+    for matrix, packs in subject.pairs:
         if matrix.vllm and matrix.vllm != matrix.module:
-            layers.setdefault(matrix.vllm, []).append(index)
-    mixed = [
-        index
-        for indices in layers.values()
-        if len({subject.packed[index] for index in indices}) == 2
-        for index in indices
-        if not subject.packed[index]
-    ]
-    if mixed and who:
-        message = (
-            "unpacked, while other parts of the same fused layer are packed; "
-            "engines hold q, k, v or gate, up or the experts of a layer in one"
-        )
-        names = [subject.matrices[index].tensor for index in mixed]
-        yield finding(
-            "partly ignored",
-            "error",
-            message,
-            "pack all parts of a layer or none: quantize again with `ckptkit quantize`",
-            names,
-            who,
-        )
+            layers.setdefault(matrix.vllm, {}).setdefault(packs, []).append(matrix.tensor)
+    names = [tensor for both in layers.values() if len(both) == 2 for tensor in both[False]]
+    if names and who:
+        message = "unpacked, while other parts of the same fused layer are packed; "
+        message += "engines hold q, k, v or gate, up or the experts of a layer in one"
+        hint = "pack all parts of a layer or none: quantize again with `ckptkit quantize`"
+        yield finding("partly ignored", "error", message, hint, names, who)
 
 
 def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -152,7 +161,7 @@ def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
     if not subject.is_int4:
         return
     groups, layers = groups_of(subject.config), dict[str, dict[tuple[object, ...], list[str]]]()
-    for matrix, packs in zip(subject.matrices, subject.packed, strict=True):
+    for matrix, packs in subject.pairs:
         group = group_of(groups, matrix.module) if packs else None
         if group is None or not matrix.vllm or matrix.vllm == matrix.module or matrix.module.endswith(".down_proj"):
             continue
@@ -169,7 +178,7 @@ def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
 def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds packed tensors that must not be packed, with the readers that have no quantized layer for them."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for index, (matrix, packs) in enumerate(zip(subject.matrices, subject.packed, strict=True)):
+    for index, (matrix, packs) in enumerate(subject.pairs):
         if packs and (reason := forbidden(matrix, subject.tree, subject.readers)):
             dense = SGLANG if subject.tree.dense_for(matrix.module) else ()
             answers = {one: subject.readings[one].answers[index] for one in subject.readers}
@@ -200,10 +209,8 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
                     swallowed.setdefault(matrix.tensor, []).append(reader)
         if swallowed:
             who = [reader for reader in subject.readers if any(reader in several for several in swallowed.values())]
-            hint = (
-                "end the entry where the name ends: "
-                "`(\\.|$)` after a layer's number, `(\\.weight)?$` after a module's name"
-            )
+            hint = "end the entry where the name ends: `(\\.|$)` after a layer's number, "
+            hint += "`(\\.weight)?$` after a module's name"
             message = f"'{pattern}' also covers what it does not name"
             yield finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
 
@@ -217,21 +224,11 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
         plain = pattern.removesuffix(".weight").lower()
         start, after = module.lower().find(plain), module[module.lower().find(plain) + len(plain) :]
         return start >= 0 and (after[:1] not in ("", ".") or module[:start][-1:] not in ("", "."))
-    match_whole, parent = matcher(pattern), module.rpartition(".")[0]
-    short = next(
-        (
-            router
-            for router in routers
-            if tail(module).startswith(router) and tail(module)[len(router) :][:1] not in ("", ".")
-        ),
-        None,
-    )
-    # An entry that covers any name under this parent is meant to.
-    return (
-        short is not None
-        and not match_whole(f"{parent}.\0")
-        and bool(match_whole(module.removesuffix(tail(module)) + short))
-    )
+    match_whole, parent, own = matcher(pattern), module.rpartition(".")[0], tail(module)
+    longer = (one for one in routers if own.startswith(one) and own[len(one) :][:1] not in ("", "."))
+    if (short := next(longer, None)) is None or match_whole(f"{parent}.\0"):
+        return False  # an entry that covers any name under this parent is meant to
+    return bool(match_whole(module.removesuffix(own) + short))
 
 
 def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -266,12 +263,7 @@ def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def idle(subject: IgnoreList) -> list[str]:
     """Returns entries that cover nothing, by any reader's names or by transformers' names of the Linear layers."""
-    unread = (
-        pattern
-        for pattern in subject.ignore
-        if not any(reading.covers[pattern] for reading in subject.readings.values())
-    )
-    return [pattern for pattern in unread if pattern != subject.tree.head and not subject.spelled(pattern)]
+    return [entry for entry in subject.idle if entry != subject.tree.head and not subject.spelled(entry)]
 
 
 _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.output_scale")
@@ -284,10 +276,9 @@ def indexer_key(subject: IgnoreList) -> Iterator[LintFinding]:
     it multiplies by the bytes, and of anything else it copies the codes. Source: SGLang 0.5.16,
     `_load_fused_indexer_wk` of `deepseek_weight_loader.py`.
     """
-    content, who = quantization_of(subject.config), [reader for reader in subject.readers if reader in SGLANG]
+    content, who = subject.content, [reader for reader in subject.readers if reader in SGLANG]
     in_blocks = content.get("quant_method") == "fp8" and bool(content.get("weight_block_size"))
-    pairs = zip(subject.matrices, subject.packed, strict=True)
-    keys = [matrix.tensor for matrix, packs in pairs if packs and matrix.module.endswith(".indexer.wk")]
+    keys = [matrix.tensor for matrix, packs in subject.pairs if packs and matrix.module.endswith(".indexer.wk")]
     if keys and who and not in_blocks and not subject.is_int4:
         message = "quantized, and SGLang dequantizes it on CUDA from FP8 in blocks alone: it takes codes for weights"
         yield finding("packed", "error", message, "leave it in BF16, or quantize to fp8-block", keys, who)
@@ -295,17 +286,11 @@ def indexer_key(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def groups(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds several config_groups, of which slime reads only group_0."""
-    groups = quantization_of(subject.config).get("config_groups") or {}
+    groups = subject.content.get("config_groups") or {}
     if len(groups) > 1 and "slime" in subject.readers and subject.is_int4:
         message = f"{len(groups)} config_groups; slime reads group_0 alone and packs everything by it"
-        yield finding(
-            "groups",
-            "warning",
-            message,
-            "give all packed layers one group, or do not quantize updates with slime",
-            [],
-            ("slime",),
-        )
+        hint = "give all packed layers one group, or do not quantize updates with slime"
+        yield finding("groups", "warning", message, hint, [], ("slime",))
 
 
 def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -313,23 +298,13 @@ def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
     family = find_family(subject.config)
     if not subject.is_int4 or family is None or not family.engine("sglang").joins_shared_expert:
         return
-    both = [
-        (matrix, packs) for matrix, packs in zip(subject.matrices, subject.packed, strict=True) if matrix.reason is None
-    ]
+    both = [(matrix, packs) for matrix, packs in subject.pairs if matrix.reason is None]
     shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
     if shared and any(packs for matrix, packs in both if matrix.expert):
-        message = (
-            "unpacked, beside packed routed experts; "
-            "SGLang joins the two on CUDA unless started with an option against it, and then drops it silently"
-        )
-        yield finding(
-            "shared expert",
-            "note",
-            message,
-            "start SGLang with --disable-shared-experts-fusion",
-            shared,
-            ("SGLang 0.5.16",),
-        )
+        message = "unpacked, beside packed routed experts; "
+        message += "SGLang joins the two on CUDA unless started with an option against it, and then drops it silently"
+        hint = "start SGLang with --disable-shared-experts-fusion"
+        yield finding("shared expert", "note", message, hint, shared, ("SGLang 0.5.16",))
 
 
 def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
@@ -341,9 +316,8 @@ def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
     if is_cache_calibrated(content) and "transformers" in subject.readers:
         message = "kv_cache_scheme is static, but no scale of the cache is stored: transformers computes with memory "
         message += "that nobody wrote, and engines take 1.0"
-        yield finding(
-            "cache scales", "error", message, "calibrate again, or set kv_cache_scheme to null", [], ["transformers"]
-        )
+        hint = "calibrate again, or set kv_cache_scheme to null"
+        yield finding("cache scales", "error", message, hint, [], ["transformers"])
         return
     message = "the cache of keys and values is stated to be quantized, and no scale of it is stored: engines take 1.0"
     yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is meant", [])
@@ -359,7 +333,6 @@ def not_known(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds a model whose modules are not known, so that its entries are judged by themselves alone."""
     if not subject.matrices:
         model = subject.config.get("model_type")
-        message = (
-            f"which tensors of model_type {model!r} are Linear layers is not known: entries are not held against them"
-        )
+        message = f"which tensors of model_type {model!r} are Linear layers is not known: "
+        message += "entries are not held against them"
         yield finding("not judged", "note", message, "`ckptkit inspect` says how its tensors are stored", [])

@@ -23,9 +23,9 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.by_class import built_class
 from converters.hf_names import GATE_UP_DOWN
-from quant.selection.matrices import fused_layer, ignore_options
-from quant.selection.readers import ALL_READERS
-from quant.selection.tree import ClassTree, class_tree, config_for_class, release_of
+from quant.ignore.names import fused_layer, ignore_options
+from quant.ignore.readers import ALL_READERS
+from quant.ignore.tree import ClassTree, class_tree, config_for_class, release_of
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
 _TILES = ((128, 64), (64, 128))  # rows and columns of which a layer must be made for one of the kernels
@@ -154,14 +154,9 @@ def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, h
     rows, columns = 0, specs[0].shape[1]
     for spec in specs:
         projection = spec.name.split(".")[-2]
-        # Keys and values are repeated where there are more ranks than heads.
-        parts = (
-            1
-            if projection in (*_ROW_PARALLEL, *_WHOLE)
-            else min(tp, heads)
-            if projection in ("k_proj", "v_proj")
-            else tp
-        )
+        parts = 1 if projection in (*_ROW_PARALLEL, *_WHOLE) else tp
+        if projection in ("k_proj", "v_proj"):  # repeated where there are more ranks than heads
+            parts = min(tp, heads)
         if spec.shape[0] % parts:
             return f"{spec.shape[0]} rows do not divide by {parts}"
         rows += spec.shape[0] // parts
@@ -173,11 +168,9 @@ def _layer_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int, h
         return f"{rows} rows on a rank, which must divide by {_ROWS}"
     if columns % _COLUMNS:
         return f"{columns} columns on a rank, which must divide by {_COLUMNS}"
-    return (
-        f"{columns} columns on a rank, which must divide by the group size {group_size}"
-        if group_size and columns % group_size
-        else None
-    )
+    if group_size and columns % group_size:
+        return f"{columns} columns on a rank, which must divide by the group size {group_size}"
+    return None
 
 
 def _expert_fault(specs: Sequence[TensorSpec], group_size: int | None, tp: int) -> str | None:

@@ -18,8 +18,9 @@ from support.published import GLM, KIMI, QWEN
 from support.vllm_answers import ask
 from support.vllm_runs import release as vllm_release
 
-from quant.lists import table as rules
-from quant.lists.table import (
+from quant.ignore import matching as rules
+from quant.ignore.names import Matrix, matrices_named
+from quant.ignore.readers import (
     KEYS,
     LISTS,
     Method,
@@ -30,9 +31,8 @@ from quant.lists.table import (
     slime_fp8,
     verl_fp8,
 )
-from quant.selection.matrices import Matrix, matrices_named
-from quant.selection.reading import read_list
-from quant.selection.tree import class_tree
+from quant.ignore.reading import read_list
+from quant.ignore.tree import class_tree
 
 L3, L5 = "model.layers.3", "model.layers.5"
 READERS: Sequence[tuple[str, rules.Rule]] = (
@@ -113,7 +113,7 @@ def questions(reader: str) -> list[tuple[Method, dict[str, Any], dict[str, tuple
                 continue  # the same class as fp8
             for entries in LISTS_ASKED:
                 key = row.keys[0]
-                reading = read_list(reader, row, matrices, entries, config)
+                reading = read_list(row, matrices, entries, config)
                 layers: dict[str, tuple[str, ...]] = {}
                 answers: dict[str, str] = {}
                 for asked, answer in zip(reading.asked, reading.answers, strict=True):

@@ -21,10 +21,10 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from converters.planner import dims_of, expected_hf
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.selection.decision import default_ignore, packed_modules, resolve
-from quant.selection.readers import ALL_READERS
-from quant.selection.tiles import check_tiles, unrunnable
-from quant.selection.tree import class_tree
+from quant.ignore.readers import ALL_READERS
+from quant.ignore.select import default_ignore, packed_modules, resolve
+from quant.ignore.tiles import check_tiles, unrunnable
+from quant.ignore.tree import class_tree
 
 NOT_INT4 = (
     "bailing_moe",

@@ -13,10 +13,10 @@ from support.vllm_answers import ask
 from support.vllm_runs import release
 
 from quant.formats.groups import Target
-from quant.selection.matrices import matrices_named
-from quant.selection.readers import VLLM
-from quant.selection.reading import read_all
-from quant.selection.tree import class_tree
+from quant.ignore.names import matrices_named
+from quant.ignore.readers import VLLM
+from quant.ignore.reading import read_all
+from quant.ignore.tree import class_tree
 
 QKV = [f"model.layers.0.self_attn.{one}_proj" for one in "qkv"]
 LISTS = [

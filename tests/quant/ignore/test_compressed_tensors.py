@@ -21,13 +21,13 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.groups import Target, group_of, groups_of, targets_of
+from quant.ignore.names import Matrix, matrices_named, names_in_vllm
+from quant.ignore.reading import read_all
+from quant.ignore.tree import class_tree
 from quant.patterns import check_entries
-from quant.selection.matrices import Matrix, matrices_named, names_in_vllm
-from quant.selection.reading import read_all
-from quant.selection.tree import class_tree
 
 TESTS = Path(__file__).parents[2]
-PLACES = ("quant/selection", "quant/lint", "quant/lists", "quant/online", "mutations", "reports", "support", "faults")
+PLACES = ("quant/ignore", "quant/online", "mutations", "reports", "support", "faults")
 QWEN3 = {**QWEN, "model_type": "qwen3", "num_hidden_layers": 2}
 MODELS = {"qwen3": QWEN3, "qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI, "minimax_m2": MINIMAX}
 CLASSES = ("Linear", "Module", "Embedding", "linear")

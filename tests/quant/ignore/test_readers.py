@@ -15,10 +15,9 @@ from support.installed import release
 
 from ckptkit.core.errors import CkptkitError
 from quant.formats.scheme import QuantScheme, quantization_config
-from quant.lists.table import Rule, any_part, dotted_ending, exact, prefix, regex_or_exact
-from quant.selection.matrices import Matrix, names_in_vllm, names_of_layer
-from quant.selection.readers import ALL_READERS, INT4_READERS, readers_of
-from quant.selection.reading import Names, _covered, ignored
+from quant.ignore.matching import Names, Rule, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
+from quant.ignore.names import Matrix, names_in_vllm, names_of_layer
+from quant.ignore.readers import ALL_READERS, INT4_READERS, readers_of
 
 L0 = "model.layers.0"
 
@@ -181,4 +180,4 @@ _NAME = _PARTS.map(".".join)
 def test_any_names_at_once_as_one_by_one(rule: Rule, names: list[str], entry: str, begin: int, end: int) -> None:
     """Entries that are names, and parts of them."""
     for one in {entry, *(name[begin : len(name) - end] for name in names)} - {""}:
-        assert set(_covered(rule, one, Names(frozenset(names)))) == {name for name in names if rule(one)(name)}
+        assert Names(frozenset(names)).covered(rule, one) == {name for name in names if rule(one)(name)}

@@ -19,12 +19,11 @@ from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.storage.write import write_whole
-from quant.lint.opening import open_subject
-from quant.lint.rules import examine, idle
-from quant.lint.subject import ORDER, WRITTEN, IgnoreList, LintFinding, LowPrecisionList, finding
-from quant.lists.table import COMPRESSED, KEYS
-from quant.selection.matrices import entries_for
-from quant.selection.portable import without_numbers
+from quant.ignore.agree import without_numbers
+from quant.ignore.names import entries_for, fused_layer
+from quant.ignore.readers import KEYS
+from quant.ignore.rules import ORDER, LintFinding, examine, finding, idle
+from quant.ignore.subject import WRITTEN, IgnoreList, open_subject
 
 _DISAGREEMENTS = ("refused", "disagreement", "exposed")
 
@@ -76,8 +75,8 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     same way, or that cannot be judged, stay in their order. Linear layers that only transformers names, such as those
     of a vision tower, stay covered if they were.
     """
-    if isinstance(subject, LowPrecisionList):
-        return subject.portable()
+    if not subject.is_compressed:
+        return _whole_names(subject)
     suspects = {pattern for one in subject.divergences(subject.readings) for pattern in one.patterns}
     readings = [subject.readings[reader] for reader in subject.readers]
     spares = {
@@ -88,14 +87,36 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
     dropped = suspects | spares | (set(idle(subject)) if subject.whole else set())
     stays = [pattern for pattern in subject.ignore if pattern not in dropped]
     exposed = {one.tensor for one in subject.divergences(subject.read(stays))}
-    pairs = list(zip(subject.matrices, subject.packed, strict=True))
-    missing = {matrix.module: matrix.entry for matrix, packs in pairs if not packs and matrix.tensor in exposed}
-    packed = {matrix.module for matrix, packs in pairs if packs}
+    missing = {matrix.module: matrix.entry for matrix, packs in subject.pairs if not packs and matrix.tensor in exposed}
+    packed = {matrix.module for matrix, packs in subject.pairs if packs}
     found = tuple(dict.fromkeys([*stays, *entries_for(missing, packed)]))
     # Unpacked Linear layers, by transformers' names, that the old list covers and this one does not.
     before, after = ({name for one in several for name in subject.spelled(one)} for several in (subject.ignore, found))
     found += tuple(sorted(before - after - packed))
     return None if subject.divergences(subject.read(found)) else found
+
+
+def _whole_names(subject: IgnoreList) -> tuple[str, ...] | None:
+    """As `portable_list`, of whole module names, for engines and transformers, in other formats.
+
+    The list as it is where they agree already. Entries that no reader looks up stay.
+    """
+    if subject.is_agreed:
+        return subject.ignore
+    looking = [subject.readings[reader] for reader in subject.engines]
+    asked = [any(one.asked[index] for one in looking) for index in range(len(subject.matrices))]
+    names = (
+        fused_layer(matrix.module, None) if matrix.expert else matrix.module
+        for (matrix, packs), looked_up in zip(subject.pairs, asked, strict=True)
+        if looked_up and not packs
+    )
+    found = tuple(dict.fromkeys([*sorted(names, key=_by_number), *subject.idle]))
+    agreed = not any(row.refuses(entry) for row in subject.rows.values() for entry in found)
+    return found if agreed and not subject.divergences(subject.read(found), subject.engines) else None
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(part) if part.isdecimal() else -1, part) for part in name.split(".")]
 
 
 def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
@@ -118,7 +139,7 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
     """Checks the list of unquantized modules of the checkpoint at `path`; config.json is enough, or an index too.
 
-    `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.selection.readers.severity_of`.
+    `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.ignore.readers.severity_of`.
     `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
     Raises CkptkitError as `open_subject` and `locate` do, for a Megatron checkpoint, for a URL, and with `fix` when
     there is no portable list.
@@ -147,7 +168,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
         scheme="INT4" if subject.is_int4 else "quantized",
         readers=() if readers is None else subject.readers,
     )
-    agreed = subject.is_agreed if isinstance(subject, LowPrecisionList) else portable == subject.ignore
+    agreed = portable == subject.ignore if subject.is_compressed else subject.is_agreed
     if not fix or agreed:
         return report
     if portable is None:
@@ -164,7 +185,7 @@ def _write_list(subject: IgnoreList, entries: Sequence[str]) -> None:
     """Writes `entries` into config.json and hf_quant_config.json, as far as they are there."""
     config = read_json(subject.path / "config.json")
     if isinstance(content := quantization_of(config), dict):
-        for key in KEYS[subject.method] if subject.method != COMPRESSED else ():
+        for key in () if subject.is_compressed else KEYS[subject.method]:
             content.pop(key, None)
         content.update((key, list(entries)) for key in WRITTEN.get(subject.method, ("ignore",)))
         _rewrite(subject.path / "config.json", config)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -14,31 +13,13 @@ from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
 from converters.registry import family_of
 from quant.formats.groups import LINEAR, Target, by_priority
-from quant.lists.table import (
-    COMPRESSED,
-    INDEXED,
-    INDEXED_PLAIN,
-    NAMES,
-    PLAIN,
-    ListReader,
-    Rule,
-    Run,
-    any_part,
-    class_name,
-    exact,
-    never,
-    prefix,
-    readers_of_method,
-    regex_or_exact,
-)
-from quant.patterns import REGEX, check_lookups, matcher
-from quant.selection.matrices import Matrix, fused_layer, names_in_vllm, names_of_layer
-from quant.selection.readers import BY_CLASS, SGLANG
-from quant.selection.tree import DRAFT_LAYER
+from quant.ignore.matching import Names, any_part, class_name, never, regex_or_exact
+from quant.ignore.names import Matrix, container_of, fused_layer, names_in_vllm, names_of_layer
+from quant.ignore.readers import BY_CLASS, COMPRESSED, NAMED, NAMES, ListReader, Method, readers_of_method
+from quant.ignore.tree import DRAFT_LAYER
 
 # "either": the reader loads the module packed or not.
 Answer = Literal["packs", "other", "keeps", "refuses", "either"]
-_LAST = "\U0010ffff"
 # Classes of vLLM and SGLang, by the last part of a layer's name.
 _CLASSES = {
     "qkv_proj": "QKVParallelLinear",
@@ -49,9 +30,7 @@ _CLASSES = {
     "lm_head": "ParallelLMHead",
 }
 _OTHER = "ColumnParallelLinear"  # every other class has Linear in its name too
-# Of these names, those that each entry covers by a rule.
-Known = dict[tuple[Rule, frozenset[str]], dict[str, frozenset[str]]]
-_SLOW = 5  # a rule that is asked about each name takes as long as so many lookups
+Known = dict[frozenset[str], Names]  # the names that were looked up for other readers, with what covers them
 # Fused layers that SGLang takes apart whatever the model's class declares.
 _ALWAYS_FUSED = ("qkv_proj", "gate_up_proj")
 # Engines build the indexer's key weight with quantization or without, by chip and release, and load either. vLLM joins
@@ -63,9 +42,8 @@ _EITHER = (".indexer.wk", ".indexer.weights_proj")
 class Reading:
     """What one reader makes of one `ignore` list."""
 
-    reader: str
     asked: tuple[tuple[str, ...], ...]  # the names that it looks up for each matrix
-    covers: Mapping[str, frozenset[str]]  # what each entry covers of them
+    covers: Mapping[str, frozenset[str]]  # what each entry of the reader's own list covers of them
     # For each matrix: packed or not, quantized in the `other` format of another config group, or a fused layer that is
     # covered in part, which it `refuses`.
     answers: tuple[Answer, ...]
@@ -95,11 +73,18 @@ class Reading:
 
     def covering(self, pattern: str) -> list[int]:
         """The matrices, by index, for which this reader looks up a name that an entry covers."""
-        return sorted({index for name in self.covers[pattern] for index in self._asking[name]})
+        return sorted({index for name in self.covers.get(pattern, ()) for index in self._asking[name]})
 
     def covered(self, pattern: str, index: int) -> bool:
         """Whether an entry covers a name that this reader looks up for the matrix at `index`."""
-        return any(name in self.covers[pattern] for name in self.asked[index])
+        return any(name in self.covers.get(pattern, ()) for name in self.asked[index])
+
+
+def base_of(method: Method) -> tuple[str, ListReader]:
+    """The reading that tells what a list is meant to leave out: compressed-tensors', or of entries as names."""
+    if method == COMPRESSED:
+        return BY_CLASS[0], readers_of_method(method)[BY_CLASS[0]]
+    return NAMES, NAMED[method.partition(" ")[0]]
 
 
 def read_all(
@@ -108,37 +93,27 @@ def read_all(
     ignore: Sequence[str],
     config: Mapping[str, Any],
     targets: Sequence[Target] = LINEAR,
+    method: Method = COMPRESSED,
+    content: Mapping[str, Any] | None = None,
 ) -> dict[str, Reading]:
-    """How each of `readers`, and compressed-tensors, takes a list of compressed-tensors'. `targets`: of all groups."""
-    known, rows = Known(), readers_of_method(COMPRESSED)
-    base = read_list(BY_CLASS[0], rows[BY_CLASS[0]], matrices, ignore, config, known, targets)
-    found = {
-        reader: replace(base, reader=reader)  # transformers calls compressed-tensors
-        if reader in BY_CLASS
-        else read_list(reader, rows[reader], matrices, ignore, config, known, targets)
-        for reader in readers
-    }
-    return {BY_CLASS[0]: base, **found}
+    """How each of `readers`, and the base of the method, takes a list.
 
-
-def ignored(modules: Iterable[str], ignore: Sequence[str]) -> frozenset[str]:
-    """Those of these Linear modules that entries cover for compressed-tensors. Raises CkptkitError as `covering`."""
-    covers = covering(ignore, modules)
-    return frozenset[str]().union(*map(covers, dict.fromkeys(ignore)))
-
-
-def covering(entries: Sequence[str], modules: Iterable[str]) -> Callable[[str], frozenset[str]]:
-    """Says of an entry which of these Linear modules it covers for compressed-tensors.
-
-    Raises CkptkitError where `entries`, those that it will be asked about, are too many for so many modules.
+    `targets`: of all groups of compressed-tensors. `content`: a quantization_config, of which each reader takes the
+    list under its own key; None: all that read a list take `ignore`. Raises CkptkitError as `read_list`.
     """
-    names = Names(frozenset(modules))
-    _check_lookups(entries, regex_or_exact, names)
-
-    def covered(entry: str) -> frozenset[str]:
-        return names.names if class_name(entry)("Linear") else frozenset(_covered(regex_or_exact, entry, names))
-
-    return covered
+    base, row = base_of(method)
+    rows, known = {**readers_of_method(method), base: row}, Known()
+    made: dict[tuple[ListReader, tuple[str, ...]], Reading] = {}
+    found = {}
+    for reader in (base, *readers):
+        row = rows[reader]
+        own = tuple(ignore) if row.keys or reader == base else ()
+        if content is not None and reader != base:
+            own = row.entries(content)
+        if (row, own) not in made:
+            made[row, own] = read_list(row, matrices, own, config, known, targets)
+        found[reader] = made[row, own]
+    return found
 
 
 @dataclass(frozen=True)
@@ -156,7 +131,6 @@ class _Layer:
 
 
 def read_list(
-    reader: str,
     row: ListReader,
     matrices: Sequence[Matrix],
     entries: Sequence[str],
@@ -164,56 +138,47 @@ def read_list(
     known: Known | None = None,
     targets: Sequence[Target] = (),
 ) -> Reading:
-    """Predicts what `reader` takes for quantized where its list has these `entries`.
+    """Predicts what a reader takes for quantized where its list has these `entries`.
 
-    `known`: what was found for other readers with the same rules and names, which is added to. `targets`: of
-    compressed-tensors' groups; slime does not read them. Raises CkptkitError where entries are too many for so many
-    names.
+    `known`: what was found for other readers, which is added to. `targets`: of compressed-tensors' groups; trainers do
+    not read them. Raises CkptkitError where entries are too many for so many names.
     """
     known = {} if known is None else known
-    sglang = family_of(config).engine("sglang") if matrices else None
-    engine = sglang.entry if sglang and reader.startswith("SGLang") else str
-    layers = list(_all_looked_up(reader, row, matrices, config))
-    kinds = {
-        "experts": frozenset(layer.name for layer in layers if layer.experts),
-        "part": frozenset(part for layer in layers if not layer.experts for part in layer.parts),
-        "own": frozenset(layer.name for layer in layers if layer.parts and not layer.experts),
-    }
+    engine = family_of(config).engine("sglang").entry if matrices and row.asks == "sglang" else str
+    layers = list(_all_looked_up(row, matrices, config))
+    own = frozenset(layer.name for layer in layers if layer.parts and not layer.experts)
     by_rule = (
-        ("experts", row.experts, kinds["experts"]),
-        ("part", row.part, kinds["part"]),
-        ("fused", row.fused, kinds["own"]),
-        ("last", row.last, kinds["own"]),
+        ("experts", row.experts, frozenset(layer.name for layer in layers if layer.experts)),
+        ("part", row.part, frozenset(part for layer in layers if not layer.experts for part in layer.parts)),
+        ("fused", row.fused, own),
+        ("last", row.last, own),
     )
-    indexes = {names: Names(names) for names in kinds.values()}
     tables = [
-        (kind, rule, indexes[names], known.setdefault((rule, names), {}))
+        (kind, rule, known.setdefault(names, Names(names)))
         for kind, rule, names in by_rule
         if rule is not None and rule is not never and names
     ]
     covers: dict[str, frozenset[str]] = {}
     covered: dict[str, set[str]] = {kind: set() for kind, *_ in by_rule}
-    for _, rule, index, _ in tables:
-        _check_lookups([engine(entry) for entry in entries], rule, index)
-    for entry in dict.fromkeys(entries):
-        spelled, found = engine(entry), frozenset[str]()
-        for kind, rule, index, table in tables:
-            if spelled not in table:
-                try:
-                    table[spelled] = frozenset(_covered(rule, spelled, index))
-                except CkptkitError:
-                    if COMPRESSED in row.methods:
-                        raise
-                    table[spelled] = frozenset()  # `unreadable` has it
-            if hit := table[spelled]:
-                covered[kind] |= hit
-                found |= hit
+    spelled = {entry: engine(entry) for entry in entries}
+    for _, rule, names in tables:
+        names.check(list(spelled.values()), rule)
+    for entry, asked in spelled.items():
+        found = frozenset[str]()
+        for kind, rule, names in tables:
+            try:
+                hit = names.covered(rule, asked)
+            except CkptkitError:
+                if COMPRESSED in row.methods:
+                    raise
+                continue  # `ListReader.refuses` has it
+            covered[kind] |= hit
+            found |= hit
         covers[entry] = found
-    targeted = _targeted(reader, layers, targets) if targets and row.packs is None else None
+    targeted = _targeted(row, layers, targets) if targets and row.asks != "parameter" else None
     made = {layer: _answer_of(layer, covered, targeted) for layer in dict.fromkeys(layers)}
     answers = [made[layer] for layer in layers]
     return Reading(
-        reader,
         tuple(_names_of(row, layer, covered) for layer in layers),
         covers,
         tuple(answer for answer, _ in answers),
@@ -221,124 +186,55 @@ def read_list(
     )
 
 
-def unreadable(row: ListReader, entry: str) -> bool:
-    """Whether a reader raises for an entry: transformers, for what is not a regular expression."""
-    if PLAIN.fullmatch(entry):
-        return False
-    try:
-        row.part(entry)("")
-        row.experts(entry)("")
-    except CkptkitError:
-        return True
-    return False
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names that entries are looked up in, indexed: long lists of large models would take minutes."""
-
-    names: frozenset[str]
-
-    @cached_property
-    def by_part(self) -> Mapping[str, Sequence[str]]:
-        """Those that have each dotted part, which is in lower case here."""
-        found: dict[str, list[str]] = defaultdict(list)
-        for name in self.names:
-            for part in set(name.lower().split(".")):
-                found[part].append(name)
-        return found
-
-    @cached_property
-    def ordered(self) -> Sequence[str]:
-        return sorted(self.names)
-
-    @cached_property
-    def longest(self) -> int:
-        return max(map(len, self.names), default=0)
-
-
-def _check_lookups(entries: Sequence[str], rule: Rule, names: Names) -> None:
-    """Raises CkptkitError where `entries` that a rule asks about each name are too many."""
-    if rule in INDEXED_PLAIN:
-        check_lookups([entry for entry in entries if entry.startswith(REGEX)], len(names.names))
-    elif rule not in INDEXED:
-        check_lookups(entries, len(names.names) * _SLOW)
-
-
-def _covered(rule: Rule, entry: str, names: Names) -> Iterable[str]:
-    """The names that an entry covers. A run of parts is looked for where its rarest part is."""
-    if rule in INDEXED_PLAIN and entry.startswith(REGEX):
-        return filter(matcher(entry, names.longest), names.names)
-    if rule in (exact, regex_or_exact):
-        return names.names & {entry}
-    if rule is prefix:
-        return names.ordered[bisect_left(names.ordered, entry) : bisect_left(names.ordered, entry + _LAST)]
-    covers = rule(entry)
-    where: Collection[str] = names.names
-    if isinstance(covers, Run):
-        having: list[Collection[str]] = [names.by_part.get(part.lower(), ()) for part in covers.parts.split(".")]
-        where = min(having, key=len)
-    return [name for name in where if covers(name)]
-
-
-def _all_looked_up(
-    reader: str, row: ListReader, matrices: Sequence[Matrix], config: Mapping[str, Any]
-) -> Iterator[_Layer]:
+def _all_looked_up(row: ListReader, matrices: Sequence[Matrix], config: Mapping[str, Any]) -> Iterator[_Layer]:
     """Looks up each matrix, but of a layer's routed experts the first alone where the reader holds them as one."""
     known: dict[str, _Layer] = {}
     for matrix in matrices:
-        if not matrix.expert or row.packs is not None or reader in (NAMES, *BY_CLASS):
-            yield _looked_up(reader, row, matrix, config)
+        if not matrix.expert or row.asks in ("entry", "class", "parameter"):
+            yield _looked_up(row, matrix, config)
             continue
-        container = matrix.module.partition(".experts.")[0]
+        container = container_of(matrix.module)
         if container not in known:
-            known[container] = _looked_up(reader, row, matrix, config)
+            known[container] = _looked_up(row, matrix, config)
         yield known[container]
 
 
-def _looked_up(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
-    if reader == NAMES:
-        is_head = _is_head(matrix)
-        own = fused_layer(matrix.module, None)
-        return _Layer(answer="keeps") if is_head and not row.head else _Layer(own, (matrix.module,))
-    if row.packs is not None:
+def _looked_up(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
+    if row.asks == "entry":
+        is_left_out = _is_head(matrix) and not row.head
+        return _Layer(answer="keeps") if is_left_out else _Layer(fused_layer(matrix.module, None), (matrix.module,))
+    if row.asks == "parameter":
         if not matrix.tensor.endswith(".weight"):
             return _Layer(answer="keeps" if COMPRESSED in row.methods else "either")
-        packs = row.packs(matrix.tensor, config)
+        packs = row.packs is None or row.packs(matrix.tensor, config)
         return _Layer(matrix.tensor, (matrix.tensor,)) if packs else _Layer(answer="keeps")
-    if COMPRESSED in row.methods:
-        return _in_compressed_tensors(reader, row, matrix, config)
-    if matrix.module.endswith(_EITHER):
-        return _Layer(answer="either")
-    if reader.startswith("transformers"):
-        return _in_transformers(row, matrix, config)
-    is_head = _is_head(matrix)
-    if is_head and not row.head:
-        return _Layer(answer="keeps")
-    if is_head and config.get("tie_word_embeddings"):
-        return _Layer(answer="either")
-    layer = matrix.sglang if reader in SGLANG else matrix.vllm
-    layer = matrix.module if is_head and layer is None else layer
-    if layer is None:
-        return _Layer(answer="keeps")
-    if layer.endswith(".experts"):
-        return _Layer(layer, (layer,), experts=True)
-    return _Layer(layer, _parts_of_layer(reader, row, layer, matrix, config)) if row.linears else _Layer(answer="keeps")
-
-
-def _in_compressed_tensors(reader: str, row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
-    """The same of a list of compressed-tensors'. Engines ask for the first expert's three projections."""
-    if reader in BY_CLASS:
+    if row.asks == "class":
         if matrix.torch_class is not None:
             names = dict.fromkeys(filter(None, (matrix.module, matrix.transformers)))
             return _Layer(matrix.torch_class, tuple(names), alike=True)
         answer: Answer = "keeps" if matrix.reason not in (None, DRAFT_LAYER) else "either"  # it loads no drafts
         return _Layer("", (matrix.module,), answer=answer)
-    layer = matrix.sglang if reader in SGLANG else matrix.vllm
+    if COMPRESSED not in row.methods and matrix.module.endswith(_EITHER):
+        return _Layer(answer="either")
+    return _in_transformers(row, matrix, config) if row.asks == "transformers" else _in_engine(row, matrix, config)
+
+
+def _in_engine(row: ListReader, matrix: Matrix, config: Mapping[str, Any]) -> _Layer:
+    """Of a list of compressed-tensors' engines ask for the first expert's three projections, else for the container."""
+    is_int4 = COMPRESSED in row.methods
+    layer = matrix.sglang if row.asks == "sglang" else matrix.vllm
+    if not is_int4 and _is_head(matrix):
+        if not row.head or config.get("tie_word_embeddings"):
+            return _Layer(answer="either" if row.head else "keeps")
+        layer = layer or matrix.module
     if layer is None:
         return _Layer(answer="keeps")
-    own = "" if layer.endswith(".experts") else layer
-    return _Layer(own, _parts_of_layer(reader, row, layer, matrix, config))
+    is_experts = layer.endswith(".experts")
+    if is_experts and not is_int4:
+        return _Layer(layer, (layer,), experts=True)
+    if not row.linears:
+        return _Layer(answer="keeps")
+    return _Layer("" if is_experts else layer, _parts_of_layer(row, layer, matrix, config))
 
 
 def _is_head(matrix: Matrix) -> bool:
@@ -346,11 +242,9 @@ def _is_head(matrix: Matrix) -> bool:
     return matrix.tensor == "head.weight" or matrix.tensor.endswith("lm_head.weight")
 
 
-def _parts_of_layer(
-    reader: str, row: ListReader, layer: str, matrix: Matrix, config: Mapping[str, Any]
-) -> tuple[str, ...]:
+def _parts_of_layer(row: ListReader, layer: str, matrix: Matrix, config: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of a fused layer's parts, or the layer's own."""
-    if reader not in SGLANG:
+    if row.asks != "sglang":
         return names_in_vllm(matrix) or (layer,)
     declared = family_of(config).engine("sglang").fused if matrix.unfused else ()
     apart = (*declared, *(() if row.declared else _ALWAYS_FUSED))
@@ -401,19 +295,19 @@ class _Targeted:
     `find_matched_target`.
     """
 
-    reader: str
+    row: ListReader
     targets: Sequence[Target]  # in the order in which it tries them
     by_name: Mapping[str, Target]
 
     def answer(self, layer: _Layer) -> tuple[Answer, Target | None]:
         """The answer for a layer that no entry covers; SGLang demands a target for each. And the one target."""
         found = self._of(layer)
-        nothing: Answer = "refuses" if self.reader in SGLANG else "keeps"
+        nothing: Answer = "refuses" if self.row.asks == "sglang" else "keeps"
         answers: set[Answer] = {target.kind if target else nothing for target in found}
         return answers.pop() if len(answers) == 1 else "refuses", found[0] if len(set(found)) == 1 else None
 
     def _of(self, layer: _Layer) -> list[Target | None]:
-        """The targets for a layer: by its own name, then its class, then the names of its parts; vLLM 0.33 parts first.
+        """The targets for a layer: by its own name, then its class and the names of its parts.
 
         Parts by name count only where there is a target for all of them; that of the first then stands in engines.
         """
@@ -425,7 +319,7 @@ class _Targeted:
             return [next(filter(None, parts), by_class)]
         if not layer.name:
             return [part or by_class for part in parts]
-        if None in parts or (by_class is not None and self.reader != "vLLM 0.33"):
+        if None in parts or (by_class is not None and not self.row.parts_first):
             return [by_class]
         return parts[:1]
 
@@ -434,9 +328,9 @@ class _Targeted:
 
         Routed experts take the target Linear over. Source: `compressed_tensors.py` of vLLM and SGLang.
         """
-        if self.reader in BY_CLASS:
+        if self.row.asks == "class":
             return next((target for target in self.targets if class_name(target.pattern)(layer.name)), None)
-        experts = "FusedMoE" if self.reader in SGLANG else "RoutedExperts"
+        experts = "FusedMoE" if self.row.asks == "sglang" else "RoutedExperts"
         name = _CLASSES.get(layer.name.rpartition(".")[2], _OTHER) if layer.name else experts
         found = next((target for target in self.targets if any_part(target.pattern)(name)), None)
         if found is None and name == experts:
@@ -444,12 +338,12 @@ class _Targeted:
         return found
 
 
-def _targeted(reader: str, layers: Iterable[_Layer], targets: Sequence[Target]) -> _Targeted:
-    own = reader not in BY_CLASS
+def _targeted(row: ListReader, layers: Iterable[_Layer], targets: Sequence[Target]) -> _Targeted:
+    own = row.asks != "class"
     names = Names(frozenset(name for layer in layers for name in (*layer.parts, *((layer.name,) if own else ()))))
     targets = targets if own else by_priority(targets)
-    _check_lookups([target.pattern for target in targets], regex_or_exact, names)
+    names.check([target.pattern for target in targets], regex_or_exact)
     found: dict[str, Target] = {}
     for target in targets:
-        found = dict.fromkeys(_covered(regex_or_exact, target.pattern, names), target) | found
-    return _Targeted(reader, targets, found)
+        found = dict.fromkeys(names.covered(regex_or_exact, target.pattern), target) | found
+    return _Targeted(row, targets, found)

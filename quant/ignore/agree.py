@@ -12,10 +12,10 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold, summarize
 from converters.registry import FAMILIES
 from quant.formats.groups import LINEAR, Target, groups_of
-from quant.selection.matrices import Matrix, candidates
-from quant.selection.readers import BY_CLASS, INT4_READERS, refuses_own_format, severity_of
-from quant.selection.reading import Answer, Reading, read_all
-from quant.selection.tree import DRAFT_LAYER, ClassTree
+from quant.ignore.names import Matrix, candidates
+from quant.ignore.readers import BY_CLASS, INT4_READERS, refuses_own_format, severity_of
+from quant.ignore.reading import Answer, Reading, read_all
+from quant.ignore.tree import DRAFT_LAYER, ClassTree
 
 OTHER_FORMAT = (
     "no entry of `ignore` tells layers of another format: do not quantize updates of this model with slime or miles"
@@ -69,21 +69,21 @@ def divergences(
         "packs" if packs else "other" if matrix.module in others else "keeps"
         for matrix, packs in zip(matrices, packed, strict=True)
     ]
-    for reading in map(readings.__getitem__, readers):
+    for reader in readers:
+        reading = readings[reader]
         for index, (matrix, answer, should) in enumerate(zip(matrices, reading.answers, wanted, strict=True)):
             if answer not in (should, "either"):
                 near = dict.fromkeys([*base.entries_at(index), *reading.entries_at(index)])
                 differ = tuple(pattern for pattern in near if _differs(reading, base, pattern, index))
-                covering = tuple(reading.entries_at(index))
-                cause = _cause(reading, matrix, index)
-                found.append(Divergence(matrix.tensor, reading.reader, answer, differ, cause, covering))
+                covering, cause = tuple(reading.entries_at(index)), _cause(reading, reading is base, matrix, index)
+                found.append(Divergence(matrix.tensor, reader, answer, differ, cause, covering))
     return found
 
 
-def _cause(reading: Reading, matrix: Matrix, index: int) -> str:
-    """As `Divergence.cause`."""
+def _cause(reading: Reading, by_class: bool, matrix: Matrix, index: int) -> str:
+    """As `Divergence.cause`. `by_class`: the reader asks about modules by their class, as compressed-tensors does."""
     answer, covered = reading.answers[index], bool(reading.entries_at(index))
-    if not reading.asked[index] or (reading.reader in BY_CLASS and matrix.torch_class is None):
+    if not reading.asked[index] or (by_class and matrix.torch_class is None):
         return "because it has no quantized layer for it, whatever the list contains"
     if answer == "packs":
         return "because no entry covers it"
@@ -109,7 +109,7 @@ def kind_of(one: Divergence) -> tuple[str, ...]:
 
 
 def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
-    if reading.reader in BY_CLASS:  # which read as the base does
+    if reading is base or pattern not in reading.covers:
         return False
     wanted = base.covered(pattern, index)
     return any((name in reading.covers[pattern]) != wanted for name in reading.asked[index])

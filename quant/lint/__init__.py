@@ -1,1 +1,0 @@
-"""Finds what is wrong with an `ignore` list, and a list that all readers agree on."""

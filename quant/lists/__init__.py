@@ -1,1 +1,0 @@
-"""Lists of unquantized modules in formats other than compressed-tensors': who reads which key, and how."""
