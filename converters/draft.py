@@ -20,7 +20,6 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.config.bounds import check_config
 from converters.config.values import class_of, flag, integer, language_part
-from converters.engines.registry import registries
 
 # The classes of drafts that are read: which EAGLE, and the decoder layer, empty if `transformer_layer_config` has it.
 _CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
@@ -120,11 +119,6 @@ class Draft:
         """Its class."""
         return str(self.config["architectures"][0])
 
-    def has_class(self, engine: str) -> bool:
-        """Whether `sglang` or `vllm` has its class; vLLM takes one of its own for configs of speculators."""
-        nested = engine == "vllm" and self.config.get("speculators_model_type") is not None
-        return nested or self.name in registries()[engine].drafts
-
     @property
     def steps(self) -> int:
         """How many tokens it drafts at once."""
@@ -221,29 +215,6 @@ class Draft:
         if name.endswith(".input_layernorm.weight"):
             return first == (self.version == 3)  # EAGLE's first layer has none, EAGLE3 takes one of two after it
         return first or not name.endswith(".hidden_norm.weight")
-
-    def random_head(self, stored: Mapping[str, Any]) -> bool:
-        """Whether SGLang 0.5.16 has no value for the output layer: it takes the target's by draft_vocab_size alone."""
-        mine = self.version == 3 and self.has_class("sglang") and self.config.get("draft_vocab_size") is not None
-        return (
-            mine and HEAD not in stored and not self.needs(HEAD) and not flag(self.config, "tie_word_embeddings", False)
-        )
-
-    def unfilled(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """What engines' classes have beside what is stored, or lack: what should be, what is, and the next move."""
-        sglang, release = self.has_class("sglang"), registries()["sglang"].release
-        if self.version != 3 and sglang and "fc.bias" not in stored:
-            actual = f"not stored: {release} adds random numbers"
-            yield "fc.bias, which SGLang's class has", actual, "store one of zeros"
-        if self.decoder != "llama" or not any(flag(self.config, key, False) for key in ("attention_bias", "bias")):
-            return
-        if f"{_FIRST}self_attn.o_proj.bias" not in stored:
-            expected = "o_proj.bias, which engines give a decoder layer with attention_bias or bias true"
-            hint = "store zeros, or leave the key out of config.json"
-            yield expected, "not stored: what memory held stays in it", hint
-        if self.version == 3 and sglang:
-            expected, hint = "attention without biases, as SGLang's class has it", "serve it with vLLM"
-            yield expected, f"attention_bias true: {release} drops those of q, k and v", hint
 
 
 def sizes_of(config: Mapping[str, Any]) -> Draft:

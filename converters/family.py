@@ -130,10 +130,7 @@ class Release:
     own_tree: bool = False
     stacked: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    partly_fused: bool = False
     older: str = ""
-    fp8_only: bool = False
-    stated: Mapping[str, Any] = field(default_factory=dict)
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -142,91 +139,20 @@ class Release:
 
     def name(self, module: str) -> str:
         """The name in the release of a module of transformers' class for the language model."""
-        return self.root + _respelled(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
+        return self.root + respelled(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
 
     def own_name(self, module: str) -> str:
         """The name in transformers' whole model of a module of the release's language model."""
         own = module.removeprefix(self.root).replace(f".{self.moe}.", ".mlp.")
-        own = _respelled(own, ((theirs, one) for one, theirs in self.modules.items()))
+        own = respelled(own, ((theirs, one) for one, theirs in self.modules.items()))
         return f"{'model.language_model.' if self.nested else 'model.'}{own}"
 
 
-def _respelled(module: str, parts: Iterable[tuple[str, str]]) -> str:
+def respelled(module: str, parts: Iterable[tuple[str, str]]) -> str:
     """A module's name with whole parts of it spelled otherwise."""
     for old, new in parts:
         module = f"{module}.".replace(f".{old}.", f".{new}.").removesuffix(".")
     return module
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Linear layers that an engine's class can hold dense only.
-
-    `pattern`: a pattern of their names, `entry`: the entry of `ignore` that leaves them out, `reason`: why.
-    """
-
-    pattern: str
-    entry: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class EngineClass:
-    """An inference engine's class of a model.
-
-    Source for SGLang: `sglang/srt/models/*.py` of SGLang 0.5.16, for vLLM `vllm/model_executor/models/*.py` of 0.26.0.
-    """
-
-    # Fused layers that the class declares in `packed_modules_mapping`, and so takes apart before it looks at `ignore`.
-    # Any other fused layer is looked up by its own name.
-    fused: tuple[str, ...] = ()
-    # How a released module's name begins, and what the engine has instead.
-    root: tuple[str, str] = ("", "")
-    # Parts of names in a layer that it spells otherwise.
-    inside: tuple[tuple[str, str], ...] = ()
-    # Prefixes that it rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`); the first that fits counts.
-    entries: tuple[tuple[str, str], ...] = ()
-    # Parts of names that it spells otherwise in layers outside the language model; None: it never asks about those.
-    outside: tuple[tuple[str, str], ...] | None = None
-    # Layers that it cannot hold quantized.
-    dense: tuple[Dense, ...] = ()
-    # On CUDA it makes the shared expert one of the routed ones, unless started with an option against it.
-    joins_shared_expert: bool = False
-    # Whether it loads `weight_scale_inv` of FP8 in blocks. Classes of releases in FP8 by tensor take it for one scale.
-    fp8_blocks: bool = True
-    # Its routers are quantized where `ignore` does not name them.
-    packs_routers: bool = False
-    # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
-    wants_unused: bool = False
-    # Whether a class with a vision tower finds the layers of an adapter that was trained on the language model alone
-    # (`model.layers.`, without the wrapper's prefix). Otherwise it answers with the base, silently.
-    adapters_of_text: bool = True
-    # The dtype of its key-value cache, where it does not build the model with another.
-    cache_dtype: str = "auto"
-    # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
-    # transformers runs. Without them it stops, or builds another model.
-    keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda text: {}
-
-    def layer(self, module: str) -> str:
-        """The engine's name of a module that it does not fuse."""
-        old, new = self.root
-        layer = new + module.removeprefix(old) if module.startswith(old) else module
-        return _respelled(layer, self.inside)
-
-    def layer_outside(self, layer: str) -> str | None:
-        """The engine's name of a layer outside the language model; None where it never asks about it."""
-        if self.outside is None:
-            return None
-        for old, new in self.outside:
-            layer = layer.replace(old, new)
-        return layer
-
-    def entry(self, pattern: str) -> str:
-        """An entry of `ignore` as the engine holds it against its layers' names."""
-        for old, new in self.entries:
-            if pattern.startswith(old):
-                return new + pattern.removeprefix(old)
-        return pattern
 
 
 @dataclass(frozen=True)
@@ -239,10 +165,6 @@ class Unwitnessed:
 
     reason: str
     names: str | None
-
-
-_PLAIN_CLASS = EngineClass()
-QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True)
@@ -283,14 +205,9 @@ class ModelFamily:
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     language_models: Mapping[str, str] = field(default_factory=dict)
     release: Release | None = Release()
-    engines: Mapping[str, EngineClass] = field(default_factory=dict)
     reference: Mapping[str, Any] = field(default_factory=dict)
     unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
     unwitnessed: Unwitnessed | None = None
-
-    def engine(self, name: str) -> EngineClass:
-        """Its class in an engine."""
-        return self.engines.get(name, _PLAIN_CLASS)
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""

@@ -15,21 +15,12 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.dims import Mla, ModelDims
 from converters.config.values import flag, integer, number, rope_of, unsupported
-from converters.family import Dense
 from converters.ops.basic import Copy
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 # What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
 WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-# SGLang's `DeepseekV2AttentionMLA`, and its blocks with a shared expert, read `.weight` of these layers, which INT4
-# layers do not have.
-SGLANG_DENSE = (
-    Dense(r".*\.self_attn\..*", r"re:.*\.self_attn\..*", "SGLang's latent attention reads the dense weight"),
-    Dense(
-        r".*\.shared_experts\..*", r"re:.*\.shared_experts\..*", "SGLang reads the dense weight of the shared expert"
-    ),
-)
 
 
 def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:

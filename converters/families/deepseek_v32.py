@@ -221,7 +221,6 @@ FAMILIES = (
         _DIALECTS,
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
-        engines={"sglang": deepseek_v3.SGLANG},
     ),
     ModelFamily(
         ("glm_moe_dsa",),
@@ -230,7 +229,6 @@ FAMILIES = (
         mappings,
         _DIALECTS,
         release=Release(drafts=appended_drafts, classes={"Router": "GlmMoeDsaTopkRouter"}),
-        engines={"sglang": deepseek_v3.SGLANG},
         unlike_transformers=_unlike_transformers,
     ),
 )

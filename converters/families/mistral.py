@@ -15,7 +15,7 @@ from typing import Any
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, require, rope_of, text_config_of, window_of
-from converters.family import EngineClass, ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release, TieFlag
 
 _ROOT = "language_model.model."
 
@@ -61,7 +61,6 @@ def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
     return (f"{prefix}{module}" for prefix in ("", "model.") for module in modules)
 
 
-_TENSOR_SCALES = EngineClass(fp8_blocks=False)
 FAMILIES = (
     ModelFamily(
         ("mistral",),
@@ -69,14 +68,12 @@ FAMILIES = (
         read_dims,
         dense_model,
         carried_ends=ROTARY_FREQUENCIES,
-        engines={"sglang": _TENSOR_SCALES},
     ),
     ModelFamily(
         ("ministral3",),
         ("Ministral3ForCausalLM",),
         read_ministral3_dims,
         dense_model,
-        engines={"sglang": _TENSOR_SCALES},
     ),
     ModelFamily(
         ("mistral3",),
@@ -86,11 +83,5 @@ FAMILIES = (
         carried=("vision_tower.", "multi_modal_projector."),
         tie=TieFlag(absent=True),
         release=Release(_ROOT, "language_model.lm_head", nested=True, linears_outside=_linears_outside),
-        engines={
-            "sglang": replace(
-                _TENSOR_SCALES, root=(_ROOT, "model."), outside=((".attention.o_proj", ".attention.proj"),)
-            ),
-            "vllm": _TENSOR_SCALES,
-        },
     ),
 )

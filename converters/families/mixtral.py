@@ -12,7 +12,7 @@ from typing import Any
 from converters.blocks.decoder import ROTARY_FREQUENCIES, W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, read_experts
 from converters.config.values import window_of
-from converters.family import EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -40,6 +40,5 @@ FAMILIES = (
         fused=FusedExperts(renamed=True),
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MixtralTopKRouter"}),
-        engines={"sglang": EngineClass(root=("model.", ""))},
     ),
 )

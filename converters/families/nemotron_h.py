@@ -21,7 +21,7 @@ from converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
 from converters.config.bounds import MAX_LAYERS
 from converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, ModelDims, base_dims
 from converters.config.values import agreed, integer, number, require, unsupported, wrong
-from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import Draft, FusedExperts, ModelFamily, Release
 from converters.ops.basic import Copy, StackedRows
 from converters.rules import NamePrefix, ParamMapping, decoder
 
@@ -182,7 +182,6 @@ _FIXED: Mapping[str, Any] = {
 _EPSILON = 1e-5
 _CHUNK = 128  # tokens that transformers' mixer computes together, in the releases
 _UP_DOWN = ("up_proj", "down_proj")
-_ENGINE_ROOT = ("backbone.", "model.")
 _PATTERN = ("layers_block_type", "hybrid_override_pattern")
 _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
@@ -255,12 +254,6 @@ def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     return tuple(drafts)
 
 
-def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's config class knows the groups of mixers under another name, and takes 8 where that is absent."""
-    mamba = read_dims(config).mamba
-    return {} if mamba is None or mamba.groups == 8 else {"mamba_n_groups": mamba.groups}
-
-
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     latent = config.get("moe_latent_size")
     return {
@@ -301,6 +294,5 @@ FAMILIES = (
         # Its kernels come from a hub, and without them it keeps time steps from falling below `time_step_min`.
         reference={"use_mamba_kernels": False, "time_step_min": 1e-30, "chunk_size": _CHUNK},
         unlike_transformers=_unlike_transformers,
-        engines={"sglang": EngineClass(("qkv_proj",), root=_ENGINE_ROOT, entries=(_ENGINE_ROOT,), keys=_sglang_keys)},
     ),
 )

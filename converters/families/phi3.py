@@ -9,7 +9,7 @@ from typing import Any
 from converters.blocks.decoder import attention, embeddings, mlp_in_one
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import rope_of, unsupported, window_of
-from converters.family import EngineClass, ModelFamily
+from converters.family import ModelFamily
 from converters.rules import ParamMapping, decoder
 
 
@@ -31,12 +31,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims, joined="qkv_proj"), *mlp_in_one(dims, decoder(dims, dims.all_layers)))
 
 
-FAMILIES = (
-    ModelFamily(
-        ("phi3",),
-        ("Phi3ForCausalLM",),
-        read_dims,
-        mappings,
-        engines={"sglang": EngineClass(fp8_blocks=False)},
-    ),
-)
+FAMILIES = (ModelFamily(("phi3",), ("Phi3ForCausalLM",), read_dims, mappings),)

@@ -14,17 +14,11 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
 from converters.config.dims import LinearAttention, ModelDims, base_dims, read_experts
 from converters.config.values import agreed, flag, integer, kinds_of_layers, places, require, unsupported, wrong
-from converters.family import QKV_GATE_UP, Dense, Draft, EngineClass, ModelFamily, Release
+from converters.family import Draft, ModelFamily, Release
 from converters.ops.basic import ByKeyHead, Copy, MinusOne, Op, StackedRows
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 _KINDS = ("linear_attention", "full_attention")
-# SGLang's `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
-SGLANG_DENSE = (
-    Dense(
-        r".*\.linear_attn\..*", r"re:.*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"
-    ),
-)
 
 
 def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
@@ -50,13 +44,6 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
         kernel=integer(config, "linear_conv_kernel_dim", 4),
         layers=places(kinds or (), _KINDS[0]),
     )
-
-
-def sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang counts the layers with softmax attention by their interval; it reads no `layer_types`."""
-    linear = set(read_linear_attention(config).layers)
-    first = (layer for layer in range(integer(config, "num_hidden_layers")) if layer not in linear)
-    return {"full_attention_interval": next(first, len(linear)) + 1}
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -238,6 +225,5 @@ FAMILIES = (
         partial(linear_model, by_key_head=True),
         {"slime": partial(slime_linear_model, by_key_head=True)},
         release=Release(drafts=qwen_next_drafts, classes={"Router": "Qwen3NextTopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP, dense=SGLANG_DENSE, keys=sglang_keys)},
     ),
 )

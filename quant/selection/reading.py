@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
-from converters.registry import family_of
+from quant.engines.registry import engine_class
 from quant.formats.groups import LINEAR, Target, by_priority
 from quant.lists.table import (
     COMPRESSED,
@@ -171,7 +171,7 @@ def read_list(
     names.
     """
     known = {} if known is None else known
-    sglang = family_of(config).engine("sglang") if matrices else None
+    sglang = engine_class("sglang", config) if matrices else None
     engine = sglang.entry if sglang and reader.startswith("SGLang") else str
     layers = list(_all_looked_up(reader, row, matrices, config))
     kinds = {
@@ -352,7 +352,7 @@ def _parts_of_layer(
     """The names of a fused layer's parts, or the layer's own."""
     if reader not in SGLANG:
         return names_in_vllm(matrix) or (layer,)
-    declared = family_of(config).engine("sglang").fused if matrix.unfused else ()
+    declared = engine_class("sglang", config).fused if matrix.unfused else ()
     apart = (*declared, *(() if row.declared else _ALWAYS_FUSED))
     return names_of_layer(layer, {name: FUSED[name] for name in apart})
 

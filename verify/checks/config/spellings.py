@@ -14,6 +14,7 @@ from converters.family import KEY as TIED
 from converters.family import TieFlag
 from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
+from quant.engines.registry import engine_class
 from verify.checks.config.tokenizer import side_of
 from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
@@ -184,10 +185,10 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
     Raises CkptkitError as `family_of`, and where the values that they follow from are not there.
     """
-    family = family_of(config)
+    family_of(config)
     text = language_part(config)
     place = "" if text is config else "text_config."
-    keys = family.engine("sglang").keys({**text, "model_type": config["model_type"]})
+    keys = engine_class("sglang", config).keys({**text, "model_type": config["model_type"]})
     lacking = {f"{place}{key}": value for key, value in keys.items() if text.get(key) is None}
     return {f"{place}{key}": value for key, value in keys.items()}, lacking
 
