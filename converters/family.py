@@ -88,49 +88,42 @@ class Draft:
 
 @dataclass(frozen=True)
 class Release:
-    """How releases of a family spell and quantize its modules.
-
-    `root` stands before the names of the language model's modules, `head` is the output embedding. `nested`: the sizes
-    of the language model are in `text_config`; `flat`: or at the top, in configs from before transformers 4.52.
-    `drafts`: its multi-token prediction layers, from the language model's config and `root`. `linears_outside`: the
-    Linear layers outside the language model, by every name that an `ignore` list may know them by, from config.json;
-    None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
-
-    The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
-    one that its config names), `moe` and `experts`: the release's names for the block with the experts and for an
-    expert's gate (where it has one), up and down projection, `classes`: transformers' classes of modules that are not
-    Linear, by their kind in `ParamMapping`, `modules`: other parts of its names, with the release's.
-
-    `routers`: how the names of Linear layers end that choose experts, where transformers' routers hold one.
-    `own_tree`: no class of transformers has these modules, so that the rules alone say what they are.
-
-    `stacked`: modules that hold all experts of a layer in one tensor, which nobody packs. `kept`: how the names of
-    Linear layers end that no INT4 release quantizes. `partly_fused`: engines join queries, keys and values also where a
-    layer lacks some of them.
-
-    `older`: how the names of layers begin in older files, which engines rename while they load.
-
-    `fp8_only`: engines' classes load it in BF16 and, with `quant_method` fp8, in FP8 blocks alone. `stated`: other keys
-    of config.json that they then read.
-    """
+    """How releases of a family spell and quantize its modules, and how transformers spells them."""
 
     root: str = "model."
+    """How the names of the language model's modules begin."""
     head: str = "lm_head"
+    """The output embedding."""
     nested: bool = False
+    """The sizes of the language model are in `text_config`."""
     flat: bool = False
+    """Or at the top, in configs from before transformers 4.52."""
     drafts: Callable[[Mapping[str, Any], str], tuple[Draft, ...]] = lambda text, root: ()
+    """Its multi-token prediction layers, from the language model's config and `root`."""
     linears_outside: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    """From config.json, the Linear layers outside the language model, by every name that an `ignore` list may know."""
     published_ignore: tuple[frozenset[str], ...] = ()
-    model_type: str = ""
-    moe: str = "mlp"
-    experts: tuple[str, ...] = GATE_UP_DOWN
-    classes: Mapping[str, str] = field(default_factory=dict)
-    modules: Mapping[str, str] = field(default_factory=dict)
-    routers: tuple[str, ...] = ()
-    own_tree: bool = False
-    stacked: tuple[str, ...] = ()
+    """The `ignore` lists of released INT4 checkpoints."""
     kept: tuple[str, ...] = ()
+    """How the names of Linear layers end that no INT4 release quantizes."""
+    stacked: tuple[str, ...] = ()
+    """Modules that hold all experts of a layer in one tensor, which is never packed."""
     older: str = ""
+    """How the names of layers begin in older files, which engines rename while they load."""
+    model_type: str = ""
+    """Of transformers' class for the language model, where its config does not name it."""
+    moe: str = "mlp"
+    """The release's name for the block with the experts."""
+    experts: tuple[str, ...] = GATE_UP_DOWN
+    """Its names for an expert's gate (where it has one), up and down projection."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """transformers' classes of modules that are not Linear, by their kind in `ParamMapping`."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Other parts of transformers' names, with the release's."""
+    routers: tuple[str, ...] = ()
+    """How the names of Linear layers end that choose experts, where transformers' routers hold one."""
+    own_tree: bool = False
+    """transformers has no class with these modules, so that only the rules tell what they are."""
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -169,45 +162,39 @@ class Unwitnessed:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """One kind of model: its exact `model_type`s, how its config is read, its rules, and how others spell it.
-
-    `architectures`: the classes that its language models are published under, as config.json spells them; SGLang runs
-    the first.
-
-    `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train
-    with modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron
-    language model holds; these tensors are kept beside the Megatron weights and come back byte for byte.
-    `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
-    them). `fused`: what its fused experts look like.
-    `tie`: where its readers look for the tie flag of a multimodal config.
-    `with_unused`: a config whose rules have also the tensors that only some releases store, since no reader uses them.
-    `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
-    model, with the `model_type` of that.
-
-    `release`: how releases are spelled and quantized; None where INT4 is not supported.
-    `engines`: its class in each inference engine, by the engine's name. An engine without an entry has a plain class.
-    `reference`: what to set in transformers' config of a model, so that it computes what engines and Megatron do.
-    `unlike_transformers`: why transformers, as installed, computes another model from a config, for prompts of so many
-    tokens; None where it does not.
-    `unwitnessed`: why no released megatron-core computes its models; None where one does. Megatron's names are then
-    read and written for those alone who ask for it.
-    """
+    """One kind of model: how its config is read, its rules, and how others spell it."""
 
     model_types: tuple[str, ...]
+    """The exact `model_type`s."""
     architectures: tuple[str, ...]
+    """The classes that config.json of its releases names; SGLang runs the first. Another one is refused."""
     read_dims: Callable[[Mapping[str, Any]], ModelDims]
+    """Reads the sizes from config.json."""
     mappings: Rules
+    """The rules, with Megatron's names as megatron-core's own modules have them."""
     dialects: Mapping[str, Rules] = field(default_factory=dict)
+    """The rules of stacks that train with modules of their own, by the stack's name."""
     carried: tuple[str, ...] = ()
+    """How the names begin of tensors beside the language model (a vision tower), which come back byte for byte."""
     carried_ends: tuple[str, ...] = ()
+    """How such names end, of values that every reader computes for itself and some releases store."""
     fused: FusedExperts = FusedExperts()
+    """How all experts of a layer are stored in one tensor."""
     tie: TieFlag = TieFlag()
+    """Where the readers of a multimodal config look for `tie_word_embeddings`."""
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
+    """A config whose rules also have the tensors that only some releases store, since no reader uses them."""
     language_models: Mapping[str, str] = field(default_factory=dict)
+    """A `model_type` of the language model that may be stored under the multimodal model's names, with that model's."""
     release: Release | None = Release()
+    """How releases are spelled and quantized; None where INT4 is not supported."""
     reference: Mapping[str, Any] = field(default_factory=dict)
+    """Settings with which transformers computes what engines and Megatron do."""
     unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
+    """Why transformers, as installed, computes another model from a config, for prompts of so many tokens; or None."""
     unwitnessed: Unwitnessed | None = None
+    """Why no released megatron-core computes its models, and whose names the rules have; its test model is one of
+    `tests/families/unwitnessed.py`."""
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""
