@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -22,23 +21,15 @@ from converters.config.bounds import check_config
 from converters.config.values import class_of, flag, integer, language_part
 
 # The classes of drafts that are read: which EAGLE, and the decoder layer, empty if `transformer_layer_config` has it.
-_CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {
-        "LlamaForCausalLMEagle3": (3, "llama"),
-        "Eagle3LlamaForCausalLM": (3, "llama"),
-        "Eagle3MiniMaxM2ForCausalLM": (3, "llama"),
-        "Eagle3Qwen2_5vlForCausalLM": (3, "llama"),
-        "Eagle3Qwen3vlForCausalLM": (3, "llama"),
-        "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
-        "Eagle3DeepseekV2ForCausalLM": (3, "latent"),
-        "Eagle3DeepseekV3ForCausalLM": (3, "latent"),
-        "Eagle3Speculator": (3, ""),
-        "Eagle3DraftModel": (3, ""),
-        "LlamaForCausalLMEagle": (1, "llama"),
-        "EagleLlamaForCausalLM": (1, "llama"),
-        "Qwen2ForCausalLMEagle": (1, "qwen2"),
-    }
-)
+_CLASSES: Mapping[str, tuple[int, str]] = {
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"), (3, "llama")),
+    **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), (3, "llama")),
+    **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), (3, "latent")),
+    **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), (3, "")),
+    **dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), (1, "llama")),
+    "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
+    "Qwen2ForCausalLMEagle": (1, "qwen2"),
+}
 # What the classes of other draft models are called; wrappers of vision models may have the same words.
 NAMED = r"(?i)(?!.*ForConditionalGeneration$).*(eagle|nextn|mtp|medusa|speculator|draft|dflash|dspark).*"
 _FIRST = "layers.0."
@@ -55,8 +46,7 @@ EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a draft model, by the name of its class; `draft_of` reads some of them."""
-    name = class_of(config)
-    return name in _CLASSES or re.fullmatch(NAMED, name[:_MAX_NAME]) is not None
+    return re.fullmatch(NAMED, class_of(config)[:_MAX_NAME]) is not None
 
 
 @dataclass(frozen=True)

@@ -7,33 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.config.dims import ModelDims
-from converters.config.values import flag, text_config_of
+from converters.config.values import text_config_of
 from converters.hf_names import GATE_UP_DOWN
 from converters.rules import ParamMapping
-
-KEY = "tie_word_embeddings"
-
-
-@dataclass(frozen=True)
-class TieFlag:
-    """Readers that look at the top, and those that look in `text_config`; what they take where it is `absent`.
-
-    `older`: readers of releases before these, which look in `text_config` too.
-
-    Sources: transformers 5.12 `PreTrainedModel.get_expanded_tied_weights_keys` and 4.57
-    `tie_embeddings_and_encoder_decoder`; SGLang 0.5.16's and vLLM 0.26's classes, vLLM's `VllmConfig.with_hf_config`.
-    """
-
-    top: tuple[str, ...] = ("transformers", "SGLang", "vLLM")
-    text: tuple[str, ...] = ()
-    absent: bool = False
-    older: tuple[str, ...] = ()
-
-    def read(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, bool]:
-        """What each reader takes, without the older ones. Raises CkptkitError where a flag is not true or false."""
-        at_top, inside = flag(config, KEY, self.absent), flag(text, KEY, self.absent)
-        return dict.fromkeys(self.top, at_top) | dict.fromkeys(self.text, inside)
-
 
 Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
 
@@ -180,18 +156,12 @@ class ModelFamily:
     """How such names end, of values that every reader computes for itself and some releases store."""
     fused: FusedExperts = FusedExperts()
     """How all experts of a layer are stored in one tensor."""
-    tie: TieFlag = TieFlag()
-    """Where the readers of a multimodal config look for `tie_word_embeddings`."""
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
     """A config whose rules also have the tensors that only some releases store, since no reader uses them."""
     language_models: Mapping[str, str] = field(default_factory=dict)
     """A `model_type` of the language model that may be stored under the multimodal model's names, with that model's."""
     release: Release | None = Release()
     """How releases are spelled and quantized; None where INT4 is not supported."""
-    reference: Mapping[str, Any] = field(default_factory=dict)
-    """Settings with which transformers computes what engines and Megatron do."""
-    unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
-    """Why transformers, as installed, computes another model from a config, for prompts of so many tokens; or None."""
     unwitnessed: Unwitnessed | None = None
     """Why no released megatron-core computes its models, and whose names the rules have; its test model is one of
     `tests/families/unwitnessed.py`."""

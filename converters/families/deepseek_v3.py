@@ -14,7 +14,7 @@ from converters.blocks.latent_attention import mla_attention, read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import flag, integer, text_config_of, text_part
-from converters.family import ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -83,8 +83,6 @@ FAMILIES = (
         mappings,
         carried=("vision_tower.", "mm_projector."),
         carried_ends=ROTARY_FREQUENCIES,
-        # transformers runs the code that comes with the release; vLLM's class never ties.
-        tie=TieFlag(top=(), text=("transformers", "SGLang")),
         release=_K25_RELEASE,
     ),
 )

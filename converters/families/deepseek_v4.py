@@ -21,11 +21,7 @@ from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens behind one compressed key; 0: attention sees a window alone
 # transformers' words for them.
-_KINDS = {
-    "sliding_attention": _WINDOW,
-    "compressed_sparse_attention": _SPARSE,
-    "heavily_compressed_attention": _DENSE,
-}
+_KINDS = {"sliding_attention": _WINDOW, "compressed_sparse_attention": _SPARSE, "heavily_compressed_attention": _DENSE}
 
 
 @dataclass(frozen=True)
@@ -190,15 +186,7 @@ FAMILIES = (
         ("DeepseekV4ForCausalLM",),
         read_dims,
         mappings,
-        release=Release(
-            root="",
-            head="head",
-            moe="ffn",
-            experts=W1_W3_W2,
-            drafts=_drafts,
-            own_tree=True,
-            kept=_KEPT,
-        ),
+        release=Release(root="", head="head", moe="ffn", experts=W1_W3_W2, drafts=_drafts, own_tree=True, kept=_KEPT),
         unwitnessed=Unwitnessed(
             "megatron-core 0.19 has no compressed attention, hyper-connections or tables of experts", None
         ),

@@ -25,7 +25,7 @@ from converters.config.values import (
     window_of,
     wrong,
 )
-from converters.family import ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 from converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
@@ -146,7 +146,6 @@ FAMILIES = (
         _TEXT,
         model_types=("gemma3",),
         architectures=_TEXT.architectures[::-1],
-        tie=TieFlag(("transformers", "vLLM"), ("SGLang",), absent=True, older=("transformers 4",)),
         release=_NESTED,
     ),
 )

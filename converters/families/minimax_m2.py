@@ -16,7 +16,7 @@ from typing import Any
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
 from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import integer, require, rope_of, rotary_fraction, unsupported
+from converters.config.values import integer, require, rotary_fraction, unsupported
 from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
@@ -61,13 +61,6 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
 
 
-def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
-    """transformers 5.12 reads the rotary part of a head in `rope_parameters` alone."""
-    if "partial_rotary_factor" in rope_of(config) or read_dims(config).rotary_fraction == 1:
-        return None
-    return "transformers turns whole heads of this model unless rope_parameters has a partial_rotary_factor"
-
-
 FAMILIES = (
     ModelFamily(
         ("minimax_m2",),
@@ -77,6 +70,5 @@ FAMILIES = (
         {"slime": partial(_mappings, norm="{}_norm", axis=None)},
         fused=FusedExperts(renamed=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
-        unlike_transformers=_unlike_transformers,
     ),
 )

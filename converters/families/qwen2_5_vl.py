@@ -12,7 +12,7 @@ from typing import Any
 from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, rope_of, without_windows
-from converters.family import ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -43,7 +43,6 @@ FAMILIES = (
         read_dims,
         dense_model,
         carried=("visual.",),
-        tie=TieFlag(older=("transformers 4",)),
         release=_RELEASE,
     ),
 )

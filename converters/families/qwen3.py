@@ -15,7 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
 from converters.config.values import NESTED_ROOT, flag, integer, require, text_part, without_windows
-from converters.family import FusedExperts, ModelFamily, Release, TieFlag
+from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 _THINKER = "thinker."  # before all names of Qwen3-Omni's thinker in the whole model
@@ -99,7 +99,6 @@ _VL = ModelFamily(
     read_vl_dims,
     mappings,
     carried=("model.visual.",),
-    tie=TieFlag(older=("transformers 4",)),
     fused=FusedExperts(transposed=True),
     release=_VL_RELEASE,
 )

@@ -22,9 +22,8 @@ from converters.families.qwen3_next import (
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
-    slime_linear_model,
 )
-from converters.family import ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -73,9 +72,8 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
         ),
         read_dims,
         partial(linear_model, by_key_head=False),
-        {"slime": partial(slime_linear_model, by_key_head=False)},
+        {"slime": partial(linear_model, by_key_head=False, slime=True)},
         carried=("model.visual.",),
-        tie=TieFlag(("transformers", "SGLang"), ("vLLM",)),
         language_models=language_models,
         release=release,
     )
