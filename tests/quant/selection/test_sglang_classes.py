@@ -70,6 +70,10 @@ OUTPUT_LAYER = {"lm_head"} if release("sglang") >= (0, 5, 23) else set()
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+    from sglang.srt.models.registry import ModelRegistry
+
+    lost = sorted(set(BUILT.values()) - ModelRegistry.models.keys())
+    assert not lost, f"SGLang has no class {lost}: add the model_type to RUN_BY_TRANSFORMERS of quant/formats/groups.py"
     configs = {}
     for case, architecture in BUILT.items():
         content = config(case) | {"architectures": [architecture]}
