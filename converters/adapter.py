@@ -21,9 +21,8 @@ from ckptkit.core.plan import Joined, Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
-from converters.family import KEY as TIE
 from converters.family import Release
-from converters.hf_names import GATE_UP, GATE_UP_DOWN, layer_of
+from converters.hf_names import EXPERT, GATE_UP, GATE_UP_DOWN, layer_of
 from converters.lora_settings import BY_HAND, ROOT, ROUTERS, LoraSettings, PairName, dropped, idle_reason, pairs_in
 from converters.planner import dims_of, tied_head
 from converters.registry import family_of
@@ -37,8 +36,6 @@ FLAT = (
     "[outputs, rank x experts]), which PEFT and vLLM read too"
 )
 _SAVED = re.compile(r"\.modules_to_save(\.default)?(?=\.)")
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
-_PROJECTION = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
@@ -297,7 +294,7 @@ class Adapter:
 
     def _of_one(self, name: str) -> Iterator[Targets]:
         """One expert's projection, where the base has those of a layer in one tensor."""
-        match, turned = _PROJECTION.fullmatch(name), self.family.fused.transposed
+        match, turned = EXPERT.fullmatch(name), self.family.fused.transposed
         if match is None or self.family.fused.interleaved:
             return
         block, expert, leaf = match[1], int(match[2]), match[3]
@@ -313,7 +310,8 @@ class Adapter:
         """Experts that stand one by one in the base: by block, projection and number."""
         found: dict[str, dict[str, dict[int, TensorSpec]]] = {}
         for name, spec in self.base.specs.items():
-            if match := _EXPERT.fullmatch(name):
+            module = name.removesuffix(".weight")
+            if module != name and (match := EXPERT.fullmatch(module)):
                 found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = spec
         return found
 
@@ -441,8 +439,12 @@ class Adapter:
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
-    below = {"text_config": {**text, TIE: False}} if isinstance(text, Mapping) and TIE in text else {}
-    return {**config, **below, TIE: False}
+    below = (
+        {"text_config": {**text, "tie_word_embeddings": False}}
+        if isinstance(text, Mapping) and "tie_word_embeddings" in text
+        else {}
+    )
+    return {**config, **below, "tie_word_embeddings": False}
 
 
 def _of_parts(pairs: Sequence[Pair]) -> Step:

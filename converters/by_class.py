@@ -11,8 +11,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +24,9 @@ from ckptkit.core.isolation import offline, start_python
 from ckptkit.core.printable import one_line
 from ckptkit.formats.hf.side_files import without_quantization
 from converters.config.dims import ModelDims
+from converters.config.values import text_part
 from converters.family import FusedExperts, ModelFamily, Release
 from converters.hf_names import tail
-from converters.known_classes import KNOWN, Known
 from converters.rules import ParamMapping
 
 _LIMIT_S = 600  # importing transformers on a busy machine, and building a large class
@@ -73,6 +73,51 @@ class Built:
     joins_experts: bool
     zero_norms: bool
     sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Known:
+    """Fields of a `model_type` in place of those that follow from its class: of `ModelFamily`, and of `Release`.
+
+    `configs`: of a config those whose classes have, together, all of the tensors; usually the same one.
+    """
+
+    family: Mapping[str, Any] = field(default_factory=dict)
+    release: Mapping[str, Any] = field(default_factory=dict)
+    configs: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda config: (config,)
+
+
+# Marks a config of Gemma 4 whose tensors have keys and values in layers that use those of another.
+_STORED = "_stores_unused_keys"
+
+
+def _gemma4_with_unused(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config with the keys and values of layers that use another's, which readers but vLLM leave aside.
+
+    Releases of E2B and E4B store them; their QAT releases, and whatever transformers saves, do not.
+    """
+    return {**config, _STORED: True} if text_part(config)[0].get("num_kv_shared_layers") else config
+
+
+def _gemma4_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The model, and for the keys that nobody uses the same with no layer that shares them."""
+    plain = {key: value for key, value in config.items() if key != _STORED}
+    yield plain
+    if _STORED in config:
+        own = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        text = plain.get("text_config")
+        yield plain | ({"text_config": {**text, **own}} if isinstance(text, Mapping) else own)
+
+
+# Facts that transformers' class of a model does not contain.
+KNOWN: Mapping[str, Known] = dict.fromkeys(
+    ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
+    Known(
+        {"with_unused": _gemma4_with_unused},
+        {"kept": (".per_layer_input_gate", ".per_layer_projection", ".per_layer_model_projection")},
+        lambda config: tuple(_gemma4_configs(config)),
+    ),
+)
 
 
 def family_by_class(config: Mapping[str, Any]) -> ModelFamily | None:

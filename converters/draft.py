@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -20,26 +19,17 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import is_quantized
 from converters.config.bounds import check_config
 from converters.config.values import class_of, flag, integer, language_part
-from converters.engines.registry import registries
 
 # The classes of drafts that are read: which EAGLE, and the decoder layer, empty if `transformer_layer_config` has it.
-_CLASSES: Mapping[str, tuple[int, str]] = MappingProxyType(
-    {
-        "LlamaForCausalLMEagle3": (3, "llama"),
-        "Eagle3LlamaForCausalLM": (3, "llama"),
-        "Eagle3MiniMaxM2ForCausalLM": (3, "llama"),
-        "Eagle3Qwen2_5vlForCausalLM": (3, "llama"),
-        "Eagle3Qwen3vlForCausalLM": (3, "llama"),
-        "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
-        "Eagle3DeepseekV2ForCausalLM": (3, "latent"),
-        "Eagle3DeepseekV3ForCausalLM": (3, "latent"),
-        "Eagle3Speculator": (3, ""),
-        "Eagle3DraftModel": (3, ""),
-        "LlamaForCausalLMEagle": (1, "llama"),
-        "EagleLlamaForCausalLM": (1, "llama"),
-        "Qwen2ForCausalLMEagle": (1, "qwen2"),
-    }
-)
+_CLASSES: Mapping[str, tuple[int, str]] = {
+    **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"), (3, "llama")),
+    **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), (3, "llama")),
+    **dict.fromkeys(("Eagle3DeepseekV2ForCausalLM", "Eagle3DeepseekV3ForCausalLM"), (3, "latent")),
+    **dict.fromkeys(("Eagle3Speculator", "Eagle3DraftModel"), (3, "")),
+    **dict.fromkeys(("LlamaForCausalLMEagle", "EagleLlamaForCausalLM"), (1, "llama")),
+    "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
+    "Qwen2ForCausalLMEagle": (1, "qwen2"),
+}
 # What the classes of other draft models are called; wrappers of vision models may have the same words.
 NAMED = r"(?i)(?!.*ForConditionalGeneration$).*(eagle|nextn|mtp|medusa|speculator|draft|dflash|dspark).*"
 _FIRST = "layers.0."
@@ -56,8 +46,7 @@ EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 
 def is_draft(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a draft model, by the name of its class; `draft_of` reads some of them."""
-    name = class_of(config)
-    return name in _CLASSES or re.fullmatch(NAMED, name[:_MAX_NAME]) is not None
+    return re.fullmatch(NAMED, class_of(config)[:_MAX_NAME]) is not None
 
 
 @dataclass(frozen=True)
@@ -119,11 +108,6 @@ class Draft:
     def name(self) -> str:
         """Its class."""
         return str(self.config["architectures"][0])
-
-    def has_class(self, engine: str) -> bool:
-        """Whether `sglang` or `vllm` has its class; vLLM takes one of its own for configs of speculators."""
-        nested = engine == "vllm" and self.config.get("speculators_model_type") is not None
-        return nested or self.name in registries()[engine].drafts
 
     @property
     def steps(self) -> int:
@@ -221,29 +205,6 @@ class Draft:
         if name.endswith(".input_layernorm.weight"):
             return first == (self.version == 3)  # EAGLE's first layer has none, EAGLE3 takes one of two after it
         return first or not name.endswith(".hidden_norm.weight")
-
-    def random_head(self, stored: Mapping[str, Any]) -> bool:
-        """Whether SGLang 0.5.16 has no value for the output layer: it takes the target's by draft_vocab_size alone."""
-        mine = self.version == 3 and self.has_class("sglang") and self.config.get("draft_vocab_size") is not None
-        return (
-            mine and HEAD not in stored and not self.needs(HEAD) and not flag(self.config, "tie_word_embeddings", False)
-        )
-
-    def unfilled(self, stored: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-        """What engines' classes have beside what is stored, or lack: what should be, what is, and the next move."""
-        sglang, release = self.has_class("sglang"), registries()["sglang"].release
-        if self.version != 3 and sglang and "fc.bias" not in stored:
-            actual = f"not stored: {release} adds random numbers"
-            yield "fc.bias, which SGLang's class has", actual, "store one of zeros"
-        if self.decoder != "llama" or not any(flag(self.config, key, False) for key in ("attention_bias", "bias")):
-            return
-        if f"{_FIRST}self_attn.o_proj.bias" not in stored:
-            expected = "o_proj.bias, which engines give a decoder layer with attention_bias or bias true"
-            hint = "store zeros, or leave the key out of config.json"
-            yield expected, "not stored: what memory held stays in it", hint
-        if self.version == 3 and sglang:
-            expected, hint = "attention without biases, as SGLang's class has it", "serve it with vLLM"
-            yield expected, f"attention_bias true: {release} drops those of q, k and v", hint
 
 
 def sizes_of(config: Mapping[str, Any]) -> Draft:

@@ -7,33 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from converters.config.dims import ModelDims
-from converters.config.values import flag, text_config_of
+from converters.config.values import text_config_of
 from converters.hf_names import GATE_UP_DOWN
 from converters.rules import ParamMapping
-
-KEY = "tie_word_embeddings"
-
-
-@dataclass(frozen=True)
-class TieFlag:
-    """Readers that look at the top, and those that look in `text_config`; what they take where it is `absent`.
-
-    `older`: readers of releases before these, which look in `text_config` too.
-
-    Sources: transformers 5.12 `PreTrainedModel.get_expanded_tied_weights_keys` and 4.57
-    `tie_embeddings_and_encoder_decoder`; SGLang 0.5.16's and vLLM 0.26's classes, vLLM's `VllmConfig.with_hf_config`.
-    """
-
-    top: tuple[str, ...] = ("transformers", "SGLang", "vLLM")
-    text: tuple[str, ...] = ()
-    absent: bool = False
-    older: tuple[str, ...] = ()
-
-    def read(self, config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, bool]:
-        """What each reader takes, without the older ones. Raises CkptkitError where a flag is not true or false."""
-        at_top, inside = flag(config, KEY, self.absent), flag(text, KEY, self.absent)
-        return dict.fromkeys(self.top, at_top) | dict.fromkeys(self.text, inside)
-
 
 Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
 
@@ -88,52 +64,42 @@ class Draft:
 
 @dataclass(frozen=True)
 class Release:
-    """How releases of a family spell and quantize its modules.
-
-    `root` stands before the names of the language model's modules, `head` is the output embedding. `nested`: the sizes
-    of the language model are in `text_config`; `flat`: or at the top, in configs from before transformers 4.52.
-    `drafts`: its multi-token prediction layers, from the language model's config and `root`. `linears_outside`: the
-    Linear layers outside the language model, by every name that an `ignore` list may know them by, from config.json;
-    None where they are not known. `published_ignore`: lists of released INT4 checkpoints.
-
-    The rest says how transformers spells the same: `model_type` of its class for the language model (empty: the
-    one that its config names), `moe` and `experts`: the release's names for the block with the experts and for an
-    expert's gate (where it has one), up and down projection, `classes`: transformers' classes of modules that are not
-    Linear, by their kind in `ParamMapping`, `modules`: other parts of its names, with the release's.
-
-    `routers`: how the names of Linear layers end that choose experts, where transformers' routers hold one.
-    `own_tree`: no class of transformers has these modules, so that the rules alone say what they are.
-
-    `stacked`: modules that hold all experts of a layer in one tensor, which nobody packs. `kept`: how the names of
-    Linear layers end that no INT4 release quantizes. `partly_fused`: engines join queries, keys and values also where a
-    layer lacks some of them.
-
-    `older`: how the names of layers begin in older files, which engines rename while they load.
-
-    `fp8_only`: engines' classes load it in BF16 and, with `quant_method` fp8, in FP8 blocks alone. `stated`: other keys
-    of config.json that they then read.
-    """
+    """How releases of a family spell and quantize its modules, and how transformers spells them."""
 
     root: str = "model."
+    """How the names of the language model's modules begin."""
     head: str = "lm_head"
+    """The output embedding."""
     nested: bool = False
+    """The sizes of the language model are in `text_config`."""
     flat: bool = False
+    """Or at the top, in configs from before transformers 4.52."""
     drafts: Callable[[Mapping[str, Any], str], tuple[Draft, ...]] = lambda text, root: ()
+    """Its multi-token prediction layers, from the language model's config and `root`."""
     linears_outside: Callable[[Mapping[str, Any]], Iterable[str]] | None = None
+    """From config.json, the Linear layers outside the language model, by every name that an `ignore` list may know."""
     published_ignore: tuple[frozenset[str], ...] = ()
-    model_type: str = ""
-    moe: str = "mlp"
-    experts: tuple[str, ...] = GATE_UP_DOWN
-    classes: Mapping[str, str] = field(default_factory=dict)
-    modules: Mapping[str, str] = field(default_factory=dict)
-    routers: tuple[str, ...] = ()
-    own_tree: bool = False
-    stacked: tuple[str, ...] = ()
+    """The `ignore` lists of released INT4 checkpoints."""
     kept: tuple[str, ...] = ()
-    partly_fused: bool = False
+    """How the names of Linear layers end that no INT4 release quantizes."""
+    stacked: tuple[str, ...] = ()
+    """Modules that hold all experts of a layer in one tensor, which is never packed."""
     older: str = ""
-    fp8_only: bool = False
-    stated: Mapping[str, Any] = field(default_factory=dict)
+    """How the names of layers begin in older files, which engines rename while they load."""
+    model_type: str = ""
+    """Of transformers' class for the language model, where its config does not name it."""
+    moe: str = "mlp"
+    """The release's name for the block with the experts."""
+    experts: tuple[str, ...] = GATE_UP_DOWN
+    """Its names for an expert's gate (where it has one), up and down projection."""
+    classes: Mapping[str, str] = field(default_factory=dict)
+    """transformers' classes of modules that are not Linear, by their kind in `ParamMapping`."""
+    modules: Mapping[str, str] = field(default_factory=dict)
+    """Other parts of transformers' names, with the release's."""
+    routers: tuple[str, ...] = ()
+    """How the names of Linear layers end that choose experts, where transformers' routers hold one."""
+    own_tree: bool = False
+    """transformers has no class with these modules, so that only the rules tell what they are."""
 
     def text(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the language model. Raises CkptkitError when it is not where it should be."""
@@ -142,91 +108,20 @@ class Release:
 
     def name(self, module: str) -> str:
         """The name in the release of a module of transformers' class for the language model."""
-        return self.root + _respelled(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
+        return self.root + respelled(module, self.modules.items()).replace(".mlp.", f".{self.moe}.")
 
     def own_name(self, module: str) -> str:
         """The name in transformers' whole model of a module of the release's language model."""
         own = module.removeprefix(self.root).replace(f".{self.moe}.", ".mlp.")
-        own = _respelled(own, ((theirs, one) for one, theirs in self.modules.items()))
+        own = respelled(own, ((theirs, one) for one, theirs in self.modules.items()))
         return f"{'model.language_model.' if self.nested else 'model.'}{own}"
 
 
-def _respelled(module: str, parts: Iterable[tuple[str, str]]) -> str:
+def respelled(module: str, parts: Iterable[tuple[str, str]]) -> str:
     """A module's name with whole parts of it spelled otherwise."""
     for old, new in parts:
         module = f"{module}.".replace(f".{old}.", f".{new}.").removesuffix(".")
     return module
-
-
-@dataclass(frozen=True)
-class Dense:
-    """Linear layers that an engine's class can hold dense only.
-
-    `pattern`: a pattern of their names, `entry`: the entry of `ignore` that leaves them out, `reason`: why.
-    """
-
-    pattern: str
-    entry: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class EngineClass:
-    """An inference engine's class of a model.
-
-    Source for SGLang: `sglang/srt/models/*.py` of SGLang 0.5.16, for vLLM `vllm/model_executor/models/*.py` of 0.26.0.
-    """
-
-    # Fused layers that the class declares in `packed_modules_mapping`, and so takes apart before it looks at `ignore`.
-    # Any other fused layer is looked up by its own name.
-    fused: tuple[str, ...] = ()
-    # How a released module's name begins, and what the engine has instead.
-    root: tuple[str, str] = ("", "")
-    # Parts of names in a layer that it spells otherwise.
-    inside: tuple[tuple[str, str], ...] = ()
-    # Prefixes that it rewrites in plain entries of `ignore` (`hf_to_sglang_mapper`); the first that fits counts.
-    entries: tuple[tuple[str, str], ...] = ()
-    # Parts of names that it spells otherwise in layers outside the language model; None: it never asks about those.
-    outside: tuple[tuple[str, str], ...] | None = None
-    # Layers that it cannot hold quantized.
-    dense: tuple[Dense, ...] = ()
-    # On CUDA it makes the shared expert one of the routed ones, unless started with an option against it.
-    joins_shared_expert: bool = False
-    # Whether it loads `weight_scale_inv` of FP8 in blocks. Classes of releases in FP8 by tensor take it for one scale.
-    fp8_blocks: bool = True
-    # Its routers are quantized where `ignore` does not name them.
-    packs_routers: bool = False
-    # It refuses a checkpoint without the tensors that no reader uses (`ModelFamily.with_unused`).
-    wants_unused: bool = False
-    # Whether a class with a vision tower finds the layers of an adapter that was trained on the language model alone
-    # (`model.layers.`, without the wrapper's prefix). Otherwise it answers with the base, silently.
-    adapters_of_text: bool = True
-    # The dtype of its key-value cache, where it does not build the model with another.
-    cache_dtype: str = "auto"
-    # What it reads of the language model's config and transformers 5 does not write, with the values of the model that
-    # transformers runs. Without them it stops, or builds another model.
-    keys: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda text: {}
-
-    def layer(self, module: str) -> str:
-        """The engine's name of a module that it does not fuse."""
-        old, new = self.root
-        layer = new + module.removeprefix(old) if module.startswith(old) else module
-        return _respelled(layer, self.inside)
-
-    def layer_outside(self, layer: str) -> str | None:
-        """The engine's name of a layer outside the language model; None where it never asks about it."""
-        if self.outside is None:
-            return None
-        for old, new in self.outside:
-            layer = layer.replace(old, new)
-        return layer
-
-    def entry(self, pattern: str) -> str:
-        """An entry of `ignore` as the engine holds it against its layers' names."""
-        for old, new in self.entries:
-            if pattern.startswith(old):
-                return new + pattern.removeprefix(old)
-        return pattern
 
 
 @dataclass(frozen=True)
@@ -241,56 +136,35 @@ class Unwitnessed:
     names: str | None
 
 
-_PLAIN_CLASS = EngineClass()
-QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
-
-
 @dataclass(frozen=True)
 class ModelFamily:
-    """One kind of model: its exact `model_type`s, how its config is read, its rules, and how others spell it.
-
-    `architectures`: the classes that its language models are published under, as config.json spells them; SGLang runs
-    the first.
-
-    `mappings` names Megatron tensors as megatron-core's own modules do; `dialects` holds the rules of stacks that train
-    with modules of their own, by the stack's name. `carried`: how HF names begin (of a vision tower) that no Megatron
-    language model holds; these tensors are kept beside the Megatron weights and come back byte for byte.
-    `carried_ends`: the same for endings of names (values that every reader computes for itself, in releases that have
-    them). `fused`: what its fused experts look like.
-    `tie`: where its readers look for the tie flag of a multimodal config.
-    `with_unused`: a config whose rules have also the tensors that only some releases store, since no reader uses them.
-    `language_models`: the `model_type`s of a language model alone that may be stored under the names of the multimodal
-    model, with the `model_type` of that.
-
-    `release`: how releases are spelled and quantized; None where INT4 is not supported.
-    `engines`: its class in each inference engine, by the engine's name. An engine without an entry has a plain class.
-    `reference`: what to set in transformers' config of a model, so that it computes what engines and Megatron do.
-    `unlike_transformers`: why transformers, as installed, computes another model from a config, for prompts of so many
-    tokens; None where it does not.
-    `unwitnessed`: why no released megatron-core computes its models; None where one does. Megatron's names are then
-    read and written for those alone who ask for it.
-    """
+    """One kind of model: how its config is read, its rules, and how others spell it."""
 
     model_types: tuple[str, ...]
+    """The exact `model_type`s."""
     architectures: tuple[str, ...]
+    """The classes that config.json of its releases names; SGLang runs the first. Another one is refused."""
     read_dims: Callable[[Mapping[str, Any]], ModelDims]
+    """Reads the sizes from config.json."""
     mappings: Rules
+    """The rules, with Megatron's names as megatron-core's own modules have them."""
     dialects: Mapping[str, Rules] = field(default_factory=dict)
+    """The rules of stacks that train with modules of their own, by the stack's name."""
     carried: tuple[str, ...] = ()
+    """How the names begin of tensors beside the language model (a vision tower), which come back byte for byte."""
     carried_ends: tuple[str, ...] = ()
+    """How such names end, of values that every reader computes for itself and some releases store."""
     fused: FusedExperts = FusedExperts()
-    tie: TieFlag = TieFlag()
+    """How all experts of a layer are stored in one tensor."""
     with_unused: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: config
+    """A config whose rules also have the tensors that only some releases store, since no reader uses them."""
     language_models: Mapping[str, str] = field(default_factory=dict)
+    """A `model_type` of the language model that may be stored under the multimodal model's names, with that model's."""
     release: Release | None = Release()
-    engines: Mapping[str, EngineClass] = field(default_factory=dict)
-    reference: Mapping[str, Any] = field(default_factory=dict)
-    unlike_transformers: Callable[[Mapping[str, Any], int], str | None] = lambda config, tokens: None
+    """How releases are spelled and quantized; None where INT4 is not supported."""
     unwitnessed: Unwitnessed | None = None
-
-    def engine(self, name: str) -> EngineClass:
-        """Its class in an engine."""
-        return self.engines.get(name, _PLAIN_CLASS)
+    """Why no released megatron-core computes its models, and whose names the rules have; its test model is one of
+    `tests/families/unwitnessed.py`."""
 
     def carries(self, name: str) -> bool:
         """Whether a tensor of the release is only carried."""

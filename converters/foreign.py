@@ -26,16 +26,7 @@ _STACKED = ".switch_mlp."  # mlx-lm's module of routed experts, in quantized and
 _NOT_READ = {"mxfp6": "MXFP6", "int-quantized": "INT8"}
 # Values of ModelOpt's `quant_algo` that are read.
 MODELOPT_READ = frozenset(
-    {
-        "FP8",
-        "FP8_PB_WO",
-        "FP8_PER_CHANNEL_PER_TOKEN",
-        "MIXED_PRECISION",
-        "MXFP4",
-        "MXFP8",
-        "NVFP4",
-        "W4A16_NVFP4",
-    }
+    {"FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION", "MXFP4", "MXFP8", "NVFP4", "W4A16_NVFP4"}
 )
 
 

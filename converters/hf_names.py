@@ -27,6 +27,8 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 # A name inside a layer: what stands before the layer's number, the number, and the rest.
 IN_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.(.+)")
+# A routed expert's module: the block, the expert, the projection.
+EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
 _EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+")
 
 

@@ -73,10 +73,7 @@ _TO_PLAIN = (
 )
 _UNSET: tuple[Any, ...] = (None, False, [], "none")
 # Projections of experts as PEFT 0.21 finds them below a block of experts, under the names of transformers 4 too.
-_LEAVES = {
-    "gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"),
-    "down_proj": ("down_proj", "w2"),
-}
+_LEAVES = {"gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
 ROUTERS = (".gate", ".router")  # of which PEFT makes parameters, whichever of the two fields names them
 _EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "tok_embeddings")
 _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")

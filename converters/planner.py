@@ -137,12 +137,7 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
 
 
 def to_hf(
-    source: Checkpoint,
-    where: str,
-    *,
-    fused: bool = False,
-    dtype: str | None = None,
-    release: Collection[str] = (),
+    source: Checkpoint, where: str, *, fused: bool = False, dtype: str | None = None, release: Collection[str] = ()
 ) -> View:
     """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
 

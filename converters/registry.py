@@ -91,8 +91,7 @@ def named_family_of(config: Mapping[str, Any]) -> ModelFamily:
         refuse_draft(config)
         stated = isinstance(model_type, str) and model_type != ""
         raise (UnknownModelError if stated else CkptkitError)(
-            f"config.json: model_type {shortened(model_type)} is not supported",
-            _nearest(str(model_type)),
+            f"config.json: model_type {shortened(model_type)} is not supported", _nearest(str(model_type))
         )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
     return FAMILIES[model_type]

@@ -3,7 +3,7 @@
     python lab/option_names.py slime CHECKOUT "624b824 (2026-08-21)"
     python lab/option_names.py sglang [FOLDER]
 
-For an engine also what is in `converters/engines/`, from the registries of the SGLang or vLLM in the Python that runs
+For an engine also what is in `quant/engines/`, from the registries of the SGLang or vLLM in the Python that runs
 this; with a FOLDER only that, written there.
 
 The release stands in the first line of a list, and `preflight` names it. SGLang and what ROLL has of transformers are
@@ -197,7 +197,7 @@ REGISTRIES = {"sglang": ("SGLang", sglang_registry), "vllm": ("vLLM", vllm_regis
 
 
 def registry_of(program: str) -> str:
-    """The text of an engine's file in `converters/engines/`, with the release that is installed."""
+    """The text of an engine's file in `quant/engines/`, with the release that is installed."""
     label, read = REGISTRIES[program]
     return json.dumps({"release": f"{label} {version(program)}", **read()}, indent=1) + "\n"
 

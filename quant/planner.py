@@ -13,10 +13,10 @@ from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
 from converters.experts import only_fused
 from converters.registry import FAMILIES
+from quant.engines.registry import engine_class
 from quant.formats.groups import refusals
 from quant.ignore.matching import covering
 from quant.ignore.readers import readers_of
-from quant.ignore.tree import release_of
 from quant.schemes.interface import Request
 from quant.schemes.registry import Packing, Scheme, scheme_module
 
@@ -36,7 +36,7 @@ def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[Vie
     _check_used(scheme.ignore, source.specs, request.where)
     _check_loaded(source.config, scheme)
     packing = scheme_module(scheme.name).select(source, scheme, request)
-    stated = dict(release_of(source.config).stated)
+    stated = dict(engine_class("vllm", source.config).fp8_keys)
     config = dict(source.config) | stated | {"quantization_config": packing.config()}
     _check_refused(config, scheme, request)
     return View(
@@ -77,7 +77,8 @@ def require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
 
 def _check_loaded(config: Mapping[str, Any], scheme: Scheme) -> None:
     """Raises CkptkitError where this model's classes in engines load no checkpoint of the scheme."""
-    if release_of(config).fp8_only and (scheme.name != "fp8-block" or "compressed-tensors" in scheme.command_line()):
+    is_loaded = scheme.name == "fp8-block" and "compressed-tensors" not in scheme.command_line()
+    if engine_class("sglang", config).fp8_only and not is_loaded:
         raise CkptkitError(
             f"{scheme.title} {config['model_type']} is not supported: the classes of SGLang and vLLM load it in BF16, "
             "in FP8 blocks with quant_method fp8, and with experts in MXFP4 or NVFP4 as published",

@@ -28,8 +28,7 @@ from ckptkit.storage.url import is_url, place
 from converters.config.values import language_part
 from converters.draft import draft_of, is_draft
 from converters.lora_settings import idle_reason
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import UNSAID, unsaid
+from converters.megatron.arguments import UNSAID, megatron_args, unsaid
 from converters.megatron.hybrid_model import is_hybrid, stored_pattern
 from converters.megatron.legacy import LegacyCheckpoint
 from converters.megatron.run_config import stored_args

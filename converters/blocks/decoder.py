@@ -10,7 +10,7 @@ from typing import Any
 from converters.config.dims import ModelDims
 from converters.family import Draft
 from converters.hf_names import GATE_UP_DOWN, QKV
-from converters.ops.basic import Copy, GatedQkv, GateUp, GateUpInOne, Qkv, QkvInOne
+from converters.ops.basic import Copy, GatedQkv, GateUp, GateUpInOne, Op, Qkv, QkvInOne
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 # An expert's gate, up and down projection as Mixtral names them.
@@ -176,6 +176,24 @@ def moe_mlp(
     return tuple(rules)
 
 
+def joining_rules(
+    dims: ModelDims, at: NamePrefix, names: tuple[str, str, str, str], op: Op | None = None
+) -> list[ParamMapping]:
+    """What joins embedding and hidden state for a multi-token prediction layer, and the norm before the output layer.
+
+    `names`: HF's of the norms of both, of their projection (of [embedding, hidden state], unless `op` says otherwise),
+    and of the last norm.
+    """
+    embedding, state, joint, last = names
+    size = (dims.hidden,)
+    return [
+        at.rule("enorm.weight", {f"{embedding}.weight": size}),
+        at.rule("hnorm.weight", {f"{state}.weight": size}),
+        at.rule("eh_proj.weight", {f"{joint}.weight": (dims.hidden, 2 * dims.hidden)}, op or Copy(0)),
+        at.rule("final_layernorm.weight", {f"{last}.weight": size}),
+    ]
+
+
 def multi_token_prediction(
     dims: ModelDims, depth: int, *, norm: str = "shared_head.norm"
 ) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
@@ -185,14 +203,8 @@ def multi_token_prediction(
     projection eh_proj (which takes [embedding, hidden state]), and the norm before the output layer, called `norm`.
     """
     hf = f"{dims.root}layers.{dims.layers + depth}."
-    at = NamePrefix(f"mtp.layers.{depth}.", hf, None)
-    size = (dims.hidden,)
-    return NamePrefix(f"mtp.layers.{depth}.transformer_layer.", hf, None), (
-        at.rule("enorm.weight", {"enorm.weight": size}),
-        at.rule("hnorm.weight", {"hnorm.weight": size}),
-        at.rule("eh_proj.weight", {"eh_proj.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
-        at.rule("final_layernorm.weight", {norm + ".weight": size}),
-    )
+    around = joining_rules(dims, NamePrefix(f"mtp.layers.{depth}.", hf, None), ("enorm", "hnorm", "eh_proj", norm))
+    return NamePrefix(f"mtp.layers.{depth}.transformer_layer.", hf, None), tuple(around)
 
 
 def moe_model(

@@ -14,22 +14,13 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.config.dims import Mla, ModelDims
-from converters.config.values import flag, integer, number, rope_of, unsupported
-from converters.family import Dense
+from converters.config.values import integer, number, require, rope_of, unsupported
 from converters.ops.basic import Copy
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 # What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
 WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-# SGLang's `DeepseekV2AttentionMLA`, and its blocks with a shared expert, read `.weight` of these layers, which INT4
-# layers do not have.
-SGLANG_DENSE = (
-    Dense(r".*\.self_attn\..*", r"re:.*\.self_attn\..*", "SGLang's latent attention reads the dense weight"),
-    Dense(
-        r".*\.shared_experts\..*", r"re:.*\.shared_experts\..*", "SGLang reads the dense weight of the shared expert"
-    ),
-)
 
 
 def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
@@ -42,18 +33,16 @@ def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
             "config.json has no 'q_lora_rank'",
             "it must say null where queries are not compressed; compare with the release",
         )
-    if flag(config, "attention_bias", False):
-        raise unsupported(
-            "attention_bias with latent attention", "Megatron's has no biases; no released model has them"
-        )
+    require(
+        config, "latent attention", {"attention_bias": False}, "Megatron's has no biases; no released model has them"
+    )
+    require(config, "latent attention", {"rope_interleave": True}, "Megatron's turns the rotary dimensions in pairs")
     heads = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", heads) != heads:
         raise CkptkitError(
             f"config.json: num_key_value_heads is not the {heads} of num_attention_heads",
             "latent attention has one key and value head a query head",
         )
-    if not flag(config, "rope_interleave", True):
-        raise unsupported("rope_interleave false", "Megatron's latent attention turns the rotary dimensions in pairs")
     if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
         raise unsupported(
             "partial_rotary_factor with latent attention", "qk_rope_head_dim says how many dimensions turn"

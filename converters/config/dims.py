@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.printable import shortened
 from converters.config.bounds import MAX_LAYERS
-from converters.config.values import flag, integer, number, places, rope_of, unsupported, wrong
+from converters.config.values import flag, integer, number, places, require, rope_of, wrong
 
 # Letters of `--hybrid-layer-pattern`, where a layer of Megatron's HybridModel is one block alone.
 # Source: megatron-core 0.19 `models/hybrid/hybrid_layer_allocation.py`.
@@ -337,10 +336,10 @@ def base_dims(
 ) -> ModelDims:
     """The part of ModelDims that every decoder-only family spells the same way, and `more` of its fields.
 
-    `activation`: what `hidden_act` must say; `default_theta`: the rotary base of a config that states none.
+    `activation`: what `hidden_act` must say; `default_theta`: the rotary base of a config that states none. A `window`
+    is one of all layers, unless `window_layers` are given.
     """
-    if config.get("hidden_act", activation) != activation:
-        raise unsupported(f"hidden_act {shortened(config['hidden_act'])}", f"this family is trained with {activation}")
+    require(config, str(config.get("model_type")), {"hidden_act": activation}, strict=True)
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     rope = rope_of(config, default_theta)
     given: dict[str, Any] = {
@@ -359,4 +358,6 @@ def base_dims(
         "max_positions": integer(config, "max_position_embeddings", 4096),
         "initializer_range": number(config, "initializer_range", 0.02),
     }
+    if more.get("window"):
+        given["window_layers"] = tuple(range(given["layers"]))
     return ModelDims(**(given | {"activation": activation} | more))

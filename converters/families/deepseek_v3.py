@@ -10,11 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, moe_model, shared_experts_mlp
-from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read_mla
+from converters.blocks.latent_attention import mla_attention, read_mla
 from converters.blocks.sigmoid_moe import read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import flag, integer, text_config_of, text_part
-from converters.family import EngineClass, ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -67,11 +67,6 @@ _K25_RELEASE = replace(
     older="language_model.layers.",  # nvidia/Kimi-K2.5-NVFP4; `hf_to_sglang_mapper` and `hf_to_vllm_mapper`
     published_ignore=(_IGNORE, _K25_IGNORE, _K25_IGNORE - {"lm_head"} | {"re:.*lm_head.*"}),
 )
-SGLANG = EngineClass(
-    ("fused_qkv_a_proj_with_mqa",),
-    dense=SGLANG_DENSE,
-    keys=lambda text: {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1},
-)
 FAMILIES = (
     ModelFamily(
         ("deepseek_v3", "kimi_k2"),
@@ -80,7 +75,6 @@ FAMILIES = (
         mappings,
         carried_ends=ROTARY_FREQUENCIES,
         release=_RELEASE,
-        engines={"sglang": SGLANG},
     ),
     ModelFamily(
         ("kimi_k25",),
@@ -89,15 +83,6 @@ FAMILIES = (
         mappings,
         carried=("vision_tower.", "mm_projector."),
         carried_ends=ROTARY_FREQUENCIES,
-        # transformers runs the code that comes with the release; vLLM's class never ties.
-        tie=TieFlag(top=(), text=("transformers", "SGLang")),
         release=_K25_RELEASE,
-        engines={
-            "sglang": replace(
-                SGLANG,
-                root=("language_model.", ""),
-                entries=((_K25_RELEASE.older, f"{_K25_RELEASE.root}layers."),),
-            )
-        },
     ),
 )

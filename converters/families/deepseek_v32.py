@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
@@ -165,10 +164,6 @@ def _indexer(dims: ModelDims, at: NamePrefix | None, *, slime: bool) -> tuple[Pa
     )
 
 
-# Corrected after that release: https://github.com/huggingface/transformers/pull/46842
-_WRONG_INDEXER = (5, 12)
-
-
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a deepseek_v32 or glm_moe_dsa config. Source: transformers `DeepseekV32Config`, `GlmMoeDsaConfig`.
 
@@ -203,15 +198,6 @@ def mappings(dims: ModelDims, *, slime: bool = False) -> tuple[ParamMapping, ...
 _DIALECTS = {"slime": partial(mappings, slime=True)}
 
 
-def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
-    """Where the indexer of GLM-5 chooses among the tokens, transformers 5.12 turns it as DeepSeek's."""
-    found, sizes = version("transformers"), read_dims(config).indexer
-    wrong = tuple(map(int, found.split(".")[:2])) <= _WRONG_INDEXER
-    if not wrong or sizes is None or not sizes.rope_interleaved or tokens <= sizes.top_k:
-        return None
-    return f"transformers {found} takes no notice of indexer_rope_interleave"
-
-
 FAMILIES = (
     ModelFamily(
         ("deepseek_v32",),
@@ -221,7 +207,6 @@ FAMILIES = (
         _DIALECTS,
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(drafts=appended_drafts, classes={"Router": "DeepseekV32TopkRouter"}),
-        engines={"sglang": deepseek_v3.SGLANG},
     ),
     ModelFamily(
         ("glm_moe_dsa",),
@@ -230,7 +215,5 @@ FAMILIES = (
         mappings,
         _DIALECTS,
         release=Release(drafts=appended_drafts, classes={"Router": "GlmMoeDsaTopkRouter"}),
-        engines={"sglang": deepseek_v3.SGLANG},
-        unlike_transformers=_unlike_transformers,
     ),
 )

@@ -15,17 +15,13 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
 from converters.config.dims import ModelDims, base_dims, first_layers, require_positive
 from converters.config.values import integer, kinds_of_layers, places, require, unsupported
-from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
+from converters.family import Draft, ModelFamily, Release, Unwitnessed
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens behind one compressed key; 0: attention sees a window alone
 # transformers' words for them.
-_KINDS = {
-    "sliding_attention": _WINDOW,
-    "compressed_sparse_attention": _SPARSE,
-    "heavily_compressed_attention": _DENSE,
-}
+_KINDS = {"sliding_attention": _WINDOW, "compressed_sparse_attention": _SPARSE, "heavily_compressed_attention": _DENSE}
 
 
 @dataclass(frozen=True)
@@ -184,30 +180,13 @@ def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 
 # What compresses keys, and weighs heads of the indexer: in BF16 in every release, and engines ask no list about it.
 _KEPT = (".compressor.wkv", ".compressor.wgate", ".indexer.weights_proj")
-_MLP = (("w1", "gate_up_proj"), ("w3", "gate_up_proj"), ("w2", "down_proj"))
-_IN_SGLANG = (("attn", "self_attn"), ("ffn", "mlp"), ("wq_a", "wqkv_a"), ("wkv", "wqkv_a"), *_MLP)
-_IN_VLLM = (("wq_a", "fused_wqa_wkv"), ("wkv", "fused_wqa_wkv"), *_MLP)
 FAMILIES = (
     ModelFamily(
         ("deepseek_v4",),
         ("DeepseekV4ForCausalLM",),
         read_dims,
         mappings,
-        release=Release(
-            root="",
-            head="head",
-            moe="ffn",
-            experts=W1_W3_W2,
-            drafts=_drafts,
-            own_tree=True,
-            kept=_KEPT,
-            fp8_only=True,
-            stated={"expert_dtype": "fp8"},  # vLLM takes experts in MXFP4 without it
-        ),
-        engines={
-            "sglang": EngineClass(root=("layers.", "model.layers."), inside=_IN_SGLANG),
-            "vllm": EngineClass(inside=_IN_VLLM, cache_dtype="fp8"),
-        },
+        release=Release(root="", head="head", moe="ffn", experts=W1_W3_W2, drafts=_drafts, own_tree=True, kept=_KEPT),
         unwitnessed=Unwitnessed(
             "megatron-core 0.19 has no compressed attention, hyper-connections or tables of experts", None
         ),

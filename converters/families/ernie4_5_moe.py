@@ -13,7 +13,7 @@ from typing import Any
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, require
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, Unwitnessed
+from converters.family import ModelFamily, Release, Unwitnessed
 from converters.ops.basic import OneRow
 from converters.rules import ParamMapping, decoder
 
@@ -60,7 +60,6 @@ FAMILIES = (
         mappings,
         carried=("model.mtp_",),
         release=Release(classes={"Router": "Ernie4_5_MoeTopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP)},
         unwitnessed=Unwitnessed(
             "its router selects by softmax and a bias, Megatron's by sigmoid and one", "Megatron-Bridge"
         ),

@@ -15,7 +15,7 @@ from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_co
 from converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import integer, require, sliding_layers, unsupported, window_of
-from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import Draft, FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -30,7 +30,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         window=window,
         window_layers=sliding if window else (),
         nope_layers=tuple(layer for layer in range(integer(config, "num_hidden_layers")) if layer not in sliding),
-        dense_layers=_dense_layers(config),
+        dense_layers=dense_layers(config),
         **read_sigmoid_moe({**config, **counts}, absent={"routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1}),
     )
 
@@ -53,7 +53,7 @@ def _sliding_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     return found
 
 
-def _dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
+def dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
     """The dense layers.
 
     transformers reads `mlp_layer_types`, or else `first_k_dense_replace`; SGLang and vLLM read `is_moe_layer`.
@@ -74,11 +74,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts)
 
 
-def _engine_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    dense = _dense_layers(text)
-    return {"is_moe_layer": [layer not in dense for layer in range(integer(text, "num_hidden_layers"))]}
-
-
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     # SGLang builds it under the names of the model's own first layer.
     root, joint, own = "mtp.layers.0.", "mtp.fc", "model."
@@ -96,6 +91,5 @@ FAMILIES = (
         carried=("mtp.",),
         fused=FusedExperts(renamed=True),
         release=Release(drafts=_drafts, classes={"Router": "ExaoneMoeTopkRouter"}),
-        engines={"sglang": EngineClass(keys=_engine_keys)},
     ),
 )

@@ -25,7 +25,7 @@ from converters.config.values import (
     window_of,
     wrong,
 )
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 from converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
@@ -139,7 +139,6 @@ _TEXT = ModelFamily(
     mappings,
     carried=("vision_tower.", "multi_modal_projector."),
     release=Release(classes=_CLASSES),
-    engines={"sglang": EngineClass(QKV_GATE_UP)},
 )
 FAMILIES = (
     _TEXT,
@@ -147,11 +146,6 @@ FAMILIES = (
         _TEXT,
         model_types=("gemma3",),
         architectures=_TEXT.architectures[::-1],
-        tie=TieFlag(("transformers", "vLLM"), ("SGLang",), absent=True, older=("transformers 4",)),
         release=_NESTED,
-        engines={
-            "sglang": EngineClass(QKV_GATE_UP, outside=((".self_attn.out_proj", ".self_attn.proj"),)),
-            "vllm": EngineClass(adapters_of_text=False),
-        },
     ),
 )

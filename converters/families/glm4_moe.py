@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from converters.blocks.decoder import appended_drafts, attention, moe_model, shared_experts_mlp
-from converters.blocks.latent_attention import SGLANG_DENSE, mla_attention, read_mla
+from converters.blocks.latent_attention import mla_attention, read_mla
 from converters.blocks.sigmoid_moe import ABSENT, dense_layers, read_sigmoid_moe
 from converters.config.dims import ModelDims, base_dims, first_layers
 from converters.config.values import flag, integer
-from converters.family import EngineClass, ModelFamily, Release
+from converters.family import ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -48,10 +48,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return moe_model(dims, mla_attention if dims.mla else attention, shared_experts_mlp)
 
 
-def _lite_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"first_k_dense_replace": len(dense_layers(text, (0,)))}
-
-
 FAMILIES = (
     ModelFamily(
         ("glm4_moe",),
@@ -59,7 +55,6 @@ FAMILIES = (
         read_dims,
         mappings,
         release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeTopkRouter"}),
-        engines={"sglang": EngineClass(joins_shared_expert=True)},
     ),
     ModelFamily(
         ("glm4_moe_lite",),
@@ -67,6 +62,5 @@ FAMILIES = (
         read_lite_dims,
         mappings,
         release=Release(drafts=appended_drafts, classes={"Router": "Glm4MoeLiteTopkRouter"}),
-        engines={"sglang": EngineClass(dense=SGLANG_DENSE, keys=_lite_keys)},
     ),
 )

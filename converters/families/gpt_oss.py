@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.installation import package_release
 from converters.blocks.decoder import attention, embeddings, gated_mlp
 from converters.config.dims import ModelDims, base_dims, read_experts
 from converters.config.values import require, sliding_layers, window_of
-from converters.family import EngineClass, FusedExperts, ModelFamily
+from converters.family import FusedExperts, ModelFamily
 from converters.ops.basic import Copy, GateUp
 from converters.rules import ParamMapping, decoder
 
@@ -76,11 +75,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     )
 
 
-def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang has a default from 0.5.23 on (`gpt_oss.py`)."""
-    return {} if package_release("sglang") >= (0, 5, 23) else {"swiglu_limit": 7.0}
-
-
 FAMILIES = (
     ModelFamily(
         ("gpt_oss",),
@@ -89,6 +83,5 @@ FAMILIES = (
         mappings,
         fused=FusedExperts(transposed=True, interleaved=True, always=True),
         release=None,
-        engines={"sglang": EngineClass(keys=_sglang_keys)},
     ),
 )

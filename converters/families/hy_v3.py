@@ -10,7 +10,7 @@ from converters.blocks.decoder import appended_drafts, attention, moe_mlp, moe_m
 from converters.blocks.sigmoid_moe import dense_layers
 from converters.config.dims import ModelDims, base_dims, read_experts
 from converters.config.values import agreed, integer, number, require
-from converters.family import EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 # What transformers does whatever these keys of the releases say.
@@ -51,10 +51,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return moe_model(dims, attention, _experts, mtp_norm="final_layernorm")
 
 
-def _engine_keys(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"first_k_dense_replace": len(dense_layers(text, (0,))), "qk_norm": True, "route_norm": True}
-
-
 FAMILIES = (
     ModelFamily(
         ("hy_v3",),
@@ -67,6 +63,5 @@ FAMILIES = (
             classes={"Router": "HYV3TopKRouter"},
             modules={"mlp.gate": "mlp.router.gate", "mlp.shared_experts": "mlp.shared_mlp"},
         ),
-        engines={"sglang": EngineClass(root=("model.", ".model."), keys=_engine_keys)},
     ),
 )

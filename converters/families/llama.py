@@ -11,7 +11,7 @@ from typing import Any
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, unsupported
-from converters.family import EngineClass, ModelFamily
+from converters.family import ModelFamily
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -32,11 +32,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 FAMILIES = (
     ModelFamily(
-        ("llama",),
-        ("LlamaForCausalLM", "LLaMAForCausalLM"),
-        read_dims,
-        dense_model,
-        carried_ends=ROTARY_FREQUENCIES,
-        engines={"sglang": EngineClass(fp8_blocks=False)},
+        ("llama",), ("LlamaForCausalLM", "LLaMAForCausalLM"), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES
     ),
 )

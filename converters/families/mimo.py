@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count
+from converters.blocks.decoder import attention, dense_mlp, embeddings, joining_rules, layer_count
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, require, without_windows
 from converters.family import Draft, ModelFamily, Release
@@ -36,16 +36,11 @@ def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
 
     Source of the order in input_proj: the published `MiMoMTPLayers`, SGLang's and vLLM's `mimo_mtp`.
     """
-    megatron, hf, norm = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}.", (dims.hidden,)
-    at, layer = NamePrefix(megatron, hf, None), NamePrefix(megatron + "transformer_layer.", hf, None)
-    return (
-        at.rule("enorm.weight", {"token_layernorm.weight": norm}),
-        at.rule("hnorm.weight", {"hidden_layernorm.weight": norm}),
-        at.rule("eh_proj.weight", {"input_proj.weight": (dims.hidden, 2 * dims.hidden)}, SwapHalves()),
-        at.rule("final_layernorm.weight", {"final_layernorm.weight": norm}),
-        *attention(dims, layer),
-        *dense_mlp(dims, layer),
-    )
+    megatron, hf = f"mtp.layers.{depth}.", f"model.mtp_layers.{depth}."
+    layer = NamePrefix(megatron + "transformer_layer.", hf, None)
+    names = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    around = joining_rules(dims, NamePrefix(megatron, hf, None), names, SwapHalves())
+    return (*around, *attention(dims, layer), *dense_mlp(dims, layer))
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:

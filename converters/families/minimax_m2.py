@@ -16,8 +16,8 @@ from typing import Any
 from ckptkit.core.printable import shortened
 from converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
 from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import integer, require, rope_of, rotary_fraction, unsupported
-from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release
+from converters.config.values import integer, require, rotary_fraction, unsupported
+from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 # What every release says, and the only thing that the rules and Megatron's arguments below stand for.
@@ -61,20 +61,6 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
 
 
-def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
-    """transformers 5.12 reads the rotary part of a head in `rope_parameters` alone."""
-    if "partial_rotary_factor" in rope_of(config) or read_dims(config).rotary_fraction == 1:
-        return None
-    return "transformers turns whole heads of this model unless rope_parameters has a partial_rotary_factor"
-
-
-def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the three last, SGLang builds no norms of q and k, no bias of the router, and turns whole heads."""
-    dims = read_dims(config)
-    rotary = round(dims.rotary_fraction * dims.head_dim)
-    return {"scoring_func": "sigmoid", "use_qk_norm": True, "use_routing_bias": True, "rotary_dim": rotary}
-
-
 FAMILIES = (
     ModelFamily(
         ("minimax_m2",),
@@ -84,7 +70,5 @@ FAMILIES = (
         {"slime": partial(_mappings, norm="{}_norm", axis=None)},
         fused=FusedExperts(renamed=True),
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MiniMaxM2TopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP, keys=_sglang_keys)},
-        unlike_transformers=_unlike_transformers,
     ),
 )

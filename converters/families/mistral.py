@@ -15,7 +15,7 @@ from typing import Any
 from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import flag, integer, number, require, rope_of, text_config_of, window_of
-from converters.family import EngineClass, ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 
 _ROOT = "language_model.model."
 
@@ -23,8 +23,7 @@ _ROOT = "language_model.model."
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a mistral config. Source: transformers `MistralConfig`, whose window is 4096 where the key is absent."""
     require(config, "mistral", {"layer_types": None}, "attention that differs by layer makes it a ministral model")
-    dims = base_dims(config, window=window_of(config, absent=4096))
-    return replace(dims, window_layers=dims.all_layers) if dims.window else dims
+    return base_dims(config, window=window_of(config, absent=4096))
 
 
 def read_ministral3_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -61,36 +60,15 @@ def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
     return (f"{prefix}{module}" for prefix in ("", "model.") for module in modules)
 
 
-_TENSOR_SCALES = EngineClass(fp8_blocks=False)
 FAMILIES = (
-    ModelFamily(
-        ("mistral",),
-        ("MistralForCausalLM",),
-        read_dims,
-        dense_model,
-        carried_ends=ROTARY_FREQUENCIES,
-        engines={"sglang": _TENSOR_SCALES},
-    ),
-    ModelFamily(
-        ("ministral3",),
-        ("Ministral3ForCausalLM",),
-        read_ministral3_dims,
-        dense_model,
-        engines={"sglang": _TENSOR_SCALES},
-    ),
+    ModelFamily(("mistral",), ("MistralForCausalLM",), read_dims, dense_model, carried_ends=ROTARY_FREQUENCIES),
+    ModelFamily(("ministral3",), ("Ministral3ForCausalLM",), read_ministral3_dims, dense_model),
     ModelFamily(
         ("mistral3",),
         ("Mistral3ForConditionalGeneration",),
         read_mistral3_dims,
         dense_model,
         carried=("vision_tower.", "multi_modal_projector."),
-        tie=TieFlag(absent=True),
         release=Release(_ROOT, "language_model.lm_head", nested=True, linears_outside=_linears_outside),
-        engines={
-            "sglang": replace(
-                _TENSOR_SCALES, root=(_ROOT, "model."), outside=((".attention.o_proj", ".attention.proj"),)
-            ),
-            "vllm": _TENSOR_SCALES,
-        },
     ),
 )

@@ -6,13 +6,12 @@ Every layer routed, experts named w1 (gate), w3 (up) and w2 (down), softmax over
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from converters.blocks.decoder import ROTARY_FREQUENCIES, W1_W3_W2, attention, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, read_experts
 from converters.config.values import window_of
-from converters.family import EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 
@@ -22,8 +21,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     Source: transformers `MixtralConfig` (no window where the key is absent), `MixtralTopKRouter`.
     """
     experts = read_experts(config, "num_local_experts", "intermediate_size")
-    dims = base_dims(config, default_theta=1e6, window=window_of(config), **experts)
-    return replace(dims, window_layers=dims.all_layers) if dims.window else dims
+    return base_dims(config, default_theta=1e6, window=window_of(config), **experts)
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -40,6 +38,5 @@ FAMILIES = (
         fused=FusedExperts(renamed=True),
         carried_ends=ROTARY_FREQUENCIES,
         release=Release(moe="block_sparse_moe", experts=W1_W3_W2, classes={"Router": "MixtralTopKRouter"}),
-        engines={"sglang": EngineClass(root=("model.", ""))},
     ),
 )

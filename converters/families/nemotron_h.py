@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import attention, embeddings
+from converters.blocks.decoder import attention, embeddings, joining_rules
 from converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
 from converters.config.bounds import MAX_LAYERS
 from converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, ModelDims, base_dims
 from converters.config.values import agreed, integer, number, require, unsupported, wrong
-from converters.family import Draft, EngineClass, FusedExperts, ModelFamily, Release
+from converters.family import Draft, FusedExperts, ModelFamily, Release
 from converters.ops.basic import Copy, StackedRows
 from converters.rules import NamePrefix, ParamMapping, decoder
 
@@ -86,16 +85,11 @@ def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
     The first has the norms of embedding and hidden state and their projection (of [embedding, hidden state]), the last
     the norm before the output layer. Source: SGLang `nemotron_h_mtp.py`.
     """
-    count, hidden = len(dims.mtp_pattern), dims.hidden
+    count = len(dims.mtp_pattern)
     first, last = (f"mtp.layers.{depth * count + place}." for place in (0, count - 1))
     megatron = f"mtp.layers.{depth}."
-    start, end = NamePrefix(megatron, first, None), NamePrefix(megatron, last, None)
-    rules = [
-        start.rule("enorm.weight", {"enorm.weight": (hidden,)}),
-        start.rule("hnorm.weight", {"hnorm.weight": (hidden,)}),
-        start.rule("eh_proj.weight", {"eh_proj.weight": (hidden, 2 * hidden)}, Copy(0)),
-        end.rule("final_layernorm.weight", {"final_layernorm.weight": (hidden,)}),
-    ]
+    names = (f"{first}enorm", f"{first}hnorm", f"{first}eh_proj", f"{last}final_layernorm")
+    rules = joining_rules(dims, NamePrefix(megatron, "", None), names)
     for place, kind in enumerate(dims.mtp_pattern):
         inner = f"{megatron}mtp_model_layer.layers.{place}."
         rules += _BLOCKS[kind](dims, NamePrefix(inner, f"mtp.layers.{depth * count + place}.", None))
@@ -180,9 +174,7 @@ _FIXED: Mapping[str, Any] = {
 }
 # The norm behind Megatron's mixer has it whatever the arguments say.
 _EPSILON = 1e-5
-_CHUNK = 128  # tokens that transformers' mixer computes together, in the releases
 _UP_DOWN = ("up_proj", "down_proj")
-_ENGINE_ROOT = ("backbone.", "model.")
 _PATTERN = ("layers_block_type", "hybrid_override_pattern")
 _MTP = ("mtp_layers_block_type", "mtp_hybrid_override_pattern")
 
@@ -225,8 +217,7 @@ def _epsilon(config: Mapping[str, Any], *, mixers: bool) -> float:
     epsilon = float(agreed(config, ("layer_norm_epsilon", "norm_eps", "rms_norm_eps"), _EPSILON, number))
     if mixers and epsilon != _EPSILON:
         raise unsupported(
-            f"nemotron_h with an epsilon of {epsilon:g}",
-            f"the norm behind Megatron's mixer always has {_EPSILON:g}",
+            f"nemotron_h with an epsilon of {epsilon:g}", f"the norm behind Megatron's mixer always has {_EPSILON:g}"
         )
     return epsilon
 
@@ -255,12 +246,6 @@ def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     return tuple(drafts)
 
 
-def _sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's config class knows the groups of mixers under another name, and takes 8 where that is absent."""
-    mamba = read_dims(config).mamba
-    return {} if mamba is None or mamba.groups == 8 else {"mamba_n_groups": mamba.groups}
-
-
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
     latent = config.get("moe_latent_size")
     return {
@@ -278,16 +263,6 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*rules, *(rule for depth in range(dims.mtp_layers) for rule in _mtp(dims, depth)))
 
 
-def _unlike_transformers(config: Mapping[str, Any], tokens: int) -> str | None:
-    """transformers 5.12 carries the state of its mixer wrongly from one chunk of tokens to the next.
-
-    Run: 5.12.1, and 5.17.0, which does not.
-    """
-    if tokens <= _CHUNK or package_release("transformers") >= (5, 17):
-        return None
-    return f"without kernels its Mamba mixer is right for {_CHUNK} tokens at most, before transformers 5.17"
-
-
 FAMILIES = (
     ModelFamily(
         ("nemotron_h",),
@@ -298,9 +273,5 @@ FAMILIES = (
         release=Release(
             "backbone.", moe="mixer", experts=_UP_DOWN, drafts=_drafts, classes={"Router": "NemotronHTopkRouter"}
         ),
-        # Its kernels come from a hub, and without them it keeps time steps from falling below `time_step_min`.
-        reference={"use_mamba_kernels": False, "time_step_min": 1e-30, "chunk_size": _CHUNK},
-        unlike_transformers=_unlike_transformers,
-        engines={"sglang": EngineClass(("qkv_proj",), root=_ENGINE_ROOT, entries=(_ENGINE_ROOT,), keys=_sglang_keys)},
     ),
 )

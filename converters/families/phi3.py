@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from converters.blocks.decoder import attention, embeddings, mlp_in_one
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import rope_of, unsupported, window_of
-from converters.family import EngineClass, ModelFamily
+from converters.family import ModelFamily
 from converters.rules import ParamMapping, decoder
 
 
@@ -22,8 +21,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
             "Megatron has no longrope, which also scales attention of short prompts (Phi-4-mini, Phi-3.5, and Phi-3 "
             "with 128k tokens have it)",
         )
-    dims = base_dims({"rms_norm_eps": 1e-5, **config}, window=window_of(config))
-    return replace(dims, window_layers=dims.all_layers) if dims.window else dims
+    return base_dims({"rms_norm_eps": 1e-5, **config}, window=window_of(config))
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
@@ -31,12 +29,4 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return (*embeddings(dims), *attention(dims, joined="qkv_proj"), *mlp_in_one(dims, decoder(dims, dims.all_layers)))
 
 
-FAMILIES = (
-    ModelFamily(
-        ("phi3",),
-        ("Phi3ForCausalLM",),
-        read_dims,
-        mappings,
-        engines={"sglang": EngineClass(fp8_blocks=False)},
-    ),
-)
+FAMILIES = (ModelFamily(("phi3",), ("Phi3ForCausalLM",), read_dims, mappings),)

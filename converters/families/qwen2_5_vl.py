@@ -11,8 +11,8 @@ from typing import Any
 
 from converters.blocks.decoder import dense_model
 from converters.config.dims import ModelDims, base_dims
-from converters.config.values import NESTED_ROOT, flag, integer, rope_of, without_windows
-from converters.family import EngineClass, ModelFamily, Release, TieFlag
+from converters.config.values import flag, integer, rope_of, without_windows
+from converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -43,19 +43,6 @@ FAMILIES = (
         read_dims,
         dense_model,
         carried=("visual.",),
-        tie=TieFlag(older=("transformers 4",)),
         release=_RELEASE,
-        engines={
-            "sglang": EngineClass(
-                ("gate_up_proj",),
-                entries=(
-                    (NESTED_ROOT, "language_model.model."),
-                    ("model.visual.", "visual."),
-                    ("lm_head.", "language_model.lm_head."),
-                    ("model.", "language_model.model."),
-                ),
-                outside=((".attn.qkv", ".attn.qkv_proj"),),
-            )
-        },
     ),
 )

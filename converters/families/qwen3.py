@@ -15,7 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
 from converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
 from converters.config.values import NESTED_ROOT, flag, integer, require, text_part, without_windows
-from converters.family import QKV_GATE_UP, EngineClass, FusedExperts, ModelFamily, Release, TieFlag
+from converters.family import FusedExperts, ModelFamily, Release
 from converters.rules import ParamMapping
 
 _THINKER = "thinker."  # before all names of Qwen3-Omni's thinker in the whole model
@@ -99,20 +99,8 @@ _VL = ModelFamily(
     read_vl_dims,
     mappings,
     carried=("model.visual.",),
-    tie=TieFlag(older=("transformers 4",)),
     fused=FusedExperts(transposed=True),
     release=_VL_RELEASE,
-    engines={
-        "sglang": EngineClass(
-            entries=(
-                (NESTED_ROOT, "language_model.model."),
-                ("model.visual.", "visual."),
-                ("lm_head.", "language_model.lm_head."),
-                ("model.", "language_model.model."),
-            )
-        ),
-        "vllm": EngineClass(adapters_of_text=False),
-    },
 )
 _TOWERS = ("audio_tower.", "visual.")
 _OMNI = ModelFamily(
@@ -131,7 +119,6 @@ FAMILIES = (
         read_moe_dims,
         mappings,
         release=Release(classes={"Router": "Qwen3MoeTopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP), "vllm": EngineClass(packs_routers=True)},
     ),
     _VL,
     replace(
@@ -139,7 +126,6 @@ FAMILIES = (
         model_types=("qwen3_vl_moe",),
         architectures=_VL.architectures[::-1],
         release=replace(_VL_RELEASE, model_type="qwen3_vl_moe_text", classes={"Router": "Qwen3VLMoeTextTopKRouter"}),
-        engines={**_VL.engines, "vllm": EngineClass(packs_routers=True, adapters_of_text=False)},
     ),
     _OMNI,
     replace(

@@ -17,16 +17,13 @@ from converters.config.dims import ModelDims, base_dims, read_experts
 from converters.config.values import NESTED_ROOT, integer, text_part
 from converters.families.qwen3 import qwen_vision
 from converters.families.qwen3_next import (
-    SGLANG_DENSE,
     linear_model,
     qwen_drafts,
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
-    sglang_keys,
-    slime_linear_model,
 )
-from converters.family import QKV_GATE_UP, EngineClass, ModelFamily, Release, TieFlag
+from converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
@@ -75,15 +72,10 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
         ),
         read_dims,
         partial(linear_model, by_key_head=False),
-        {"slime": partial(slime_linear_model, by_key_head=False)},
+        {"slime": partial(linear_model, by_key_head=False, slime=True)},
         carried=("model.visual.",),
-        tie=TieFlag(("transformers", "SGLang"), ("vLLM",)),
         language_models=language_models,
         release=release,
-        engines={
-            "sglang": EngineClass((*QKV_GATE_UP, "in_proj_qkvz", "in_proj_ba"), dense=SGLANG_DENSE, keys=sglang_keys),
-            "vllm": EngineClass(adapters_of_text=False),
-        },
     )
 
 

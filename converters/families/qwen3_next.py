@@ -11,20 +11,14 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
+from converters.blocks.decoder import attention, dense_mlp, embeddings, joining_rules, layer_count, moe_mlp
 from converters.config.dims import LinearAttention, ModelDims, base_dims, read_experts
 from converters.config.values import agreed, flag, integer, kinds_of_layers, places, require, unsupported, wrong
-from converters.family import QKV_GATE_UP, Dense, Draft, EngineClass, ModelFamily, Release
+from converters.family import Draft, ModelFamily, Release
 from converters.ops.basic import ByKeyHead, Copy, MinusOne, Op, StackedRows
 from converters.rules import NamePrefix, ParamMapping, decoder
 
 _KINDS = ("linear_attention", "full_attention")
-# SGLang's `Qwen3NextGatedDeltaNet` and Qwen3.5's have loaders of their own for dense parts.
-SGLANG_DENSE = (
-    Dense(
-        r".*\.linear_attn\..*", r"re:.*\.linear_attn\..*", "SGLang cuts the dense projections of linear attention anew"
-    ),
-)
 
 
 def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
@@ -50,13 +44,6 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
         kernel=integer(config, "linear_conv_kernel_dim", 4),
         layers=places(kinds or (), _KINDS[0]),
     )
-
-
-def sglang_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang counts the layers with softmax attention by their interval; it reads no `layer_types`."""
-    linear = set(read_linear_attention(config).layers)
-    first = (layer for layer in range(integer(config, "num_hidden_layers")) if layer not in linear)
-    return {"full_attention_interval": next(first, len(linear)) + 1}
 
 
 def refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -154,34 +141,19 @@ def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
     }
 
 
-def linear_model(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
-    """All rules of a model with gated delta nets. `by_key_head` as in `gated_delta_net`."""
-    return (*gated_delta_net(dims, by_key_head=by_key_head), *_around(dims))
-
-
-def slime_linear_model(dims: ModelDims, *, by_key_head: bool) -> tuple[ParamMapping, ...]:
-    """The same in slime, whose linear attention is the HF module."""
-    return (*hf_linear_attention(dims, by_key_head=by_key_head), *_around(dims))
-
-
-def _around(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All but linear attention.
+def linear_model(dims: ModelDims, *, by_key_head: bool, slime: bool = False) -> tuple[ParamMapping, ...]:
+    """All rules of a model with gated delta nets, which in `slime` are the HF module. `by_key_head` as in these.
 
     `fc` of the multi-token prediction layer takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's
     `Qwen3NextForCausalLMMTP` feeds it.
     """
-    rules = [*embeddings(dims), *attention(dims), *_mlp(dims)]
+    linear = (hf_linear_attention if slime else gated_delta_net)(dims, by_key_head=by_key_head)
+    rules = [*linear, *embeddings(dims), *attention(dims), *_mlp(dims)]
     if dims.mtp_layers:
-        at, norm = NamePrefix("mtp.layers.0.", "mtp.", None), (dims.hidden,)
+        names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
         layer = NamePrefix("mtp.layers.0.transformer_layer.", "mtp.layers.0.", None)
-        rules += [
-            at.rule("enorm.weight", {"pre_fc_norm_embedding.weight": norm}),
-            at.rule("hnorm.weight", {"pre_fc_norm_hidden.weight": norm}),
-            at.rule("eh_proj.weight", {"fc.weight": (dims.hidden, 2 * dims.hidden)}, Copy(0)),
-            at.rule("final_layernorm.weight", {"norm.weight": norm}),
-            *attention(dims, layer),
-            *_mlp(dims, layer),
-        ]
+        rules += joining_rules(dims, NamePrefix("mtp.layers.0.", "mtp.", None), names)
+        rules += [*attention(dims, layer), *_mlp(dims, layer)]
     return tuple(rules)
 
 
@@ -236,8 +208,7 @@ FAMILIES = (
         ("Qwen3NextForCausalLM",),
         read_dims,
         partial(linear_model, by_key_head=True),
-        {"slime": partial(slime_linear_model, by_key_head=True)},
+        {"slime": partial(linear_model, by_key_head=True, slime=True)},
         release=Release(drafts=qwen_next_drafts, classes={"Router": "Qwen3NextTopKRouter"}),
-        engines={"sglang": EngineClass(QKV_GATE_UP, dense=SGLANG_DENSE, keys=sglang_keys)},
     ),
 )

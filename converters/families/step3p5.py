@@ -17,7 +17,7 @@ from typing import Any
 from converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
 from converters.config.dims import ModelDims, base_dims
 from converters.config.values import integer, kinds_of_layers, places, text_config_of, wrong
-from converters.family import Draft, EngineClass, ModelFamily, Release, Unwitnessed
+from converters.family import Draft, ModelFamily, Release, Unwitnessed
 from converters.ops.basic import Copy
 from converters.ops.shapes import Shape
 from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
@@ -126,21 +126,12 @@ def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
 
 
 _RELEASE = Release(drafts=_drafts, own_tree=True, stacked=_STACKED, kept=(".self_attn.g_proj",))
-_IN_SGLANG = (("moe", "mlp"),)
-_ROOT = ("model.", "language_model.model.")
-# SGLang looks for the names of releases in NVFP4.
-_ENTRIES = (
-    ("model.language_model.", "language_model.model."),
-    *((f"model.{tower}", tower) for tower in ("vision_model", "vit_large_projector")),
-)
-_IN_VLLM = (("share_expert", "moe.share_expert"),)
 _TEXT = ModelFamily(
     ("step3p5",),
     ("Step3p5ForCausalLM",),
     read_dims,
     mappings,
     release=_RELEASE,
-    engines={"sglang": EngineClass(inside=_IN_SGLANG), "vllm": EngineClass(inside=_IN_VLLM)},
     unwitnessed=Unwitnessed("megatron-core has neither heads nor rotary settings by layer, nor a gate a head", None),
 )
 FAMILIES = (
@@ -151,9 +142,5 @@ FAMILIES = (
         architectures=("Step3p7ForConditionalGeneration",),
         carried=("vision_model.", "vit_large_projector."),
         release=replace(_RELEASE, nested=True),
-        engines={
-            "sglang": EngineClass(root=_ROOT, entries=_ENTRIES, inside=_IN_SGLANG),
-            "vllm": EngineClass(inside=_IN_VLLM),
-        },
     ),
 )

@@ -113,51 +113,42 @@ def llama3_factor(args: Args) -> Any:
     return get(args, "rope_scaling_factor", 8.0) if get(args, "use_rope_scaling", False) else None
 
 
+def _by_layer(args: Args, freq: Any, is_one: Callable[[int, int], bool]) -> Any:
+    """A list of 1 or 0 a layer: `freq`, or for a number n what `is_one` gives for each layer (from 0) and n."""
+    layers = args.get("num_layers")
+    if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
+        return [int(is_one(layer, freq)) for layer in range(layers)]
+    return list(freq) if isinstance(freq, (list, tuple)) else freq
+
+
 def moe_layers(args: Args) -> Any:
     """1 for each layer with routed experts, else 0. `moe_layer_freq` is a number n (every n-th) or such a list."""
-    layers, freq = args.get("num_layers"), get(args, "moe_layer_freq", 1)
     if not get(args, "num_experts", 0):
+        layers = args.get("num_layers")
         return [0] * layers if isinstance(layers, int) else None
-    if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
-        return [int(layer % freq == 0) for layer in range(layers)]
-    return list(freq) if isinstance(freq, (list, tuple)) else freq
+    return _by_layer(args, get(args, "moe_layer_freq", 1), lambda layer, every: layer % every == 0)
 
 
 def linear_layers(args: Args) -> Any:
-    """1 for each layer with linear attention, else 0.
-
-    `linear_attention_freq` is a number n (all but every n-th) or such a list.
-    """
-    layers, freq = args.get("num_layers"), args.get("linear_attention_freq")
-    if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
-        return [int((layer + 1) % freq != 0) for layer in range(layers)]
-    return list(freq) if isinstance(freq, (list, tuple)) else freq
+    """1 for each layer with linear attention, else 0; a number n in the argument means all but every n-th."""
+    return _by_layer(args, args.get("linear_attention_freq"), lambda layer, every: (layer + 1) % every != 0)
 
 
 def windows(args: Args) -> Any:
-    """1 for each layer with a sliding window, else 0.
-
-    `window_attn_skip_freq` is a number n (all but every n-th), such a list, or None (all).
-    """
+    """1 for each layer with a sliding window, else 0; a number n in the argument means all but every n-th, None all."""
     layers, freq = args.get("num_layers"), args.get("window_attn_skip_freq")
     if not args.get("window_size") or not isinstance(layers, int):
         return None
-    if isinstance(freq, int) and freq > 0:
-        return tuple(int((layer + 1) % freq != 0) for layer in range(layers))
-    return (1,) * layers if freq is None else tuple(freq) if isinstance(freq, (list, tuple)) else freq
+    found = _by_layer(args, freq, lambda layer, every: (layer + 1) % every != 0)
+    return (1,) * layers if found is None else tuple(found) if isinstance(found, list) else found
 
 
 def no_rope(args: Args) -> Any:
-    """1 for each layer without rotary embedding, else 0; None where all have it.
-
-    `no_rope_freq` is a number n (every n-th) or such a list.
-    """
-    layers, freq = args.get("num_layers"), args.get("no_rope_freq")
-    if isinstance(freq, int) and isinstance(layers, int) and freq > 0:
-        freq = [int((layer + 1) % freq == 0) for layer in range(layers)]
-    if not isinstance(freq, (list, tuple)):
-        return freq or None
-    return tuple(freq) if any(freq) else None
+    """1 for each layer without rotary embedding, else 0, or None where all have it; a number n means every n-th."""
+    found = _by_layer(args, args.get("no_rope_freq"), lambda layer, every: (layer + 1) % every == 0)
+    if not isinstance(found, list):
+        return found or None
+    return tuple(found) if any(found) else None
 
 
 def indexer_first(args: Args) -> Any:

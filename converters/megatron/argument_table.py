@@ -27,6 +27,8 @@ from converters.megatron.argument_values import (
     yarn,
 )
 
+# What is stored for other programs: it follows from the other arguments.
+_stored = partial(Argument, compared=never, printed="never")
 _latent = partial(Argument, when="mla")
 _linear = partial(Argument, when="linear", own_modules=True)
 _indexer = partial(Argument, when="indexer", own_modules=True)
@@ -49,28 +51,15 @@ ARGUMENTS = (
     Argument("hidden_size", int, "hidden"),
     Argument("ffn_hidden_size", int, "ffn", compared="dense"),
     Argument("num_attention_heads", int, "heads"),
-    # `flags.py` prints these two together.
-    Argument("group_query_attention", bool, lambda dims: dims.groups != dims.heads, compared=never, printed="never"),
+    # `launch_flags` prints these two together.
+    _stored("group_query_attention", bool, lambda dims: dims.groups != dims.heads),
     Argument("num_query_groups", int, "groups", compared=not_latent, read=reading.groups, printed="never"),
     Argument("kv_channels", int, "head_dim", compared=not_latent, read=reading.head_dim),
     Argument("max_position_embeddings", int, "max_positions", compared=never),
-    Argument("seq_length", int, "max_positions", compared=never, printed="never"),
+    _stored("seq_length", int, "max_positions"),
     Argument("position_embedding_type", str, values.positions, read=reading.positions),
-    Argument(
-        "add_position_embedding",
-        bool,
-        fixed(True),
-        compared=never,
-        switches={"--no-position-embedding": False},
-        printed="never",
-    ),
-    Argument(
-        "use_rotary_position_embeddings",
-        bool,
-        lambda dims: values.positions(dims) == "rope",
-        compared=never,
-        printed="never",
-    ),
+    _stored("add_position_embedding", bool, fixed(True), switches={"--no-position-embedding": False}),
+    _stored("use_rotary_position_embeddings", bool, lambda dims: values.positions(dims) == "rope"),
     Argument("rotary_base", int, values.rotary_base, 10000, when="rotary"),
     Argument("rotary_percent", float, "rotary_fraction", 1.0, when="rotary"),
     _layer("rotary_interleaved", bool, "rope_interleaved"),
@@ -101,10 +90,10 @@ ARGUMENTS = (
     Argument("qk_layernorm", bool, lambda dims: dims.qk_norm or dims.mla is not None),
     Argument("untie_embeddings_and_output_weights", bool, lambda dims: not dims.tied),
     Argument("vocab_size", int, "vocab", compared=never),
-    Argument("padded_vocab_size", int, "vocab", compared=never, printed="never"),
+    _stored("padded_vocab_size", int, "vocab"),
     Argument("make_vocab_size_divisible_by", int, compared=never),
-    Argument("init_method_std", None, "initializer_range", compared=never, printed="never"),
-    Argument("tokenizer_type", None, fixed("HuggingFaceTokenizer"), compared=never, printed="never"),
+    _stored("init_method_std", None, "initializer_range"),
+    _stored("tokenizer_type", None, fixed("HuggingFaceTokenizer")),
     Argument("num_experts", int, lambda dims: dims.experts or None, 0, config="num_moe_experts"),
     # Megatron stores None without --mtp-num-layers.
     Argument("mtp_num_layers", int, lambda dims: dims.mtp_layers or None, 0),

@@ -15,6 +15,7 @@ from ckptkit.core.specs import TensorSpec
 from converters.family import ModelFamily
 from converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
 from converters.registry import family_of
+from quant.engines.registry import engine_class
 from quant.formats.part_names import PACKED
 from quant.ignore.readers import SGLANG
 from quant.ignore.tree import UNPACKED_BY_CHOICE, ClassTree
@@ -190,7 +191,7 @@ def fused_experts(names: Iterable[str], tree: ClassTree, config: Mapping[str, An
     found = {name: match[1] for name in names if (match := _FUSED_EXPERTS.fullmatch(name))}
     return [
         replace(
-            matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, family),
+            matrix := _matrix(f"{block}.{FIRST_EXPERT[0]}", tree, family, config),
             tensor=name,
             linear=False,
             reason=matrix.reason or _FUSED_REASON,
@@ -214,11 +215,11 @@ def _matrices(
 ) -> list[Matrix]:
     """`deep`: modules whose weight has more than two axes, so that it is not a Linear."""
     family = family_of(config)
-    return [_matrix(module, tree, family, module in deep) for module in dict.fromkeys(modules)]
+    return [_matrix(module, tree, family, config, module in deep) for module in dict.fromkeys(modules)]
 
 
-def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = False) -> Matrix:
-    known = family.engine("sglang")
+def _matrix(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[str, Any], deep: bool = False) -> Matrix:
+    sglang_class, vllm_class = (engine_class(name, config) for name in ("sglang", "vllm"))
     tensor, reason = f"{module}.weight", tree.reason_to_keep(module)
     if draft := tree.draft_of(module):
         rest = module.removeprefix(draft.prefix)
@@ -233,18 +234,18 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
     if outside := next((prefix for prefix in tree.outside if module.startswith(prefix)), None):
         linear = not deep and (module in tree.spelled if tree.whole else _NO_LINEAR.fullmatch(module) is None)
         entry = rf"re:.*{outside.split('.')[-2]}\..*"
-        layer = known.layer_outside(fused_layer(module, None)) if linear else None
-        asked_as = family.engine("vllm").layer_outside(module) or module
+        layer = sglang_class.layer_outside(fused_layer(module, None)) if linear else None
+        asked_as = vllm_class.layer_outside(module) or module
         own = f"model.{module}".replace(".vision_model.", ".")  # transformers up to 4.57 has the latter part
         own_name = own if own in tree.spelled else None
         return Matrix(tensor, linear, reason, layer, asked_as if linear else None, entry, transformers=own_name)
     if family.release is not None and module.endswith(family.release.stacked or ("\0",)):
-        return _stacked(module, tree, family)
+        return _stacked(module, tree, family, config)
     release, asked = family.release, module in tree.linears and module not in tree.gates and module != tree.head
     asked = asked and not module.endswith(_NEVER_ASKED)
     fused = fused_layer(module, tree) if asked else None
-    sglang = known.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
-    dense, vllm_class = tree.dense_for(module), family.engine("vllm")
+    sglang = sglang_class.layer(fused) if fused and not module.endswith(_DENSE_IN_SGLANG) else None
+    dense = tree.dense_for(module)
     # vLLM asks about a head or a router, which no other reader packs by class.
     is_alone = module == tree.head or (vllm_class.packs_routers and tree.is_router(module))
     return Matrix(
@@ -259,10 +260,10 @@ def _matrix(module: str, tree: ClassTree, family: ModelFamily, deep: bool = Fals
     )
 
 
-def _stacked(module: str, tree: ClassTree, family: ModelFamily) -> Matrix:
+def _stacked(module: str, tree: ClassTree, family: ModelFamily, config: Mapping[str, Any]) -> Matrix:
     """All experts of a layer in one `….weight`, which engines ask about as about single ones."""
     block = module.rpartition(".")[0]
-    sglang, vllm = (family.engine(name).layer(f"{block}.experts") for name in ("sglang", "vllm"))
+    sglang, vllm = (engine_class(name, config).layer(f"{block}.experts") for name in ("sglang", "vllm"))
     blocks = "|".join(sorted({layer.split(".")[-2] for layer in (sglang, vllm)}))
     stacked = "|".join(map(re.escape, family.release.stacked if family.release else ()))
     entry = rf"re:.*\.(({blocks})\.experts\..*|({stacked})(\.weight)?$)"

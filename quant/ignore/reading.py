@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
 from converters.hf_names import FUSED
-from converters.registry import family_of
+from quant.engines.registry import engine_class
 from quant.formats.groups import LINEAR, Target, by_priority
 from quant.ignore.matching import Names, any_part, class_name, never, regex_or_exact
 from quant.ignore.names import Matrix, container_of, fused_layer, names_in_vllm, names_of_layer
@@ -144,7 +144,7 @@ def read_list(
     not read them. Raises CkptkitError where entries are too many for so many names.
     """
     known = {} if known is None else known
-    engine = family_of(config).engine("sglang").entry if matrices and row.asks == "sglang" else str
+    engine = engine_class("sglang", config).entry if matrices and row.asks == "sglang" else str
     layers = list(_all_looked_up(row, matrices, config))
     own = frozenset(layer.name for layer in layers if layer.parts and not layer.experts)
     by_rule = (
@@ -246,7 +246,7 @@ def _parts_of_layer(row: ListReader, layer: str, matrix: Matrix, config: Mapping
     """The names of a fused layer's parts, or the layer's own."""
     if row.asks != "sglang":
         return names_in_vllm(matrix) or (layer,)
-    declared = family_of(config).engine("sglang").fused if matrix.unfused else ()
+    declared = engine_class("sglang", config).fused if matrix.unfused else ()
     apart = (*declared, *(() if row.declared else _ALWAYS_FUSED))
     return names_of_layer(layer, {name: FUSED[name] for name in apart})
 

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import stated_quantization
 from converters.hf_names import IN_LAYER, layer_of, tail
-from converters.registry import find_family
+from quant.engines.registry import engine_class
 from quant.formats.groups import group_of, groups_of, is_cache_calibrated
 from quant.formats.modelopt import TWO_CONFIGS, differing_configs
 from quant.formats.part_names import PACKED
@@ -295,8 +295,7 @@ def groups(subject: IgnoreList) -> Iterator[LintFinding]:
 
 def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
-    family = find_family(subject.config)
-    if not subject.is_int4 or family is None or not family.engine("sglang").joins_shared_expert:
+    if not subject.is_int4 or not engine_class("sglang", subject.config).joins_shared_expert:
         return
     both = [(matrix, packs) for matrix, packs in subject.pairs if matrix.reason is None]
     shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]

@@ -13,9 +13,11 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from converters.by_class import family_by_class
 from converters.config.bounds import check_config
-from converters.family import Dense, Draft, ModelFamily, Release
+from converters.family import Draft, ModelFamily, Release
 from converters.hf_names import layer_of, tail
 from converters.registry import FAMILIES, family_of, find_family, refuse_draft
+from quant.engines.facts import Dense
+from quant.engines.registry import engine_class
 
 DRAFT_LAYER = "draft layer"
 _OUTSIDE, _KEPT = "outside the language model", "no release quantizes it"
@@ -130,8 +132,7 @@ def _class_tree(text: str) -> ClassTree:
         if asked is None or asked.release is None:
             raise
         tree = family_tree(asked, asked.release, config)
-        drafts, dense = release.drafts(release.text(config), release.root), family.engine("sglang").dense
-        return replace(tree, drafts=drafts, dense=dense, kept=release.kept, partly_fused=release.partly_fused)
+        return replace(tree, drafts=release.drafts(release.text(config), release.root), kept=release.kept)
 
 
 def config_for_class(release: Release, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -164,7 +165,7 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
     linears, others = _modules(family, config)
     experts = frozenset(name for name in linears if ".experts." in name)
     blocks = {name.partition(".experts.")[0] for name in experts}
-    outside = family.beside(config) if release.nested else ()
+    outside, sglang = family.beside(config) if release.nested else (), engine_class("sglang", config)
     known = not outside or (release.linears_outside is not None and isinstance(config.get("vision_config"), Mapping))
     beside = release.linears_outside(config) if outside and known and release.linears_outside else ()
     return ClassTree(
@@ -175,10 +176,10 @@ def family_tree(family: ModelFamily, release: Release, config: Mapping[str, Any]
         dict(sorted(others.items(), key=lambda item: -1 if (layer := layer_of(item[0])) is None else layer)),
         release.drafts(release.text(config), release.root),
         outside,
-        family.engine("sglang").dense,
+        sglang.dense,
         frozenset({"lm_head", *map(release.own_name, linears - experts - {release.head}), *beside}),
         release.kept,
-        release.partly_fused,
+        sglang.partly_fused,
         known,
     )
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
-from converters.registry import family_of
 from converters.stored import as_stored
+from quant.engines.registry import engine_class
 from quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
 from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
 from quant.ignore import tiles
@@ -317,7 +317,7 @@ def _reader_notes(
         return [*unread, *tiles.kernel_notes("NVFP4", chosen, config, scheme.kind.block[1], readers)]
     # vLLM has a spelling of MXFP8 of its own, in which the scales have another name.
     asked = [name for name in _ENGINES if name in readers and not (scheme.name == "mxfp8" and name == "vllm")]
-    engines = [_ENGINES[name] for name in asked if not family_of(config).engine(name).fp8_blocks]
+    engines = [_ENGINES[name] for name in asked if not engine_class(name, config).fp8_blocks]
     if scheme.name in ("fp8-block", "mxfp8") and scheme.formula != _CT and engines:
         notes += (
             f"{' and '.join(engines)}: this model's class takes weight_scale_inv for scales of another layout, and "

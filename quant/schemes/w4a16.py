@@ -23,8 +23,8 @@ from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.remote import config_at
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from converters.registry import family_of
 from converters.stored import as_stored
+from quant.engines.registry import engine_class
 from quant.formats.grids import check, dequantize
 from quant.formats.packing import (
     CODES_PER_WORD,
@@ -275,7 +275,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
     if experts:
         refuse_for_transformers(config, request.where, request.readers)
     special = check_zero_point_layout(whole, experts, request.readers)
-    joins = special and family_of(config).engine("sglang").joins_shared_expert
+    joins = special and engine_class("sglang", config).joins_shared_expert
     if joins and (joined := [spec.name for spec in chosen if ".shared_experts." in spec.name]):
         raise CkptkitError(
             f"{joined[0]}: SGLang keeps a packed shared expert among the routed ones, and cannot take its zero points",

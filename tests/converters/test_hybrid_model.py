@@ -22,8 +22,7 @@ from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.megatron.hybrid_model import as_gpt_args, hybrid_pattern, is_hybrid, needs_release, with_stages
 from converters.megatron.pipeline import Pipeline
 from converters.planner import dims_of, rules_of

@@ -23,8 +23,7 @@ from ckptkit.formats.hf.side_files import write_config
 from converters.config.values import language_part
 from converters.experts import unfuse
 from converters.megatron.argument_table import BY_NAME
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.megatron.hybrid_model import as_gpt_args
 from converters.megatron.parallel import ParallelSizes, check_sizes
 from converters.open import open_checkpoint

@@ -18,10 +18,9 @@ from ckptkit.app.api import convert, inspect, model_arguments
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.planner import dims_of, own_dialect, rules_of
-from converters.registry import FAMILIES
+from quant.engines.transformers_class import unlike_transformers
 from verify.checks.config.arguments import differing, mismatches
 
 LATENT = "nemotron_h-latent"
@@ -115,7 +114,7 @@ def test_transformers_is_a_reference_for_as_many_tokens_as_it_computes_together(
     hidden = torch.randn(1, 40, 128, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         together, apart = (mixer(hidden) for mixer.chunk_size in (64, 16))
-    reasons = [FAMILIES["nemotron_h"].unlike_transformers(config_of(), tokens) for tokens in (128, 129)]
+    reasons = [unlike_transformers(config_of(), tokens) for tokens in (128, 129)]
     if package_release("transformers") < (5, 17):
         assert far(apart, together) > 1e-2
         assert (reasons[0], "right for 128 tokens at most" in str(reasons[1])) == (None, True)

@@ -35,6 +35,7 @@ from converters.passthrough import passthrough_names
 from converters.planner import dims_of, expected_hf
 from converters.registry import FAMILIES
 from converters.stored import as_stored
+from quant.engines.registry import engine_class
 from quant.formats.scheme import QuantScheme
 from quant.ignore.lint import lint
 from quant.schemes.floats import FloatScheme
@@ -104,7 +105,7 @@ def test_int4_is_read_as_every_reader_reads_it(release: Path, tmp_path: Path) ->
         with pytest.raises(CkptkitError, match="tensors.*Linear"):
             quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
         return
-    if FAMILIES[config["model_type"]].release.fp8_only:
+    if engine_class("sglang", config).fp8_only:
         with pytest.raises(CkptkitError, match="deepseek_v4.*SGLang.*vLLM"):
             quantize(release, tmp_path / "int4", QuantScheme(None, "qmax7"))
         return

@@ -1,15 +1,19 @@
-"""docs/families.md's table, from the registry and the test models: `make families` writes it, a test compares it."""
+"""Tables of docs/families.md and docs/new-family.md: `make families` writes them, tests compare them."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from support import sglang_cpu_families, vllm_cpu_families
 
+from converters.family import ModelFamily, Release
 from converters.megatron.hybrid_model import gpt_only
 from converters.planner import dims_of
 from converters.registry import FAMILIES
@@ -17,6 +21,7 @@ from families import HF_CASES
 from families.case import Case
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+NEW_FAMILY = DOCUMENT.with_name("new-family.md")
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 HEAD = (
     "`model_type`",
@@ -79,17 +84,39 @@ def engines(cases: Mapping[str, Case]) -> Iterator[str]:
             yield f"vLLM with transformers, without {vllm_cpu_families.WITHOUT[name][0]}"
 
 
+def in_markdown(head: tuple[str, ...], lines: Iterable[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, ("---",) * len(head), *lines])
+
+
 def table() -> str:
-    """The table in Markdown."""
-    lines = [HEAD, ("---",) * len(HEAD), *rows()]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+    """The table of families."""
+    return in_markdown(HEAD, rows())
+
+
+def fields_table() -> str:
+    """The fields of `ModelFamily` and of its `Release`, by the docstrings that follow them in the source."""
+    found = []
+    for where, kind in (("", ModelFamily), ("release.", Release)):
+        body = ast.parse(inspect.getsource(kind)).body[0].body
+        for one, after in pairwise(body):
+            if isinstance(one, ast.AnnAssign):
+                assert isinstance(after, ast.Expr), f"{kind.__name__}.{one.target.id}: explain the field below it"
+                found.append((f"`{where}{one.target.id}`", " ".join(ast.literal_eval(after.value).split())))
+    return in_markdown(("field", "for"), found)
+
+
+def write(document: Path, content: str) -> None:
+    """Puts a table between the marks in a document."""
+    before, _, rest = document.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    document.write_text(f"{before}{BEGIN}\n{content}\n{END}{after}")
 
 
 def main() -> None:
-    """Puts the table between the marks in docs/families.md."""
-    before, _, rest = DOCUMENT.read_text().partition(BEGIN)
-    after = rest.partition(END)[2]
-    DOCUMENT.write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    """Writes both."""
+    write(DOCUMENT, table())
+    write(NEW_FAMILY, fields_table())
 
 
 if __name__ == "__main__":

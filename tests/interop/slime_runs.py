@@ -16,8 +16,7 @@ from support.engine_models import saved
 
 import ckptkit
 from ckptkit.app.api import convert
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.planner import dims_of
 from interop.scripts import Outcome, Script
 from quant.kernels.floats import quantize_fp8

@@ -20,8 +20,7 @@ from support import models
 from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.megatron.parallel import ParallelSizes
 from converters.planner import dims_of
 from interop.megatron_training import Loaded, Training, run_training

@@ -29,9 +29,9 @@ from ckptkit.core.isolation import start_python
 from converters import by_class, class_in_transformers
 from converters.by_class import built_from, family_by_class, family_from
 from converters.class_in_transformers import build, describe
-from converters.known_classes import KNOWN
 from converters.planner import tied_head
 from converters.registry import FAMILIES, family_of
+from quant.engines.transformers_class import unlike_transformers
 from quant.ignore.tree import family_tree
 from verify.core.report import Report
 from verify.run import verify
@@ -232,9 +232,8 @@ def test_transformers_is_no_reference_for_olmo_3_with_yarn() -> None:
     scaled.load_state_dict(model.state_dict())
     tokens = torch.arange(4, 68)[None]
     assert not model(tokens).logits.allclose(scaled(tokens).logits, atol=1e-3)
-    unlike = KNOWN["olmo3"].family["unlike_transformers"]
-    assert "window" in unlike(json.loads(scaled.config.to_json_string()), 1)
-    assert unlike(json.loads(model.config.to_json_string()), 1) is None
+    assert "window" in str(unlike_transformers(json.loads(scaled.config.to_json_string()), 1))
+    assert unlike_transformers(json.loads(model.config.to_json_string()), 1) is None
 
 
 def test_megatron_has_no_names_for_it(olmo2: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from support import published
 
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
+from quant.engines.sglang import CLASSES
 from quant.patterns import MAX_COSTLY, MAX_NAME, check_entries, check_lookups, matcher
 
 # Of releases, of llm-compressor's recipes, and of documentation, beside those of `published` and the families.
@@ -55,7 +56,7 @@ PUBLISHED = sorted(
             for entries in (family.release.published_ignore if family.release else ())
             for entry in entries
         ),
-        *(dense.entry for family in FAMILIES.values() for dense in family.engine("sglang").dense),
+        *(dense.entry for known in CLASSES.values() for dense in known.dense),
     }
 )
 NAMES = [

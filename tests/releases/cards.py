@@ -24,7 +24,7 @@ from ckptkit.core.plan import View
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.remote import opened
 from ckptkit.storage.url import is_url
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags
 from converters.stored import as_stored
 from quant.formats.part_names import PACKED
 from quant.formats.scheme import QuantScheme

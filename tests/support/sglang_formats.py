@@ -10,7 +10,7 @@ from typing import Any
 from families import HF_CASES
 
 from ckptkit.app.api import quantize
-from converters.registry import FAMILIES
+from quant.engines.registry import engine_class
 from quant.schemes.w4a16 import int4_scheme
 from support import models
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
@@ -39,7 +39,7 @@ FP8 = ("qwen2-tied", "qwen3_moe", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "m
 NOT_IN_FP8 = [
     name
     for name in CLEAN
-    if not FAMILIES[HF_CASES[name].config().model_type].engine("sglang").fp8_blocks and not name.startswith("mistral3")
+    if not name.startswith("mistral3") and not engine_class("sglang", HF_CASES[name].config().to_dict()).fp8_blocks
 ]
 LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
 

@@ -40,8 +40,8 @@ def test_releases_of_are_those_that_the_project_states(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_release_of_an_engines_registry_is_tested(name: str) -> None:
-    """`converters/engines` copies what a release knows of drafts."""
-    content = json.loads(files("converters.engines").joinpath(f"{name}.json").read_text())
+    """`quant/engines` copies what a release knows of drafts."""
+    content = json.loads(files("quant.engines").joinpath(f"{name}.json").read_text())
     release = content["release"].split()[1]
     assert any(one == release or one.startswith(f"{release}.") for one in releases_of(name))
 

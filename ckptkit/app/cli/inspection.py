@@ -38,7 +38,7 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
     if as_json:
         echo_json(facts)
     elif as_args:
-        from converters.megatron.flags import launch_flags
+        from converters.megatron.arguments import launch_flags
 
         echo("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(facts)), ")")
     else:

@@ -15,8 +15,7 @@ from families.table import config_of
 from converters.config.dims import Indexer, LinearAttention, Mamba, Mla, base_dims
 from converters.megatron.argument import Argument, never, of_model
 from converters.megatron.argument_table import ARGUMENTS, BY_NAME
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.planner import dims_of
 from verify.checks.config.arguments import differing, mismatches
 

@@ -16,8 +16,7 @@ from support.messages import text_with
 
 from ckptkit.app.api import model_arguments
 from ckptkit.app.cli import cli
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags, pattern
+from converters.megatron.arguments import launch_flags, megatron_args, pattern
 from converters.planner import dims_of
 
 QWEN3_30B_A3B, GLM_4_5, GEMMA_3_27B = (

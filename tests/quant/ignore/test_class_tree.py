@@ -51,9 +51,8 @@ def of_transformers(config: dict[str, Any]) -> ClassTree:
     assert built is not None
     asked = family_from((built,), content["model_type"])
     assert asked.release is not None
-    drafts, dense = release.drafts(release.text(config), release.root), FAMILIES[config["model_type"]].engine("sglang")
-    tree = family_tree(asked, asked.release, config)
-    return replace(tree, drafts=drafts, dense=dense.dense, kept=release.kept, partly_fused=release.partly_fused)
+    drafts = release.drafts(release.text(config), release.root)
+    return replace(family_tree(asked, asked.release, config), drafts=drafts, kept=release.kept)
 
 
 # Modules that transformers spells otherwise than the release, in either direction.

@@ -15,6 +15,7 @@ from support.installed import release
 
 from converters.hf_names import FUSED
 from converters.registry import FAMILIES
+from quant.engines.registry import engine_class
 from quant.formats.groups import RUN_BY_TRANSFORMERS
 from quant.ignore.names import matrices_named, names_of_layer
 from quant.ignore.tree import class_tree
@@ -22,9 +23,9 @@ from quant.ignore.tree import class_tree
 pytestmark = pytest.mark.sglang
 
 CLASSES = {
-    model_type: family.engine("sglang")
+    model_type: known
     for model_type, family in FAMILIES.items()
-    if family.release and not family.release.fp8_only
+    if family.release and not (known := engine_class("sglang", {"model_type": model_type})).fp8_only
 }
 # Fused layers that each class takes apart, as it declares them itself in `packed_modules_mapping`.
 PACKED = {model_type: {name: FUSED[name] for name in known.fused} for model_type, known in CLASSES.items()}
@@ -69,6 +70,10 @@ OUTPUT_LAYER = {"lm_head"} if release("sglang") >= (0, 5, 23) else set()
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
+    from sglang.srt.models.registry import ModelRegistry
+
+    lost = sorted(set(BUILT.values()) - ModelRegistry.models.keys())
+    assert not lost, f"SGLang has no class {lost}: add the model_type to RUN_BY_TRANSFORMERS of quant/formats/groups.py"
     configs = {}
     for case, architecture in BUILT.items():
         content = config(case) | {"architectures": [architecture]}

@@ -20,6 +20,7 @@ from support.sglang_sizes import widened
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
 from converters.registry import FAMILIES
+from quant.engines.registry import engine_class
 from quant.ignore.lint import lint
 from quant.schemes.floats import FloatScheme
 from quant.schemes.registry import NAMES
@@ -56,11 +57,7 @@ REFUSED |= {
     if FAMILIES[config_of(one)["model_type"]].release is None and model not in REFUSED
 }
 # Engines' classes of these read no other format than FP8 in blocks.
-FP8_ALONE = [
-    model
-    for model, one in HF_CASES.items()
-    if (release := FAMILIES[config_of(one)["model_type"]].release) is not None and release.fp8_only
-]
+FP8_ALONE = [model for model, one in HF_CASES.items() if engine_class("sglang", config_of(one)).fp8_only]
 DAILY = {
     ("step3p5", "mxfp8"),
     ("mimo", "fp8-block"),

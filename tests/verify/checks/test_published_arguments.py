@@ -12,8 +12,7 @@ import pytest
 from releases.record import load
 from support.messages import text_with
 
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.planner import dims_of
 from verify.checks.config.arguments import hint_of, mismatches
 

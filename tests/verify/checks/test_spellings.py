@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from converters.registry import FAMILIES
+from quant.engines.transformers_class import TIES, TieFlag
 from verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -140,7 +140,7 @@ def multimodal(path: Path, model_type: str, top: bool | None, inside: bool | Non
 
 @pytest.mark.parametrize("model_type", FAMILIES_WITH_TEXT)
 def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_path: Path) -> None:
-    tie = FAMILIES[model_type].tie
+    tie = TIES.get(model_type, TieFlag())
     assert set(tie.text) == FAMILIES_WITH_TEXT[model_type]
     for number, flags in enumerate(FLAGS):
         path = multimodal(tmp_path / str(number), model_type, *flags)

@@ -72,7 +72,7 @@ def test_registries_are_those_of_the_installed_release(engine: str, tmp_path: Pa
     """Written anew in the engine's Python: another release is another file."""
     log = tmp_path / "log"
     assert run_in_engine(engine, log, "lab.option_names", engine, tmp_path), log.read_text()[-3000:]
-    written, kept = (folder / f"{engine}.json" for folder in (tmp_path, ROOT / "converters" / "engines"))
+    written, kept = (folder / f"{engine}.json" for folder in (tmp_path, ROOT / "quant" / "engines"))
     assert json.loads(written.read_text()) == json.loads(kept.read_text())
 
 

@@ -16,7 +16,7 @@ from support.processes import python
 
 from ckptkit.app.api import convert, model_arguments
 from ckptkit.app.cli import cli
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags
 
 NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
 DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0"

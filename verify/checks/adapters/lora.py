@@ -19,6 +19,7 @@ from ckptkit.formats.hf.side_files import without_quantization
 from converters.adapter import FLAT, Adapter
 from converters.config.values import integer, number
 from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
+from quant.engines.registry import engine_class
 from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
 from verify.core.skip import CannotCheck, NotApplicable
@@ -336,7 +337,7 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
             if alone and ".experts" not in name:
                 found[_known("together", present=own, absent=other)].append(name)
     family, config = adapter.family, adapter.base.config
-    if family.towers(config) and not family.engine("vllm").adapters_of_text:
+    if family.towers(config) and not engine_class("vllm", config).adapters_of_text:
         actual = _known("text-layers", model_class=family.class_of(config))
         found[actual] += [name for name in factors if name.startswith(f"{ROOT}model.layers.")]
     whole = [name for name in files.specs if name not in factors and ".base_layer." not in name]

@@ -10,10 +10,9 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError
 from converters.config.values import flag, language_part
-from converters.family import KEY as TIED
-from converters.family import TieFlag
-from converters.known_classes import KNOWN, Known
 from converters.registry import FAMILIES, family_of
+from quant.engines.registry import engine_class
+from quant.engines.transformers_class import TIED, TIES, TieFlag
 from verify.checks.config.tokenizer import side_of
 from verify.core.check import Tally, check, where
 from verify.core.issue import Issue, warning_if
@@ -112,10 +111,9 @@ def _tie_flag(config: Mapping[str, Any]) -> TieFlag | None:
     model_type = str(config.get("model_type"))
     family = FAMILIES.get(model_type)
     if family is None:
-        tie: TieFlag | None = KNOWN.get(model_type, Known()).family.get("tie")
-        return tie
+        return TIES.get(model_type)
     nested = family.release is None or family.release.nested
-    return family.tie if nested and isinstance(config.get("text_config"), Mapping) else None
+    return TIES.get(model_type, TieFlag()) if nested and isinstance(config.get("text_config"), Mapping) else None
 
 
 @check("CK705", preflight=True, applies_to=_stated_in_two_places)
@@ -184,10 +182,10 @@ def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, 
 
     Raises CkptkitError as `family_of`, and where the values that they follow from are not there.
     """
-    family = family_of(config)
+    family_of(config)
     text = language_part(config)
     place = "" if text is config else "text_config."
-    keys = family.engine("sglang").keys({**text, "model_type": config["model_type"]})
+    keys = engine_class("sglang", config).keys({**text, "model_type": config["model_type"]})
     lacking = {f"{place}{key}": value for key, value in keys.items() if text.get(key) is None}
     return {f"{place}{key}": value for key, value in keys.items()}, lacking
 

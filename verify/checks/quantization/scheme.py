@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization
-from converters.hf_names import FUSED
+from converters.hf_names import FUSED, GATE_UP, LATENT_DOWN, QKV
 from converters.planner import expected_hf
 from quant.formats.groups import groups_of
 from quant.formats.packing import is_expert
@@ -35,7 +35,7 @@ from verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from verify.quirks import quirk
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
-_FUSED = (("q_a_proj", "kv_a_proj_with_mqa"), ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+_FUSED = (LATENT_DOWN, QKV, GATE_UP, ("w1", "w3"))
 _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for part in parts}
 # Scales follow the largest weights of a group. Layers of one kind differ by a factor of a few, lost units by hundreds.
 _MAX_FACTOR = 32.0

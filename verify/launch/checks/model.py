@@ -8,8 +8,7 @@ from typing import Any
 
 from converters.blocks.latent_attention import WITHOUT_FLAG
 from converters.config.dims import ModelDims
-from converters.megatron.arguments import comparable_args
-from converters.megatron.flags import LLAMA3_FACTOR
+from converters.megatron.arguments import LLAMA3_FACTOR, comparable_args
 from verify.checks.config.arguments import compared, mismatches
 from verify.core.check import Tally, check
 from verify.core.issue import Issue

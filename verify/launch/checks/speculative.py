@@ -13,7 +13,7 @@ from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_config
 from converters.config.values import class_of, language_part
 from converters.draft import FUSION, is_draft, sizes_of, target_of
-from converters.engines.registry import registries
+from quant.engines.drafts import registries
 from verify.core.check import Tally, check
 from verify.core.issue import Issue
 from verify.core.skip import CannotCheck, NotApplicable

@@ -17,6 +17,7 @@ from converters.ops.basic import ZeroPadded
 from converters.planner import copies_of, expected_hf
 from converters.registry import family_of
 from converters.stored import unused_names
+from quant.engines.registry import engine_class
 from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
 from verify.evidence.folding import by_key
 from verify.witnesses.loading.bits import difference, poisoned
@@ -206,7 +207,7 @@ class Loaded:
                     piece.into.of(masks[piece.param])[...] = False
         places = {name: place for name in self.promised() if (place := self.place(name)) is not None}
         lacking = {param for name, (param, _) in places.items() if name not in self.sizes}
-        wanted = family_of(self.config).engine(self.engine.FACTS.name).wants_unused
+        wanted = engine_class(self.engine.FACTS.name, self.config).wants_unused
         for name in () if wanted else unused_names(self.config):
             if (place := self.place(name)) is not None and place[0] in masks.keys() - lacking:
                 masks[place[0]][...] = False

@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from converters.ops.basic import ZeroPadded
 from converters.planner import expected_hf, rules_of
-from converters.registry import family_of
+from quant.engines.registry import engine_class
 from quant.formats.dequantize import format_of
 from quant.formats.floats.layout import Layout
 from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
@@ -67,7 +67,7 @@ def _layouts(config: Mapping[str, Any]) -> Sequence[Layout]:
 
 def cache_dtype(config: Mapping[str, Any], engine: str) -> str:
     """The dtype of the key-value cache that an engine needs to build this model; "auto" where any does."""
-    return family_of(config).engine(engine).cache_dtype
+    return engine_class(engine, config).cache_dtype
 
 
 def routers(config: Mapping[str, Any], draft: bool = False) -> list[str]:

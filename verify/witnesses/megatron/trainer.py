@@ -19,8 +19,7 @@ from unittest import mock
 import torch
 
 from converters.config.dims import ModelDims
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.planner import HYBRID, MCORE
 from verify.witnesses.megatron.imports import importing_megatron
 from verify.witnesses.megatron.job import RankJob

@@ -22,7 +22,7 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import without_quantization
 from converters.open import open_megatron
 from converters.planner import to_hf
-from converters.registry import family_of
+from quant.engines.transformers_class import SETTINGS
 from quant.formats.floats.layout import E4M3
 from verify.evidence.plain import plain
 from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
@@ -93,7 +93,7 @@ def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dt
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)
-    for key, value in family_of(checkpoint.config).reference.items():
+    for key, value in SETTINGS.get(str(checkpoint.config.get("model_type")), {}).items():
         setattr(config, key, value)
     name = (config.architectures or [""])[0]
     architecture = getattr(transformers, name, None)

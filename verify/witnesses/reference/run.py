@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import size
 from converters.config.values import language_part
 from converters.planner import expected_hf
-from converters.registry import family_of
+from quant.engines.transformers_class import unlike_transformers
 from verify.core.skip import CannotCheck
 from verify.core.subject import Subject, once
 from verify.evidence.expected import config_of, is_quantized
@@ -64,7 +64,7 @@ def run_prediction(subject: Subject) -> Reference:
 def check_reference(subject: Subject, prompts: Ids) -> None:
     """Raises CannotCheck where transformers is known to compute another model for prompts."""
     config = config_of(subject)
-    why = family_of(config).unlike_transformers(config, max(map(len, prompts)))
+    why = unlike_transformers(config, max(map(len, prompts)))
     if why:
         raise CannotCheck(f"transformers is not a reference for this model: {why}")
 

@@ -15,8 +15,7 @@ from support.messages import text_with
 
 from ckptkit.app.api import convert
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.megatron.arguments import megatron_args
-from converters.megatron.flags import launch_flags
+from converters.megatron.arguments import launch_flags, megatron_args
 from converters.planner import dims_of
 from verify.core.report import Report
 from verify.launch.preflight import preflight
