@@ -80,7 +80,7 @@ def _tree(node: yaml.Node, depth: int, count: Iterator[int]) -> Tree:
         if key.tag == f"{_TAG}merge":
             merged.append(value if isinstance(value, list) else [value])
         elif key.value in tree:
-            raise _error(key, f"the key {key.value!r} is twice in one mapping")
+            raise _error(key, f"the key {key.value!r} occurs twice in one mapping")
         else:
             tree[key.value] = value
     for base in itertools.chain.from_iterable(reversed(merged)):

@@ -77,7 +77,7 @@ def test_a_size_in_a_custom_config_counts_and_one_of_a_role_is_listed(converted:
     [
         ("critic: {}\n", "has no list `megatron`"),
         ("megatron:\n  - {role: critic, overrides: {}}\n  - {role: critic}\n", "the role critic stands twice"),
-        ("megatron:\n  - {role: critic, overrides: {load: a, load: b}}\n", "the key 'load' stands twice"),
+        ("megatron:\n  - {role: critic, overrides: {load: a, load: b}}\n", "the key 'load' occurs twice"),
         ("megatron:\n  - {role: critic, overrides: {load: a, ckpt_step: soon}}\n", "ckpt_step"),
     ],
 )
