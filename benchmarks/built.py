@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.converters.planner import dims_of, rules_of, to_hf, to_megatron
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.writer import cut_shards
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.planner import dims_of, rules_of, to_hf, to_megatron
 
 
 class InMemory:
@@ -42,10 +42,10 @@ def to_megatron_built(source: Path, target: Path) -> None:
     from megatron.core import dist_checkpointing, parallel_state
     from transformers import AutoModelForCausalLM
 
-    from converters.megatron.module_names import global_name
-    from converters.megatron.parallel import ParallelSizes
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
-    from verify.witnesses.megatron.process import held_by, layers_of_chunk
+    from ckptkit.converters.megatron.module_names import global_name
+    from ckptkit.converters.megatron.parallel import ParallelSizes
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
+    from ckptkit.verify.witnesses.megatron.process import held_by, layers_of_chunk
 
     config = json.loads((source / "config.json").read_text())
     release = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)

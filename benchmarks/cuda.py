@@ -33,12 +33,12 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from torch import Tensor
 
-from quant.formats.grids import quantize
-from quant.formats.packing import pack
-from quant.formats.scheme import QuantScheme, quantization_config
-from quant.kernels.floats import quantize_fp8
-from quant.online.form import Fp8Form
-from quant.online.quantizer import OnlineQuantizer
+from ckptkit.quant.formats.grids import quantize
+from ckptkit.quant.formats.packing import pack
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
+from ckptkit.quant.kernels.floats import quantize_fp8
+from ckptkit.quant.online.form import Fp8Form
+from ckptkit.quant.online.quantizer import OnlineQuantizer
 
 ROUNDS = 15
 IN_A_ROW = 12
@@ -266,7 +266,7 @@ def _in_a_row(call: Callable[[], Any], look: Callable[[Any], object]) -> float:
 
 def _kernels(named: Named, online: OnlineQuantizer) -> Callable[[], object]:
     # Imported here because it needs Triton, which is there wherever torch has CUDA.
-    from quant.online.cuda import plan_bucket
+    from ckptkit.quant.online.cuda import plan_bucket
 
     names = [name for name, _ in named]
     plan = plan_bucket(named, names, frozenset(names), online.form)
@@ -295,7 +295,7 @@ def _compiled(named: Named, scheme: QuantScheme) -> Callable[[], object]:
 
 
 def _expression(weights: Tensor, group: int, minmax: bool) -> tuple[Tensor, Tensor]:
-    """Words and scales of [matrices, rows, columns], by the formulas of `quant.formats.grids`."""
+    """Words and scales of [matrices, rows, columns], by the formulas of `ckptkit.quant.formats.grids`."""
     count, rows, columns = weights.shape
     groups = weights.reshape(count, rows, columns // group, group)
     high = groups.abs().amax(-1)

@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.planner import dims_of, expected_hf, rules_of
 from ckptkit.core.dtypes import SAFETENSORS_CODE
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.torch_dist.names import disk_key, extra_states
 from ckptkit.formats.torch_save.saved_tensor import SavedLayout
-from converters.megatron.arguments import megatron_args
-from converters.planner import dims_of, expected_hf, rules_of
 
 Form = Literal["bfloat16", "fp8", "int4"]
 

@@ -17,8 +17,8 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from measure import SMALLEST
 from torch import Tensor
 
-from quant.formats.scheme import Grid, QuantScheme
-from quant.kernels.dispatch import quantize_pack
+from ckptkit.quant.formats.scheme import Grid, QuantScheme
+from ckptkit.quant.kernels.dispatch import quantize_pack
 
 ROUNDS = 5
 MATRICES, ROWS, COLUMNS = (1, 128, 512) if SMALLEST else (1, 2048, 7168)  # a projection of an expert of Kimi K2, 29 MB

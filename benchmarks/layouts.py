@@ -19,10 +19,10 @@ from typing import Any
 
 from measure import SMALLEST, run
 
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
-from converters.megatron.arguments import megatron_args
-from converters.planner import dims_of, rules_of
 
 # Published sizes: zai-org/GLM-4.5-Air.
 _GLM_45_AIR: dict[str, Any] = {
@@ -96,10 +96,10 @@ def _crc(size: int) -> int:
 
 def look(path: Path, ranks: list[int]) -> None:
     """Runs the checks of Megatron. Raises SystemExit where one does not pass."""
-    from verify.core.check import all_checks
-    from verify.core.run import run_checks
-    from verify.core.subject import Subject
-    from verify.options import MegatronOptions, VerifyOptions
+    from ckptkit.verify.core.check import all_checks
+    from ckptkit.verify.core.run import run_checks
+    from ckptkit.verify.core.subject import Subject
+    from ckptkit.verify.options import MegatronOptions, VerifyOptions
 
     options = MegatronOptions(ranks=tuple(ranks))
     asked = frozenset({"megatron"})

@@ -75,11 +75,11 @@ def _witness_seconds(report: Path) -> float:
 def _rank(checkpoint: str, hf: str, store: str, rank: int) -> None:
     import torch
 
+    from ckptkit.converters.megatron.parallel import ParallelSizes
+    from ckptkit.converters.planner import dims_of
     from ckptkit.formats.hf.reader import read_json
-    from converters.megatron.parallel import ParallelSizes
-    from converters.planner import dims_of
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
-    from verify.witnesses.megatron.process import load_chunks
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
+    from ckptkit.verify.witnesses.megatron.process import load_chunks
 
     sizes = ParallelSizes(tp=TP, pp=PP, etp=1)
     connect(sizes, rank, store)
@@ -92,7 +92,7 @@ def _rank(checkpoint: str, hf: str, store: str, rank: int) -> None:
 
 def main(checkpoint: Path) -> None:
     """Loads a torch_dist directory in TP x PP forked ranks. Raises SystemExit where one fails."""
-    import verify.witnesses.megatron.process  # noqa: F401 - imported once for all ranks
+    import ckptkit.verify.witnesses.megatron.process  # noqa: F401 - imported once for all ranks
 
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     context = multiprocessing.get_context("fork")

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ckptkit.converters.planner import expected_hf
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.files import FILE_BYTES
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.transfer.files import FilesWriter
-from converters.planner import expected_hf
 
 _COMMON: dict[str, Any] = {
     "head_dim": 128,

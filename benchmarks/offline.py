@@ -16,7 +16,7 @@ from typing import Any
 
 from measure import Command, chosen, cold_runs
 
-from quant.schemes.registry import NAMES
+from ckptkit.quant.schemes.registry import NAMES
 
 MODELS = ("moe", "moe-12", "moe-18")  # 8.7, 16.2 and 23.7 GB: the larger, the less do seconds of imports weigh
 

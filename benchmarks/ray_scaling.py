@@ -18,8 +18,8 @@ from measure import ROUNDS, SMALLEST
 from models import DENSE, make
 
 from ckptkit.app.api import quantize
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.transfer.ray import ray_cluster
-from quant.schemes.w4a16 import int4_scheme
 
 # 0.13 GB, of which 0.1 GB is quantized: the search takes a core half a minute. No file is so large that a worker waits.
 CONFIG = DENSE | {

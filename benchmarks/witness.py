@@ -83,12 +83,12 @@ def main(how: str, hf: Path, scratch: Path) -> None:
     from sglang.srt.model_loader.loader import DefaultModelLoader
 
     from ckptkit.formats.hf.reader import read_json
-    from verify.witnesses.loading.engine import ModelBuild
-    from verify.witnesses.loading.examine import examine
-    from verify.witnesses.loading.job import LoadReport
-    from verify.witnesses.loading.process import safetensors_of
-    from verify.witnesses.process.exit_report import PhaseLog
-    from verify.witnesses.sglang import adapter
+    from ckptkit.verify.witnesses.loading.engine import ModelBuild
+    from ckptkit.verify.witnesses.loading.examine import examine
+    from ckptkit.verify.witnesses.loading.job import LoadReport
+    from ckptkit.verify.witnesses.loading.process import safetensors_of
+    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.sglang import adapter
 
     seconds, reports = 0.0, list[LoadReport]()
     build = ModelBuild(hf, scratch, read_json(hf / "config.json"), reference=lambda: safetensors_of(hf))

@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult as ConversionResult
     from ckptkit.app.forecast import Forecast as Forecast
     from ckptkit.app.inspection import inspect as inspect
-    from quant.formats.scheme import QuantScheme as QuantScheme
-    from quant.ignore.lint import LintReport as LintReport
-    from quant.ignore.lint import lint as lint
-    from quant.schemes.floats import FloatScheme as FloatScheme
-    from quant.schemes.w4a16 import int4_scheme as int4_scheme
-    from verify.core.report import CheckResult as CheckResult
-    from verify.core.report import Finding as Finding
-    from verify.core.report import Report as Report
-    from verify.diff.diff import diff as diff
-    from verify.diff.result import Diff as Diff
-    from verify.launch.preflight import preflight as preflight
-    from verify.opened import LazyTensor as LazyTensor
-    from verify.opened import LazyTensors as LazyTensors
-    from verify.opened import OpenedCheckpoint as OpenedCheckpoint
-    from verify.opened import open as open  # noqa: A004 - as `gzip.open`
-    from verify.run import verify as verify
-    from verify.triage.triage import Triage as Triage
-    from verify.triage.triage import triage as triage
+    from ckptkit.quant.formats.scheme import QuantScheme as QuantScheme
+    from ckptkit.quant.ignore.lint import LintReport as LintReport
+    from ckptkit.quant.ignore.lint import lint as lint
+    from ckptkit.quant.schemes.floats import FloatScheme as FloatScheme
+    from ckptkit.quant.schemes.w4a16 import int4_scheme as int4_scheme
+    from ckptkit.verify.core.report import CheckResult as CheckResult
+    from ckptkit.verify.core.report import Finding as Finding
+    from ckptkit.verify.core.report import Report as Report
+    from ckptkit.verify.diff.diff import diff as diff
+    from ckptkit.verify.diff.result import Diff as Diff
+    from ckptkit.verify.launch.preflight import preflight as preflight
+    from ckptkit.verify.opened import LazyTensor as LazyTensor
+    from ckptkit.verify.opened import LazyTensors as LazyTensors
+    from ckptkit.verify.opened import OpenedCheckpoint as OpenedCheckpoint
+    from ckptkit.verify.opened import open as open  # noqa: A004 - as `gzip.open`
+    from ckptkit.verify.run import verify as verify
+    from ckptkit.verify.triage.triage import Triage as Triage
+    from ckptkit.verify.triage.triage import triage as triage
 
     __version__: str
 
@@ -45,17 +45,17 @@ _NAMES = {
     "ckptkit.app.conversion": ("ConversionResult",),
     "ckptkit.app.forecast": ("Forecast",),
     "ckptkit.app.inspection": ("inspect",),
-    "quant.formats.scheme": ("QuantScheme",),
-    "quant.ignore.lint": ("LintReport", "lint"),
-    "quant.schemes.floats": ("FloatScheme",),
-    "quant.schemes.w4a16": ("int4_scheme",),
-    "verify.diff.diff": ("diff",),
-    "verify.diff.result": ("Diff",),
-    "verify.launch.preflight": ("preflight",),
-    "verify.opened": ("LazyTensor", "LazyTensors", "OpenedCheckpoint", "open"),
-    "verify.core.report": ("CheckResult", "Finding", "Report"),
-    "verify.run": ("verify",),
-    "verify.triage.triage": ("Triage", "triage"),
+    "ckptkit.quant.formats.scheme": ("QuantScheme",),
+    "ckptkit.quant.ignore.lint": ("LintReport", "lint"),
+    "ckptkit.quant.schemes.floats": ("FloatScheme",),
+    "ckptkit.quant.schemes.w4a16": ("int4_scheme",),
+    "ckptkit.verify.diff.diff": ("diff",),
+    "ckptkit.verify.diff.result": ("Diff",),
+    "ckptkit.verify.launch.preflight": ("preflight",),
+    "ckptkit.verify.opened": ("LazyTensor", "LazyTensors", "OpenedCheckpoint", "open"),
+    "ckptkit.verify.core.report": ("CheckResult", "Finding", "Report"),
+    "ckptkit.verify.run": ("verify",),
+    "ckptkit.verify.triage.triage": ("Triage", "triage"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = sorted(["CkptkitError", "__version__", *_HOME])
@@ -67,13 +67,12 @@ def __getattr__(name: str) -> Any:
         from ckptkit.core.installation import program_version
 
         return program_version()
-    if name not in _HOME:
-        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from importlib import import_module
 
-    from ckptkit.core.installation import refuse_shadowed
-
-    refuse_shadowed()
+    if name == "verify":  # the package, which can be called as its function
+        return import_module("ckptkit.verify")
+    if name not in _HOME:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
 
 

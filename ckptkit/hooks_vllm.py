@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verify.weight_sync.vllm import checksums_of, device_sum
+from ckptkit.verify.weight_sync.vllm import checksums_of, device_sum
 
 
 class WeightReader:

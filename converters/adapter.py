@@ -14,6 +14,20 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.family import Release
+from ckptkit.converters.hf_names import EXPERT, GATE_UP, GATE_UP_DOWN, layer_of
+from ckptkit.converters.lora_settings import (
+    BY_HAND,
+    ROOT,
+    ROUTERS,
+    LoraSettings,
+    PairName,
+    dropped,
+    idle_reason,
+    pairs_in,
+)
+from ckptkit.converters.planner import dims_of, tied_head
+from ckptkit.converters.registry import family_of
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError, UnsupportedError
@@ -21,11 +35,6 @@ from ckptkit.core.plan import Joined, Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
-from converters.family import Release
-from converters.hf_names import EXPERT, GATE_UP, GATE_UP_DOWN, layer_of
-from converters.lora_settings import BY_HAND, ROOT, ROUTERS, LoraSettings, PairName, dropped, idle_reason, pairs_in
-from converters.planner import dims_of, tied_head
-from converters.registry import family_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """A family for a model of any other `model_type`, from transformers' own class: HF names alone, none of Megatron's.
 
-The class is built by `converters.class_in_transformers` in a process of its own, so this needs torch and transformers
-installed, and seconds.
+The class is built by `ckptkit.converters.class_in_transformers` in a process of its own, so this needs torch and
+transformers installed, and seconds.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.config.values import text_part
+from ckptkit.converters.family import FusedExperts, ModelFamily, Release
+from ckptkit.converters.hf_names import tail
+from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import offline, start_python
 from ckptkit.core.printable import one_line
 from ckptkit.formats.hf.side_files import without_quantization
-from converters.config.dims import ModelDims
-from converters.config.values import text_part
-from converters.family import FusedExperts, ModelFamily, Release
-from converters.hf_names import tail
-from converters.rules import ParamMapping
 
 _LIMIT_S = 600  # importing transformers on a busy machine, and building a large class
 _LAYER = re.compile(r"(.*?)(?:layers|h|blocks|block)\.\d+\.")
@@ -143,7 +143,7 @@ def _built(text: str, model_type: str) -> Built | None:
     with TemporaryDirectory(prefix="ckptkit-class-") as scratch:
         job, report, log = (Path(scratch) / name for name in ("config.json", "report.json", "log"))
         job.write_text(text)
-        words = ["-m", "converters.class_in_transformers", str(os.getpid()), str(job), str(report)]
+        words = ["-m", "ckptkit.converters.class_in_transformers", str(os.getpid()), str(job), str(report)]
         with log.open("wb") as output:
             process = start_python(words, Path(scratch), offline(), stdout=output, stderr=output)
         try:
@@ -168,7 +168,7 @@ def _built(text: str, model_type: str) -> Built | None:
 
 
 def built_from(found: Mapping[str, Any]) -> Built:
-    """What `converters.class_in_transformers.describe` found."""
+    """What `ckptkit.converters.class_in_transformers.describe` found."""
     tensors = tuple(BuiltTensor(**one | {"shape": tuple(one["shape"])}) for one in found["tensors"])
     return Built(**{**found, "tensors": tensors})
 

@@ -1,7 +1,7 @@
 """Builds transformers' own class of a model on the meta device: no weights, no network, no code of the checkpoint.
 
-As a program, `python -m converters.class_in_transformers PARENT CONFIG.json REPORT.json`, it writes down what the class
-is made of, for `converters.by_class`.
+As a program, `python -m ckptkit.converters.class_in_transformers PARENT CONFIG.json REPORT.json`, it writes down what
+the class is made of, for `ckptkit.converters.by_class`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.integrations import hub_kernels
 from transformers.models.auto import modeling_auto
 
+from ckptkit.converters.by_class import SIZES
 from ckptkit.core.errors import words_of
 from ckptkit.core.isolation import end_with_parent
-from converters.by_class import SIZES
 
 _OFFLINE = Lock()
 _KERNELS = ("causal-conv1d", "falcon_mamba-ssm", "mamba-ssm")
@@ -100,7 +100,7 @@ def build(content: Mapping[str, Any]) -> Any | None:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """What the class of a model is made of, as `converters.by_class.Built` has it.
+    """What the class of a model is made of, as `ckptkit.converters.by_class.Built` has it.
 
     Raises ValueError for tensors that transformers saves together with those of other modules.
     """
@@ -161,7 +161,7 @@ def _saved(
 def _one_by_one(module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Names and shapes of saved tensors, with one for each expert of those whose layout is the usual one.
 
-    That is [experts, rows, columns], the rows of gate above those of up (`converters.experts`).
+    That is [experts, rows, columns], the rows of gate above those of up (`ckptkit.converters.experts`).
     """
     flags = {key: getattr(module, key, None) for key in _USUAL}
     for name, shape in saved.items():
@@ -182,7 +182,7 @@ def _is_linear(module: nn.Module, own: str, saved: str) -> bool:
 
 
 def _kind(modules: Mapping[str, nn.Module], own: str, saved: str) -> str:
-    """What `converters.rules.ParamMapping` calls the module of a saved tensor; else its class."""
+    """What `ckptkit.converters.rules.ParamMapping` calls the module of a saved tensor; else its class."""
     name = own.rpartition(".")[0]
     module, parent, leaf = modules[name], *name.rpartition(".")[::2]
     names = type(module).__name__.lower(), type(modules[parent]).__name__.lower()

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ckptkit.converters.config.bounds import check_config
+from ckptkit.converters.config.values import class_of, flag, integer, language_part
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import is_quantized
-from converters.config.bounds import check_config
-from converters.config.values import class_of, flag, integer, language_part
 
 # The classes of drafts that are read: which EAGLE, and the decoder layer, empty if `transformer_layer_config` has it.
 _CLASSES: Mapping[str, tuple[int, str]] = {

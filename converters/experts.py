@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.family import FusedExperts
+from ckptkit.converters.registry import family_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, identity
 from ckptkit.core.specs import TensorSpec
-from converters.family import FusedExperts
-from converters.registry import family_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.config.dims import ModelDims
-from converters.config.values import text_config_of
-from converters.hf_names import GATE_UP_DOWN
-from converters.rules import ParamMapping
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.config.values import text_config_of
+from ckptkit.converters.hf_names import GATE_UP_DOWN
+from ckptkit.converters.rules import ParamMapping
 
 Rules = Callable[[ModelDims], tuple[ParamMapping, ...]]
 

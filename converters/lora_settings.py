@@ -12,12 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.converters.config.values import flag, integer, number
 from ckptkit.core.errors import CkptkitError, DamagedError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles
 from ckptkit.formats.hf.shard import Fault
-from converters.config.values import flag, integer, number
-from quant.patterns import REGEX, Match, matcher
+from ckptkit.quant.patterns import REGEX, Match, matcher
 
 RULES_OF = "0.21.2"  # the release of PEFT that the rules here follow
 ROOT = "base_model.model."  # which PEFT writes before every name

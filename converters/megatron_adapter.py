@@ -12,13 +12,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.config.values import integer, number
+from ckptkit.converters.lora_settings import ROOT
+from ckptkit.converters.planner import Rule, dialect_of, rules_of
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import DamagedError, UnsupportedError
 from ckptkit.core.plan import Plan, Step, View
 from ckptkit.core.specs import TensorSpec
-from converters.config.values import integer, number
-from converters.lora_settings import ROOT
-from converters.planner import Rule, dialect_of, rules_of
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.deltas import open_deltas
 from ckptkit.formats.detect import Location, locate
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.directory import Directory
-from converters.megatron.legacy import LegacyCheckpoint
 
 
 def open_checkpoint(path: str | Path | Directory, hf: str | Path | Directory | None = None) -> Checkpoint:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.registry import family_of
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, View, identity
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.storage.directory import Directory, directory
-from converters.registry import family_of
 
 FOLDER = "carried"  # holds the passthrough tensors of a converted checkpoint
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")

@@ -6,22 +6,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.experts import fuse, is_fused, unfuse
+from ckptkit.converters.foreign import refuse_adapters
+from ckptkit.converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
+from ckptkit.converters.ops.basic import Copy, GateUp, GateUpInOne, ZeroPadded
+from ckptkit.converters.ops.shapes import Shape
+from ckptkit.converters.passthrough import passthrough_names
+from ckptkit.converters.registry import family_of, named_family_of
+from ckptkit.converters.rules import ParamMapping
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED, torch_dtype
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, require
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import is_quantized, main_dtype
-from converters.config.dims import ModelDims
-from converters.experts import fuse, is_fused, unfuse
-from converters.foreign import refuse_adapters
-from converters.megatron.hybrid_model import hybrid_mappings, is_hybrid
-from converters.ops.basic import Copy, GateUp, GateUpInOne, ZeroPadded
-from converters.ops.shapes import Shape
-from converters.passthrough import passthrough_names
-from converters.registry import family_of, named_family_of
-from converters.rules import ParamMapping
-from converters.stored import as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor

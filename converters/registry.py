@@ -10,13 +10,13 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from ckptkit.converters import families
+from ckptkit.converters.by_class import family_by_class
+from ckptkit.converters.config.bounds import check_config
+from ckptkit.converters.draft import NAMED, is_draft
+from ckptkit.converters.family import ModelFamily
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError, UsageError
 from ckptkit.core.printable import shortened
-from converters import families
-from converters.by_class import family_by_class
-from converters.config.bounds import check_config
-from converters.draft import NAMED, is_draft
-from converters.family import ModelFamily
 
 
 def _found() -> Iterator[ModelFamily]:

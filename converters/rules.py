@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from converters.config.dims import ModelDims
-from converters.ops.basic import Copy, Op
-from converters.ops.shapes import Shape, shape_of
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.ops.basic import Copy, Op
+from ckptkit.converters.ops.shapes import Shape, shape_of
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from ckptkit.converters.config.values import NESTED_ROOT
+from ckptkit.converters.registry import FAMILIES, family_of, unwitnessed
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from converters.config.values import NESTED_ROOT
-from converters.registry import FAMILIES, family_of, unwitnessed
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

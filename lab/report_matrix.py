@@ -35,7 +35,7 @@ from mutations.starts import Starts  # noqa: E402
 from support import quantized  # noqa: E402
 
 from ckptkit.app.cli import cli  # noqa: E402
-from quant.ignore import tiles  # noqa: E402
+from ckptkit.quant.ignore import tiles  # noqa: E402
 
 # Times, places and what differs from run to run.
 DROPPED = {"seconds", "date", "version", "command", "elapsed"}

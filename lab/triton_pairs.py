@@ -14,9 +14,9 @@ import cuda
 import torch
 import triton
 
-from quant.formats.scheme import QuantScheme, quantization_config
-from quant.kernels import triton_kernels
-from quant.online.quantizer import OnlineQuantizer
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
+from ckptkit.quant.kernels import triton_kernels
+from ckptkit.quant.online.quantizer import OnlineQuantizer
 
 WITH = triton_kernels.launcher
 

@@ -7,18 +7,18 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from ckptkit.converters.experts import only_fused
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
-from converters.experts import only_fused
-from converters.registry import FAMILIES
-from quant.engines.registry import engine_class
-from quant.formats.groups import refusals
-from quant.ignore.matching import covering
-from quant.ignore.readers import readers_of
-from quant.schemes.interface import Request
-from quant.schemes.registry import Packing, Scheme, scheme_module
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.groups import refusals
+from ckptkit.quant.ignore.matching import covering
+from ckptkit.quant.ignore.readers import readers_of
+from ckptkit.quant.schemes.interface import Request
+from ckptkit.quant.schemes.registry import Packing, Scheme, scheme_module
 
 
 def quantized(source: Checkpoint, scheme: Scheme, request: Request) -> tuple[View, Packing]:

@@ -103,7 +103,7 @@ def any_tile() -> Iterator[Callable[..., Any]]:
 
     Gives the rule as it is; tests of it ask for `kernel_tiles`.
     """
-    from quant.ignore import tiles
+    from ckptkit.quant.ignore import tiles
 
     rule = tiles.unrunnable
     with pytest.MonkeyPatch.context() as patch:
@@ -114,7 +114,7 @@ def any_tile() -> Iterator[Callable[..., Any]]:
 @pytest.fixture
 def kernel_tiles(any_tile: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule on tiles as it is."""
-    monkeypatch.setattr("quant.ignore.tiles.unrunnable", any_tile)
+    monkeypatch.setattr("ckptkit.quant.ignore.tiles.unrunnable", any_tile)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def peft_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """PEFT is asked about adapters in this process, which takes no second import of it."""
     from support.adapters import answer_here
 
-    monkeypatch.setattr("verify.checks.adapters.lora.ask_meanwhile", answer_here)
+    monkeypatch.setattr("ckptkit.verify.checks.adapters.lora.ask_meanwhile", answer_here)
 
 
 @pytest.fixture(scope="session")
@@ -203,7 +203,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
     require_megatron()
     from support.forking import started
 
-    from verify.witnesses.process.sandbox import start_confined
+    from ckptkit.verify.witnesses.process.sandbox import start_confined
 
     def fork(module: str, *words: Any, **how: Any) -> Any:
         return (
@@ -212,7 +212,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> None:
             else started("megatron", module, *words, **how)
         )
 
-    monkeypatch.setattr("verify.witnesses.runner.start_confined", fork)
+    monkeypatch.setattr("ckptkit.verify.witnesses.runner.start_confined", fork)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def served_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.forking import started
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("verify.witnesses.runner.start_confined", partial(started, "sglang"))
+    monkeypatch.setattr("ckptkit.verify.witnesses.runner.start_confined", partial(started, "sglang"))
 
 
 @pytest.fixture

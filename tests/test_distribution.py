@@ -82,15 +82,17 @@ def test_wheel_and_sdist_hold_the_packages_and_nothing_of_the_machine(clones: tu
             for one in members
             if (file := sdist.extractfile(one))
         }
-    assert {name.partition("/")[0] for name in in_wheel} == {
-        *("ckptkit", "converters", "quant", "verify", "ckptkit_verify-0.1.0.dist-info")
-    }
-    assert {"ckptkit/app/cli/__init__.py", "verify/reports/page.css", "verify/reports/page.html"} <= in_wheel.keys()
-    assert {f"verify/launch/options/names/{name}.txt" for name in ("slime", "sglang", "roll")} <= in_wheel.keys()
-    assert {"verify/core/catalogue.toml", "verify/triage/symptoms.toml", "verify/quirks/sglang.toml"} <= in_wheel.keys()
+    assert {name.partition("/")[0] for name in in_wheel} == {*("ckptkit", "ckptkit_verify-0.1.0.dist-info")}
+    assert {"ckptkit/app/cli/__init__.py", "ckptkit/verify/reports/page.html"} <= in_wheel.keys()
+    assert {
+        f"ckptkit/verify/launch/options/names/{name}.txt" for name in ("slime", "sglang", "roll")
+    } <= in_wheel.keys()
+    assert {
+        f"ckptkit/verify/{table}.toml" for table in ("core/catalogue", "triage/symptoms", "quirks/sglang")
+    } <= in_wheel.keys()
     assert "ckptkit_verify-0.1.0.dist-info/licenses/LICENSE" in in_wheel
-    assert {f"{package}/py.typed" for package in ("ckptkit", "converters", "quant", "verify")} <= in_wheel.keys()
-    assert {"pyproject.toml", "SECURITY.md", "LICENSE", "verify/reports/page.html"} <= in_sdist.keys()
+    assert "ckptkit/py.typed" in in_wheel
+    assert {"pyproject.toml", "SECURITY.md", "LICENSE", "ckptkit/verify/reports/page.html"} <= in_sdist.keys()
     assert {(one.uid, one.gid, one.uname, one.gname) for one in members} == {(0, 0, "", "")}
     linked = re.findall(r"\]\((?!https?:|#)([^)#]+)", in_sdist["README.md"].decode())
     assert len(linked) > 20

@@ -17,7 +17,7 @@ from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
-from quant.schemes.w4a16 import int4_scheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,7 +56,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         return ROOT
     copy, installed = tmp_path_factory.mktemp("copy") / "checkout", tmp_path_factory.mktemp("installed")
     copy.mkdir()
-    for name in ("ckptkit", "converters", "quant", "verify", "docs"):
+    for name in ("ckptkit", "docs"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
@@ -156,16 +156,3 @@ def test_doctor_says_what_is_left_to_install(program: Path, base: Path) -> None:
     lines = text.splitlines()
     at = lines.index("  convert    not ready  convert, quantize, diff, and verify on values")
     assert lines[at + 1].split(maxsplit=1) == ["needed", INSTALL]
-
-
-def test_another_installed_package_of_the_same_name_is_named_with_its_distribution(base: Path, tmp_path: Path) -> None:
-    package, metadata = tmp_path / "quant", tmp_path / "other_quant-1.0.dist-info"
-    package.mkdir()
-    metadata.mkdir()
-    (package / "__init__.py").write_text("")
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-quant\nVersion: 1.0\n")
-    (metadata / "RECORD").write_text("quant/__init__.py,,\nother_quant-1.0.dist-info/METADATA,,\n")
-    code, text = run([tmp_path, ROOT], base, "inspect", "x")
-    assert code == 2
-    assert "hides the package quant of ckptkit" in text
-    assert "next: it belongs to other-quant: install ckptkit in an environment without that" in text

@@ -15,14 +15,14 @@ from support.page_blocks import ROOT
 RUN = """
 import sys
 from pathlib import Path
-from converters import families
+from ckptkit.converters import families
 families.__path__.append(sys.argv[1])
 import torch
 from transformers import SmolLM3Config
 from ckptkit.app.api import convert, quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 from support import models
-from verify.run import verify
+from ckptkit.verify.run import verify
 from families.case import SIZES, Case, save
 from families.gqa import CASES
 

@@ -17,8 +17,8 @@ from support.page_blocks import BLOCKS, ROOT
 from ckptkit import hooks
 from ckptkit.app.cli import cli
 from ckptkit.app.cli.verb import VERBS
+from ckptkit.verify.core.check import all_checks
 from docs.examples.symptoms import page
-from verify.core.check import all_checks
 
 _COMMAND = re.compile(r"^(?:\$ )?(ckptkit \w+ .*|ckptkit \w+)$", re.M)
 

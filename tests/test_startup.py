@@ -56,10 +56,10 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
         ["diff", megatron, hf],
         ["convert", hf, str(tmp_path / "there")],
     )
-    assert {"ckptkit.app.conversion", "converters.planner"} <= back
+    assert {"ckptkit.app.conversion", "ckptkit.converters.planner"} <= back
     assert "torch" not in back
-    assert {"verify.checks.values.values", "verify.checks.quantization.int4"} <= both
-    assert "verify.diff.diff" in compared
+    assert {"ckptkit.verify.checks.values.values", "ckptkit.verify.checks.quantization.int4"} <= both
+    assert "ckptkit.verify.diff.diff" in compared
     for modules in (back, both, mixed, compared, there):
         assert modules & HEAVY == set()
     # Only what writes Megatron's metadata imports torch's classes for it, and with them sympy.
@@ -104,13 +104,13 @@ def test_inspect_and_preflight_import_no_torch_for_a_release(headers: PathOf, mo
     """In bfloat16, MXFP4, FP8 and INT4."""
     release = str(headers(model))
     *_, modules = loaded(["inspect", release], ["preflight", "--hf-checkpoint", release])
-    assert {"ckptkit.formats.hf.reader", "verify.launch.preflight"} <= modules
+    assert {"ckptkit.formats.hf.reader", "ckptkit.verify.launch.preflight"} <= modules
     assert modules & (HEAVY | {"torch"}) == set()
 
 
 def test_lint_imports_no_torch(headers: PathOf) -> None:
     (modules,) = loaded(["lint", str(headers("RedHatAI/Qwen3-30B-A3B-quantized.w4a16"))])
-    assert "quant.ignore.lint" in modules
+    assert "ckptkit.quant.ignore.lint" in modules
     assert modules & (HEAVY | {"torch"}) == set()
 
 
@@ -122,7 +122,7 @@ def test_header_verbs_import_no_torch_for_a_megatron_checkpoint(releases: PathOf
         ["inspect", torch_dist, "--json"],
         ["preflight", "--hf-checkpoint", hf, "--ref-load", torch_dist],
     )
-    assert {"ckptkit.formats.torch_dist.reader", "verify.explain", "verify.launch.preflight"} <= modules
+    assert {"ckptkit.formats.torch_dist.reader", "ckptkit.verify.explain", "ckptkit.verify.launch.preflight"} <= modules
     assert modules & (HEAVY | {"torch"}) == set()
 
 
@@ -138,7 +138,7 @@ def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
         f"  megatron_cfg: {{enabled: true, {megatron}}}\ncluster: {{num_nodes: 1, gpus_per_node: 8}}\n"
     )
     (modules,) = loaded(["preflight", str(file)])
-    assert {"verify.launch.stacks.nemo_rl", "yaml", "ckptkit.formats.torch_dist.reader"} <= modules
+    assert {"ckptkit.verify.launch.stacks.nemo_rl", "yaml", "ckptkit.formats.torch_dist.reader"} <= modules
     assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
 
 
@@ -146,21 +146,21 @@ def test_preflight_of_a_script_imports_no_torch(tmp_path: Path) -> None:
     """DeepSeek V3, with 91,991 tensors."""
     root = write_headers(tmp_path / "hf", "deepseek_v3")
     (modules,) = loaded(["preflight", str(write_launch(tmp_path, "deepseek_v3", root)), "--json"])
-    assert {"verify.launch.shell.run", "verify.launch.checks.model"} <= modules
+    assert {"ckptkit.verify.launch.shell.run", "ckptkit.verify.launch.checks.model"} <= modules
     assert modules & (HEAVY | {"torch"}) == set()
 
 
 def test_inspect_imports_no_torch_for_megatrons_legacy_format(releases: PathOf, saved: Path) -> None:
     name, _ = SAVES["legacy, experts cut"]
     (modules,) = loaded(["inspect", str(saved / "legacy, experts cut"), "--hf", str(releases(name))])
-    assert "converters.megatron.legacy" in modules
+    assert "ckptkit.converters.megatron.legacy" in modules
     assert modules & (HEAVY | {"torch"}) == set()
 
 
 # Works out every Megatron shape of each config, in both dialects, and writes the names of all modules.
 SHAPES = """
 import json, sys
-from converters.planner import DIALECTS, rules_of
+from ckptkit.converters.planner import DIALECTS, rules_of
 rules = (rule for config in json.load(sys.stdin) for dialect in DIALECTS for rule in rules_of(config, dialect))
 count = sum(len(rule.megatron_shape) > 0 for rule in rules)
 print(json.dumps([count, list(sys.modules)]))

@@ -8,9 +8,9 @@ from difflib import get_close_matches
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from verify.core.catalogue import retired_codes
-from verify.core.check import Check, all_checks
-from verify.triage.symptom import TABLE, Symptom, page_symptoms
+from ckptkit.verify.core.catalogue import retired_codes
+from ckptkit.verify.core.check import Check, all_checks
+from ckptkit.verify.triage.symptom import TABLE, Symptom, page_symptoms
 
 
 def explain(words: str = "") -> str:

@@ -9,6 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
+from ckptkit.converters.planner import dims_of, own_dialect, to_megatron
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, DamagedError
 from ckptkit.core.extents import ByteRange, extents_of
@@ -21,11 +24,8 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.buffers import elements
 from ckptkit.storage.read import FileExtent, read_new
 from ckptkit.storage.url import place
-from converters.megatron.legacy import LegacyCheckpoint
-from converters.planner import dims_of, own_dialect, to_megatron
-from converters.stored import as_stored
-from verify.evidence.folding import layer_of
-from verify.evidence.plain import as_release, open_plain, release_of
+from ckptkit.verify.evidence.folding import layer_of
+from ckptkit.verify.evidence.plain import as_release, open_plain, release_of
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +149,7 @@ class OpenedCheckpoint(LazyTensors):
         """The format in words, for people; of quantized weights with the scheme."""
         stored = self._stored
         if self.format == "hf" and isinstance(stored, View) and is_quantized(stored.source.config):
-            from quant.formats.dequantize import format_of
+            from ckptkit.quant.formats.dequantize import format_of
 
             return f"HF, {format_of(stored.source.config).words}, dequantized"
         return _WORDS[self.format]

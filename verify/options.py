@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import UsageError
-from quant.ignore.readers import readers_of
-from verify.witnesses.registry import ENGINES, WITNESSES, with_implied
+from ckptkit.quant.ignore.readers import readers_of
+from ckptkit.verify.witnesses.registry import ENGINES, WITNESSES, with_implied
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,9 @@ class VerifyOptions:
     etp: Megatron's tensor parallel size inside experts; None: tp, or 1 with ep.
     dp_attention: SGLang keeps attention whole on every rank.
     megatron: the rest of Megatron's launch.
-    against: names of `verify.witnesses.registry.WITNESSES` to ask. `engine` is vLLM with `vllm`, else SGLang.
-    readers: who will load or send INT4 weights, as `--reader` has them; None: `quant.ignore.readers.counting` says.
+    against: names of `ckptkit.verify.witnesses.registry.WITNESSES` to ask. `engine` is vLLM with `vllm`, else SGLang.
+    readers: who will load or send INT4 weights, as `--reader` has them; None: `ckptkit.quant.ignore.readers.counting`
+        says.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
     manifest: a file with a digest of every tensor.
     adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.draft import is_draft
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.formats.detect import (
@@ -26,22 +27,21 @@ from ckptkit.formats.hf.adapter import is_adapter
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
-from converters.draft import is_draft
-from verify.core.check import NOT_APPLICABLE, all_checks
-from verify.core.report import Finding, Report, anchors, now
-from verify.core.run import looked_at, run_checks
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import model_of, usable_config
-from verify.evidence.floats.rounding import float_rounding_of, float_weights
-from verify.evidence.folding import layers_of
-from verify.evidence.reading import read_values
-from verify.evidence.rounding import rounding_of
-from verify.options import VerifyOptions, verify_options
-from verify.reports.heat import Heat, Measured, heat_map, of_values
-from verify.witnesses.megatron.run import sizes_of
-from verify.witnesses.registry import programs_not_asked
-from verify.witnesses.rollouts.run import recording_of
+from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
+from ckptkit.verify.core.report import Finding, Report, anchors, now
+from ckptkit.verify.core.run import looked_at, run_checks
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import model_of, usable_config
+from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
+from ckptkit.verify.evidence.folding import layers_of
+from ckptkit.verify.evidence.reading import read_values
+from ckptkit.verify.evidence.rounding import rounding_of
+from ckptkit.verify.options import VerifyOptions, verify_options
+from ckptkit.verify.reports.heat import Heat, Measured, heat_map, of_values
+from ckptkit.verify.witnesses.megatron.run import sizes_of
+from ckptkit.verify.witnesses.registry import programs_not_asked
+from ckptkit.verify.witnesses.rollouts.run import recording_of
 
 _PACKED_PART = re.compile(r"\.weight_\w+$")
 
@@ -82,7 +82,8 @@ def verify(
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
     `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
-    has none beside it. `options` mean what the fields of `verify.options.VerifyOptions` and of its `megatron` mean.
+    has none beside it. `options` mean what the fields of `ckptkit.verify.options.VerifyOptions` and of its `megatron`
+    mean.
 
     A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that a
     file which an option names cannot be used, that options contradict each other, that a dependency is missing, or that

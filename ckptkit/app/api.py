@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.app.conversion import ConversionResult, run
 from ckptkit.app.inspection import inspect, model_arguments
 from ckptkit.app.run_options import run_options
+from ckptkit.converters.open import open_checkpoint
+from ckptkit.converters.passthrough import FOLDER
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.detect import locate, refuse_hf, refuse_url
 from ckptkit.formats.hf.side_files import MANIFEST
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.transfer.manifest import check_new_manifest, described_files, digests_of, write_manifest
-from converters.open import open_checkpoint
-from converters.passthrough import FOLDER
 
 if TYPE_CHECKING:
-    from quant.schemes.registry import Scheme
+    from ckptkit.quant.schemes.registry import Scheme
 
 __all__ = ["convert", "inspect", "make_manifest", "model_arguments", "quantize"]
 

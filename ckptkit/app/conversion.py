@@ -15,6 +15,10 @@ from ckptkit.app.packing_summary import PackedSummary, summary
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, Sources
 from ckptkit.app.write import write_files, write_on_ray
+from ckptkit.converters.megatron.run_config import peft_settings
+from ckptkit.converters.megatron_adapter import as_peft, only_adapters
+from ckptkit.converters.open import open_checkpoint
+from ckptkit.converters.passthrough import FOLDER
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.extents import byte_ranges_of
@@ -27,6 +31,8 @@ from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ckptkit.formats.hf.remote import check_unchanged, opened
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
+from ckptkit.quant.schemes.interface import SquaredError
+from ckptkit.quant.schemes.registry import DEFAULT
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.storage.links import dangling_in, format_links
@@ -43,12 +49,6 @@ from ckptkit.transfer.manifest import (
     write_manifest,
 )
 from ckptkit.transfer.upload import check_upload, new_upload
-from converters.megatron.run_config import peft_settings
-from converters.megatron_adapter import as_peft, only_adapters
-from converters.open import open_checkpoint
-from converters.passthrough import FOLDER
-from quant.schemes.interface import SquaredError
-from quant.schemes.registry import DEFAULT
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.installation import INSTALL_CONVERT, program_version, requirements
-from verify.quirks import releases_of
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.registry import ENGINES
+from ckptkit.verify.quirks import releases_of
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.registry import ENGINES
 
 SCHEMA = "ckptkit-doctor/1"
 _MODULE = {"huggingface-hub": "huggingface_hub", "compressed-tensors": "compressed_tensors", "pyyaml": "yaml"} | {

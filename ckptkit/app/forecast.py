@@ -15,9 +15,9 @@ from ckptkit.app.plan import ConversionPlan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.plan import read_and_held
 from ckptkit.core.progress import size
+from ckptkit.quant.schemes.registry import Scheme, scheme_module
 from ckptkit.storage.url import is_url
 from ckptkit.transfer.copy import STREAM, cores, may_stream, threads
-from quant.schemes.registry import Scheme, scheme_module
 
 START = 5.0  # seconds from a command's start to the first byte: imports
 _TORCH = 480 << 20  # resident bytes that importing torch takes, of 2.11

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.planner import dims_of, rules_of
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.deltas import require_sound, single_delta
 from ckptkit.formats.detect import is_deltas, require_own_files
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
-from converters.planner import dims_of, rules_of
-from converters.stored import as_stored
-from verify.checks.config.arguments import mismatches
-from verify.core.run import Outcome
-from verify.core.subject import Subject
-from verify.launch.preflight import check_headers, preflight
-from verify.weight_sync.messages import first_lines, job_rank, say
+from ckptkit.verify.checks.config.arguments import mismatches
+from ckptkit.verify.core.run import Outcome
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.preflight import check_headers, preflight
+from ckptkit.verify.weight_sync.messages import first_lines, job_rank, say
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ def raise_errors(where: str, outcome: Outcome) -> None:
 
 def _require_routers(checkpoint: HfCheckpoint) -> None:
     """Raises CkptkitError where a router of the checkpoint is constant or not finite, which routes all tokens alike."""
-    from verify.evidence.extremes import extremes
+    from ckptkit.verify.evidence.extremes import extremes
 
     config = as_stored(checkpoint.config, checkpoint.specs)
     names = [name for rule in rules_of(config) if rule.megatron.endswith(_ROUTER) for name in rule.hf]
@@ -155,7 +155,7 @@ def _require_routers(checkpoint: HfCheckpoint) -> None:
 
 def _compare_loaded(args: Namespace, model: Sequence[torch.nn.Module], prefix: str) -> None:
     """Raises CkptkitError where the model is not what was loaded. What cannot be looked at stops nothing."""
-    from verify.weight_sync.loaded import DiffersError, compare_loaded, locate_loaded, parameters_asked_for
+    from ckptkit.verify.weight_sync.loaded import DiffersError, compare_loaded, locate_loaded, parameters_asked_for
 
     when = f"before the first {prefix.rstrip('_') or 'actor'} log-probabilities"
     parameters, hf = parameters_asked_for(), getattr(args, "hf_checkpoint", None)

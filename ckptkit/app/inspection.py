@@ -10,6 +10,17 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.values import language_part
+from ckptkit.converters.draft import draft_of, is_draft
+from ckptkit.converters.lora_settings import idle_reason
+from ckptkit.converters.megatron.arguments import UNSAID, megatron_args, unsaid
+from ckptkit.converters.megatron.hybrid_model import is_hybrid, stored_pattern
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
+from ckptkit.converters.megatron.run_config import stored_args
+from ckptkit.converters.open import open_checkpoint
+from ckptkit.converters.planner import HYBRID, MCORE
+from ckptkit.converters.registry import named_family_of, unwitnessed
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.printable import shortened
@@ -25,17 +36,6 @@ from ckptkit.formats.torch_dist.reader import Layout, TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.url import is_url, place
-from converters.config.values import language_part
-from converters.draft import draft_of, is_draft
-from converters.lora_settings import idle_reason
-from converters.megatron.arguments import UNSAID, megatron_args, unsaid
-from converters.megatron.hybrid_model import is_hybrid, stored_pattern
-from converters.megatron.legacy import LegacyCheckpoint
-from converters.megatron.run_config import stored_args
-from converters.open import open_checkpoint
-from converters.planner import HYBRID, MCORE
-from converters.registry import named_family_of, unwitnessed
-from converters.stored import as_stored
 
 _DELTAS = "deltas (slime, miles, vime)"
 _LONGEST_PATTERN = 2000  # letters; a model of a hundred layers has 200
@@ -183,7 +183,7 @@ def _delta_facts(path: Path) -> dict[str, Any]:
 def _quantization(checkpoint: HfCheckpoint) -> str | None:
     if not is_quantized(checkpoint.config):
         return "the cache alone" if stated_quantization(checkpoint.config) else None
-    from quant.formats.dequantize import described
+    from ckptkit.quant.formats.dequantize import described
 
     return described(checkpoint.config, checkpoint.specs)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ckptkit.app.plan import ConversionPlan
 from ckptkit.core.plan import View
 from ckptkit.core.progress import size
-from quant.schemes.interface import SquaredError
-from quant.schemes.registry import Packing
+from ckptkit.quant.schemes.interface import SquaredError
+from ckptkit.quant.schemes.registry import Packing
 
 _EXPERTS = ("experts", "shared_experts", "shared_expert")
 

@@ -8,6 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.app.run_options import RunOptions, Sources
+from ckptkit.converters.adapter import Adapter
+from ckptkit.converters.experts import is_fused, only_fused, unfuse
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.megatron.hybrid_model import refuse_hybrid_only
+from ckptkit.converters.megatron.rank_cuts import rank_cuts
+from ckptkit.converters.open import open_megatron
+from ckptkit.converters.passthrough import FOLDER, lost_towers, passthrough_of, require_towers
+from ckptkit.converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_megatron
+from ckptkit.converters.registry import check_unwitnessed
+from ckptkit.converters.stored import remarks, require_mtp
 from ckptkit.core.allocator import gc_paused
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import DamagedError, UsageError
@@ -24,20 +34,10 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.training_state import calibration_note, training_state
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.storage.directory import Directory
-from converters.adapter import Adapter
-from converters.experts import is_fused, only_fused, unfuse
-from converters.megatron.arguments import megatron_args
-from converters.megatron.hybrid_model import refuse_hybrid_only
-from converters.megatron.rank_cuts import rank_cuts
-from converters.open import open_megatron
-from converters.passthrough import FOLDER, lost_towers, passthrough_of, require_towers
-from converters.planner import HYBRID, MCORE, dims_of, own_dialect, to_megatron
-from converters.registry import check_unwitnessed
-from converters.stored import remarks, require_mtp
-from verify.evidence.plain import as_release, plain, reference_of
+from ckptkit.verify.evidence.plain import as_release, plain, reference_of
 
 if TYPE_CHECKING:
-    from quant.schemes.registry import Packing, Scheme
+    from ckptkit.quant.schemes.registry import Packing, Scheme
 
 Layout = Mapping[str, list[str]]
 
@@ -213,7 +213,7 @@ def _notes(source: Checkpoint) -> tuple[str, ...]:
 
 
 def _require_separate_experts(config: Mapping[str, Any], scheme: Scheme) -> None:
-    from quant.planner import require_separate_experts  # here because few runs need it
+    from ckptkit.quant.planner import require_separate_experts  # here because few runs need it
 
     require_separate_experts(config, scheme)
 
@@ -230,8 +230,8 @@ def _hf_plan(
     layout = layout_for(view, layout)
     packing: Packing | None = None
     if options.scheme is not None:
-        from quant.planner import quantized, quantized_layout
-        from quant.schemes.interface import Request
+        from ckptkit.quant.planner import quantized, quantized_layout
+        from ckptkit.quant.schemes.interface import Request
 
         like = HfCheckpoint(here[options.like]) if options.like else None
         request = Request(str(side_files), like, stored, options.preset, options.readers, options.tp, options.device)
@@ -246,7 +246,7 @@ def _original_format(source: Checkpoint) -> str | None:
     """The format, in words, of a quantized release that was dequantized, or None."""
     if not isinstance(source, View):
         return None
-    from quant.formats.dequantize import format_of
+    from ckptkit.quant.formats.dequantize import format_of
 
     return format_of(source.source.config).words
 

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckptkit.app.option import EXCLUDES, Needs, option, together
+from ckptkit.converters.config.bounds import MAX_RANKS
 from ckptkit.core.allocator import IN_FLIGHT
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import UsageError
 from ckptkit.core.installation import program_version
 from ckptkit.core.printable import printable, without_credentials
+from ckptkit.quant.ignore.readers import ALL_READERS
+from ckptkit.quant.schemes.registry import DEFAULT, UNQUANTIZED
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.storage.url import absolute, is_url, place
-from converters.config.bounds import MAX_RANKS
-from quant.ignore.readers import ALL_READERS
-from quant.schemes.registry import DEFAULT, UNQUANTIZED
 
 if TYPE_CHECKING:
-    from quant.schemes.registry import Scheme
+    from ckptkit.quant.schemes.registry import Scheme
 
 DTYPES = ("auto", *COMPUTED)
 DIALECTS = ("mcore", "slime", "hybrid")
@@ -96,7 +96,7 @@ class RunOptions:
     dialect: None means "mcore". That of a source follows from its names. A Megatron source is converted to another
         dialect where this is given, else to HF.
     scheme: how weights are quantized; None: they are not, and a quantized source is dequantized.
-    readers: those of `quant.ignore.readers.READERS`.
+    readers: those of `ckptkit.quant.ignore.readers.READERS`.
     max_shard_size, memory: bytes. workers: with `ray` concurrent tasks (None: one a core), else threads.
 
     Raises UsageError for options that contradict each other.

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HOME = Path(__file__).resolve().parents[2]  # the directory of ckptkit's packages
+HOME = Path(__file__).resolve().parents[2]  # the directory that ckptkit is in
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
 
 def _starts_trainer(name: str, words: list[str]) -> bool:
     sys.path.insert(0, str(HOME))
-    from verify.launch.shell.trainers import names_trainer
+    from ckptkit.verify.launch.shell.trainers import names_trainer
 
     return names_trainer([name, *words])
 

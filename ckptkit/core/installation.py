@@ -1,15 +1,12 @@
-"""What this installation is: its version and requirements, and whether a file of the user's hides its packages."""
+"""The version and requirements of this installation."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from ckptkit.core.errors import CkptkitError
 
 _NAME = "ckptkit-verify"  # the distribution; on the public index another project is called ckptkit
 # What `pip install .` leaves out: distributions of the extra `convert`, and the modules that they bring.
@@ -61,26 +58,3 @@ def _project() -> Mapping[str, Any]:
     file = _ROOT / "pyproject.toml"
     project: Mapping[str, Any] = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
     return project if project.get("name") == _NAME else {}
-
-
-def refuse_shadowed() -> None:
-    """Raises CkptkitError where Python would import another `converters`, `quant` or `verify` than ckptkit's own."""
-    for name in ("converters", "quant", "verify"):
-        spec = find_spec(name)
-        found = None if spec is None else spec.origin or next(iter(spec.submodule_search_locations or ()), None)
-        if found is None:
-            raise CkptkitError(f"the package {name} of ckptkit is missing", "install ckptkit again")
-        if _ROOT not in Path(found).resolve().parents:
-            hint = "rename it, or run from another directory"
-            if owner := _owner(name, Path(found)):
-                hint = f"it belongs to {owner}: install ckptkit in an environment without that"
-            raise CkptkitError(f"{found} hides the package {name} of ckptkit", hint)
-
-
-def _owner(package: str, found: Path) -> str | None:
-    """The installed distribution that a file of a package belongs to; None for a file of the user's."""
-    from importlib.metadata import distribution, packages_distributions
-
-    names = packages_distributions().get(package, [])
-    files = {name: [Path(str(one.locate())).resolve() for one in distribution(name).files or ()] for name in names}
-    return next((name for name, there in files.items() if found.resolve() in there), None)

@@ -21,7 +21,7 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import without_credentials
 
-PACKAGES_HOME = Path(__file__).resolve().parents[2]  # the directory of ckptkit's packages
+PACKAGES_HOME = Path(__file__).resolve().parents[2]  # the directory that ckptkit is in
 _NUMBA = ".numba_config.yaml"
 # What variables are called that hold a password, a key or a token; numbers of tokens are none.
 _SECRET = re.compile(

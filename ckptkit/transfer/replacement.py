@@ -34,7 +34,7 @@ _WEIGHTS = (
     r"(model|consolidated|adapter_model)([.-][^/]*)?\.safetensors(\.index\.json)?"
     r"|(pytorch|adapter)_model[^/]*\.bin(\.index\.json)?|consolidated[^/]*\.pth|[^/]*\.gguf"
 )
-_CARRIED = "carried/"  # what ckptkit keeps next to a release: `converters.passthrough.FOLDER`
+_CARRIED = "carried/"  # what ckptkit keeps next to a release: `ckptkit.converters.passthrough.FOLDER`
 _CARRIED_WEIGHTS = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 _OURS = r"ckptkit\.json(\.sig)?|config\.json\.orig"
 # What huggingface_hub keeps of a download. Source: its `_local_folder.py`.

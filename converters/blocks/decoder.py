@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from converters.config.dims import ModelDims
-from converters.family import Draft
-from converters.hf_names import GATE_UP_DOWN, QKV
-from converters.ops.basic import Copy, GatedQkv, GateUp, GateUpInOne, Op, Qkv, QkvInOne
-from converters.rules import NamePrefix, ParamMapping, decoder
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.family import Draft
+from ckptkit.converters.hf_names import GATE_UP_DOWN, QKV
+from ckptkit.converters.ops.basic import Copy, GatedQkv, GateUp, GateUpInOne, Op, Qkv, QkvInOne
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 
 # An expert's gate, up and down projection as Mixtral names them.
 W1_W3_W2 = ("w1", "w3", "w2")

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit.converters.config.dims import Mla, ModelDims
+from ckptkit.converters.config.values import integer, number, require, rope_of, unsupported
+from ckptkit.converters.ops.basic import Copy
+from ckptkit.converters.ops.shapes import Shape
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.config.dims import Mla, ModelDims
-from converters.config.values import integer, number, require, rope_of, unsupported
-from converters.ops.basic import Copy
-from converters.ops.shapes import Shape
-from converters.rules import NamePrefix, ParamMapping, decoder
 
 # What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
 WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit.converters.config.dims import first_layers, read_experts
+from ckptkit.converters.config.values import integer, kinds_of_layers, number, places, require, unsupported
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import first_layers, read_experts
-from converters.config.values import integer, kinds_of_layers, number, places, require, unsupported
 
 # What transformers' classes of GLM and others take absent keys for.
 ABSENT = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}

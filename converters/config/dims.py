@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ckptkit.converters.config.bounds import MAX_LAYERS
+from ckptkit.converters.config.values import flag, integer, number, places, require, rope_of, wrong
 from ckptkit.core.errors import CkptkitError
-from converters.config.bounds import MAX_LAYERS
-from converters.config.values import flag, integer, number, places, require, rope_of, wrong
 
 # Letters of `--hybrid-layer-pattern`, where a layer of Megatron's HybridModel is one block alone.
 # Source: megatron-core 0.19 `models/hybrid/hybrid_layer_allocation.py`.

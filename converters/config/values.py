@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from ckptkit.converters.config.bounds import MAX_SIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.config.bounds import MAX_SIZE
 
 _REQUIRED: Any = object()
 _MAX_NUMBER = 1e300

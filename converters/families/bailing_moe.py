@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from converters.blocks.decoder import attention, moe_mlp, moe_model
-from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.config.dims import ModelDims, base_dims, first_layers
-from converters.config.values import agreed, integer, require, without_windows
-from converters.family import ModelFamily
-from converters.rules import ParamMapping
+from ckptkit.converters.blocks.decoder import attention, moe_mlp, moe_model
+from ckptkit.converters.blocks.sigmoid_moe import read_sigmoid_moe
+from ckptkit.converters.config.dims import ModelDims, base_dims, first_layers
+from ckptkit.converters.config.values import agreed, integer, require, without_windows
+from ckptkit.converters.family import ModelFamily
+from ckptkit.converters.rules import ParamMapping
 
 # What the published modeling code does whatever these keys say.
 _ONLY = {

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, moe_model, shared_experts_mlp
-from converters.blocks.latent_attention import mla_attention, read_mla
-from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.config.dims import ModelDims, base_dims, first_layers
-from converters.config.values import flag, integer, text_config_of, text_part
-from converters.family import ModelFamily, Release
-from converters.rules import ParamMapping
+from ckptkit.converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, moe_model, shared_experts_mlp
+from ckptkit.converters.blocks.latent_attention import mla_attention, read_mla
+from ckptkit.converters.blocks.sigmoid_moe import read_sigmoid_moe
+from ckptkit.converters.config.dims import ModelDims, base_dims, first_layers
+from ckptkit.converters.config.values import flag, integer, text_config_of, text_part
+from ckptkit.converters.family import ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, multi_token_prediction
+from ckptkit.converters.blocks.latent_attention import read_mla
+from ckptkit.converters.blocks.sigmoid_moe import ABSENT, dense_layers, read_sigmoid_moe
+from ckptkit.converters.config.dims import Indexer, Mla, ModelDims, base_dims
+from ckptkit.converters.config.values import agreed_by_layer, flag, integer, places, require, unsupported
+from ckptkit.converters.families import deepseek_v3
+from ckptkit.converters.family import ModelFamily, Release
+from ckptkit.converters.ops.basic import Copy, OneToOne, Op
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import ROTARY_FREQUENCIES, appended_drafts, multi_token_prediction
-from converters.blocks.latent_attention import read_mla
-from converters.blocks.sigmoid_moe import ABSENT, dense_layers, read_sigmoid_moe
-from converters.config.dims import Indexer, Mla, ModelDims, base_dims
-from converters.config.values import agreed_by_layer, flag, integer, places, require, unsupported
-from converters.families import deepseek_v3
-from converters.family import ModelFamily, Release
-from converters.ops.basic import Copy, OneToOne, Op
-from converters.rules import NamePrefix, ParamMapping, decoder
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
+from ckptkit.converters.config.dims import ModelDims, base_dims, first_layers, require_positive
+from ckptkit.converters.config.values import integer, kinds_of_layers, places, require, unsupported
+from ckptkit.converters.family import Draft, ModelFamily, Release, Unwitnessed
+from ckptkit.converters.ops.shapes import Shape
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp, layer_count
-from converters.config.dims import ModelDims, base_dims, first_layers, require_positive
-from converters.config.values import integer, kinds_of_layers, places, require, unsupported
-from converters.family import Draft, ModelFamily, Release, Unwitnessed
-from converters.ops.shapes import Shape
-from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens behind one compressed key; 0: attention sees a window alone
 # transformers' words for them.

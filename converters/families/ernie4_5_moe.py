@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, integer, require
-from converters.family import ModelFamily, Release, Unwitnessed
-from converters.ops.basic import OneRow
-from converters.rules import ParamMapping, decoder
+from ckptkit.converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import flag, integer, require
+from ckptkit.converters.family import ModelFamily, Release, Unwitnessed
+from ckptkit.converters.ops.basic import OneRow
+from ckptkit.converters.rules import ParamMapping, decoder
 
 _BIAS = "mlp.moe_statics.e_score_correction_bias"
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
+from ckptkit.converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
+from ckptkit.converters.config.dims import ModelDims, base_dims, first_layers
+from ckptkit.converters.config.values import integer, require, sliding_layers, unsupported, window_of
+from ckptkit.converters.family import Draft, FusedExperts, ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import attention, dense_mlp, embeddings, layer_count, moe_mlp
-from converters.blocks.sigmoid_moe import dense_of_kinds, read_sigmoid_moe
-from converters.config.dims import ModelDims, base_dims, first_layers
-from converters.config.values import integer, require, sliding_layers, unsupported, window_of
-from converters.family import Draft, FusedExperts, ModelFamily, Release
-from converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

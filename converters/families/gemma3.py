@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import attention, embeddings, gated_mlp
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import (
+from ckptkit.converters.blocks.decoder import attention, embeddings, gated_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import (
     flag,
     integer,
     number,
@@ -25,8 +25,8 @@ from converters.config.values import (
     window_of,
     wrong,
 )
-from converters.family import ModelFamily, Release
-from converters.rules import ParamMapping, decoder
+from ckptkit.converters.family import ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping, decoder
 
 # What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
 _DEFAULTS = {

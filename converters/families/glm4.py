@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, embeddings, mlp_in_one
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag
-from converters.family import ModelFamily
-from converters.rules import ParamMapping, decoder
+from ckptkit.converters.blocks.decoder import attention, embeddings, mlp_in_one
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import flag
+from ckptkit.converters.family import ModelFamily
+from ckptkit.converters.rules import ParamMapping, decoder
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import dense_mlp, embeddings, moe_mlp
-from converters.blocks.latent_attention import mla_attention, read_mla
-from converters.blocks.sigmoid_moe import dense_layers, read_sigmoid_moe
-from converters.config.dims import Indexer, Kda, ModelDims, base_dims
-from converters.config.values import integer, kinds_of_layers, places, text_part
-from converters.families.kimi_k3 import kda
-from converters.family import ModelFamily, Unwitnessed
-from converters.ops.shapes import Shape
-from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+from ckptkit.converters.blocks.decoder import dense_mlp, embeddings, moe_mlp
+from ckptkit.converters.blocks.latent_attention import mla_attention, read_mla
+from ckptkit.converters.blocks.sigmoid_moe import dense_layers, read_sigmoid_moe
+from ckptkit.converters.config.dims import Indexer, Kda, ModelDims, base_dims
+from ckptkit.converters.config.values import integer, kinds_of_layers, places, text_part
+from ckptkit.converters.families.kimi_k3 import kda
+from ckptkit.converters.family import ModelFamily, Unwitnessed
+from ckptkit.converters.ops.shapes import Shape
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _LINEAR = "linear_attention"
 # Words for the other layers: the release's, that of its first config class, and that which transformers saves.

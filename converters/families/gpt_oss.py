@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import attention, embeddings, gated_mlp
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import require, sliding_layers, window_of
-from converters.family import FusedExperts, ModelFamily
-from converters.ops.basic import Copy, GateUp
-from converters.rules import ParamMapping, decoder
+from ckptkit.converters.blocks.decoder import attention, embeddings, gated_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import require, sliding_layers, window_of
+from ckptkit.converters.family import FusedExperts, ModelFamily
+from ckptkit.converters.ops.basic import Copy, GateUp
+from ckptkit.converters.rules import ParamMapping, decoder
 
 # What transformers takes a config without rope settings to say.
 _YARN = {

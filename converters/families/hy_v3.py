@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from converters.blocks.decoder import appended_drafts, attention, moe_mlp, moe_model
-from converters.blocks.sigmoid_moe import dense_layers
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import agreed, integer, number, require
-from converters.family import FusedExperts, ModelFamily, Release
-from converters.rules import ParamMapping
+from ckptkit.converters.blocks.decoder import appended_drafts, attention, moe_mlp, moe_model
+from ckptkit.converters.blocks.sigmoid_moe import dense_layers
+from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import agreed, integer, number, require
+from ckptkit.converters.family import FusedExperts, ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 
 # What transformers does whatever these keys of the releases say.
 _ONLY = {

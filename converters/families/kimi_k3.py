@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
+from ckptkit.converters.blocks.latent_attention import read_mla
+from ckptkit.converters.blocks.sigmoid_moe import read_sigmoid_moe
+from ckptkit.converters.config.dims import Kda, ModelDims, base_dims, first_layers
+from ckptkit.converters.config.values import integer, require, rope_of, text_config_of, unsupported, wrong
+from ckptkit.converters.family import ModelFamily, Unwitnessed
+from ckptkit.converters.ops.basic import Copy, Op, ZeroPadded
+from ckptkit.converters.ops.shapes import Shape
+from ckptkit.converters.rules import ParamMapping, decoder
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import W1_W3_W2, embeddings, gated_mlp
-from converters.blocks.latent_attention import read_mla
-from converters.blocks.sigmoid_moe import read_sigmoid_moe
-from converters.config.dims import Kda, ModelDims, base_dims, first_layers
-from converters.config.values import integer, require, rope_of, text_config_of, unsupported, wrong
-from converters.family import ModelFamily, Unwitnessed
-from converters.ops.basic import Copy, Op, ZeroPadded
-from converters.ops.shapes import Shape
-from converters.rules import ParamMapping, decoder
 
 
 def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMapping, ...]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, unsupported
-from converters.family import ModelFamily
+from ckptkit.converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import flag, unsupported
+from ckptkit.converters.family import ModelFamily
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, dense_mlp, embeddings, joining_rules, layer_count
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, require, without_windows
-from converters.family import Draft, ModelFamily, Release
-from converters.ops.basic import SwapHalves
-from converters.rules import NamePrefix, ParamMapping
+from ckptkit.converters.blocks.decoder import attention, dense_mlp, embeddings, joining_rules, layer_count
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import integer, require, without_windows
+from ckptkit.converters.family import Draft, ModelFamily, Release
+from ckptkit.converters.ops.basic import SwapHalves
+from ckptkit.converters.rules import NamePrefix, ParamMapping
 
 # What the published modeling code does whatever these keys say; Megatron and SGLang do the same.
 _ONLY = {"attention_bias": True, "use_mrope": False}

@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import integer, require, rotary_fraction, unsupported
+from ckptkit.converters.family import FusedExperts, ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import W1_W3_W2, attention, embeddings, full_qk_norms, moe_mlp
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import integer, require, rotary_fraction, unsupported
-from converters.family import FusedExperts, ModelFamily, Release
-from converters.rules import ParamMapping
 
 # What every release says, and the only thing that the rules and Megatron's arguments below stand for.
 _FIXED = {

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, integer, number, require, rope_of, text_config_of, window_of
-from converters.family import ModelFamily, Release
+from ckptkit.converters.blocks.decoder import ROTARY_FREQUENCIES, dense_model
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import flag, integer, number, require, rope_of, text_config_of, window_of
+from ckptkit.converters.family import ModelFamily, Release
 
 _ROOT = "language_model.model."
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, W1_W3_W2, attention, embeddings, moe_mlp
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import window_of
-from converters.family import FusedExperts, ModelFamily, Release
-from converters.rules import ParamMapping
+from ckptkit.converters.blocks.decoder import ROTARY_FREQUENCIES, W1_W3_W2, attention, embeddings, moe_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import window_of
+from ckptkit.converters.family import FusedExperts, ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import attention, embeddings, joining_rules
+from ckptkit.converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
+from ckptkit.converters.config.bounds import MAX_LAYERS
+from ckptkit.converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, ModelDims, base_dims
+from ckptkit.converters.config.values import agreed, integer, number, require, unsupported, wrong
+from ckptkit.converters.family import Draft, FusedExperts, ModelFamily, Release
+from ckptkit.converters.ops.basic import Copy, StackedRows
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.blocks.decoder import attention, embeddings, joining_rules
-from converters.blocks.sigmoid_moe import ABSENT, read_sigmoid_moe
-from converters.config.bounds import MAX_LAYERS
-from converters.config.dims import ATTENTION, DENSE, EXPERTS, MIXER, Mamba, ModelDims, base_dims
-from converters.config.values import agreed, integer, number, require, unsupported, wrong
-from converters.family import Draft, FusedExperts, ModelFamily, Release
-from converters.ops.basic import Copy, StackedRows
-from converters.rules import NamePrefix, ParamMapping, decoder
 
 _NO_LIMIT = 1e30  # of the time step, which is about 1
 # The words of lists: those of releases, and those that later transformers save.

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import attention, embeddings, full_qk_norms, moe_mlp
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import integer, require
-from converters.family import ModelFamily, Release, Unwitnessed
-from converters.rules import ParamMapping
+from ckptkit.converters.blocks.decoder import attention, embeddings, full_qk_norms, moe_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import integer, require
+from ckptkit.converters.family import ModelFamily, Release, Unwitnessed
+from ckptkit.converters.rules import ParamMapping
 
 
 def read_olmoe_dims(config: Mapping[str, Any]) -> ModelDims:

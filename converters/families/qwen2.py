@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, dense_model, embeddings, moe_mlp
-from converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
-from converters.config.values import flag, integer, without_windows
-from converters.family import ModelFamily, Release
-from converters.rules import ParamMapping
+from ckptkit.converters.blocks.decoder import ROTARY_FREQUENCIES, attention, dense_mlp, dense_model, embeddings, moe_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
+from ckptkit.converters.config.values import flag, integer, without_windows
+from ckptkit.converters.family import ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from converters.blocks.decoder import dense_model
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import flag, integer, rope_of, without_windows
-from converters.family import ModelFamily, Release
+from ckptkit.converters.blocks.decoder import dense_model
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import flag, integer, rope_of, without_windows
+from ckptkit.converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
+from ckptkit.converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
+from ckptkit.converters.config.values import NESTED_ROOT, flag, integer, require, text_part, without_windows
+from ckptkit.converters.family import FusedExperts, ModelFamily, Release
+from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings, moe_mlp
-from converters.config.dims import ModelDims, base_dims, layers_without_experts, read_experts
-from converters.config.values import NESTED_ROOT, flag, integer, require, text_part, without_windows
-from converters.family import FusedExperts, ModelFamily, Release
-from converters.rules import ParamMapping
 
 _THINKER = "thinker."  # before all names of Qwen3-Omni's thinker in the whole model
 

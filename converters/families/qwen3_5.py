@@ -13,17 +13,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from converters.config.dims import ModelDims, base_dims, read_experts
-from converters.config.values import NESTED_ROOT, integer, text_part
-from converters.families.qwen3 import qwen_vision
-from converters.families.qwen3_next import (
+from ckptkit.converters.config.dims import ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import NESTED_ROOT, integer, text_part
+from ckptkit.converters.families.qwen3 import qwen_vision
+from ckptkit.converters.families.qwen3_next import (
     linear_model,
     qwen_drafts,
     read_linear_attention,
     read_mtp_layers,
     refuse_unsupported,
 )
-from converters.family import ModelFamily, Release
+from ckptkit.converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from ckptkit.converters.blocks.decoder import attention, dense_mlp, embeddings, joining_rules, layer_count, moe_mlp
+from ckptkit.converters.config.dims import LinearAttention, ModelDims, base_dims, read_experts
+from ckptkit.converters.config.values import agreed, flag, integer, kinds_of_layers, places, require, unsupported, wrong
+from ckptkit.converters.family import Draft, ModelFamily, Release
+from ckptkit.converters.ops.basic import ByKeyHead, Copy, MinusOne, Op, StackedRows
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 from ckptkit.core.errors import CkptkitError
-from converters.blocks.decoder import attention, dense_mlp, embeddings, joining_rules, layer_count, moe_mlp
-from converters.config.dims import LinearAttention, ModelDims, base_dims, read_experts
-from converters.config.values import agreed, flag, integer, kinds_of_layers, places, require, unsupported, wrong
-from converters.family import Draft, ModelFamily, Release
-from converters.ops.basic import ByKeyHead, Copy, MinusOne, Op, StackedRows
-from converters.rules import NamePrefix, ParamMapping, decoder
 
 _KINDS = ("linear_attention", "full_attention")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from converters.blocks.decoder import dense_model
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import require
-from converters.family import ModelFamily
+from ckptkit.converters.blocks.decoder import dense_model
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import require
+from ckptkit.converters.family import ModelFamily
 
 # vLLM's class has these biases whatever the config says.
 _BIASES = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
-from converters.config.dims import ModelDims, base_dims
-from converters.config.values import integer, kinds_of_layers, places, text_config_of, wrong
-from converters.family import Draft, ModelFamily, Release, Unwitnessed
-from converters.ops.basic import Copy
-from converters.ops.shapes import Shape
-from converters.rules import NamePrefix, ParamMapping, decoder, unnamed
+from ckptkit.converters.blocks.decoder import attention, embeddings, gated_mlp, layer_count
+from ckptkit.converters.config.dims import ModelDims, base_dims
+from ckptkit.converters.config.values import integer, kinds_of_layers, places, text_config_of, wrong
+from ckptkit.converters.family import Draft, ModelFamily, Release, Unwitnessed
+from ckptkit.converters.ops.basic import Copy
+from ckptkit.converters.ops.shapes import Shape
+from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _STACKED = ("moe.gate_proj", "moe.up_proj", "moe.down_proj")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal
 
-from converters.config.dims import ModelDims
+from ckptkit.converters.config.dims import ModelDims
 
 Args = Mapping[str, Any]
 # A field of ModelDims (`mla.kv_rank`) or a function of it. As a condition, it applies where that is not empty.

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from converters.blocks.latent_attention import WITHOUT_FLAG
-from converters.config.values import flag
-from converters.megatron import argument as reading
-from converters.megatron import argument_values as values
-from converters.megatron.argument import Argument, always, get, never
-from converters.megatron.argument_values import (
+from ckptkit.converters.blocks.latent_attention import WITHOUT_FLAG
+from ckptkit.converters.config.values import flag
+from ckptkit.converters.megatron import argument as reading
+from ckptkit.converters.megatron import argument_values as values
+from ckptkit.converters.megatron.argument import Argument, always, get, never
+from ckptkit.converters.megatron.argument_values import (
     fixed,
     inside_layer,
     latent_scaled,

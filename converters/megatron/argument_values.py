@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckptkit.converters.blocks.latent_attention import refuse_scaling
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.config.values import integer, number
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.blocks.latent_attention import refuse_scaling
-from converters.config.dims import ModelDims
-from converters.config.values import integer, number
 
 
 def inside_layer(dims: ModelDims) -> bool:

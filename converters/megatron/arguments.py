@@ -11,12 +11,12 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.argument import Argument, of_model
+from ckptkit.converters.megatron.argument_table import ARGUMENTS, BY_NAME
+from ckptkit.converters.megatron.argument_values import refuse_inexpressible
+from ckptkit.converters.megatron.hybrid_model import hybrid_args
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import ModelDims
-from converters.megatron.argument import Argument, of_model
-from converters.megatron.argument_table import ARGUMENTS, BY_NAME
-from converters.megatron.argument_values import refuse_inexpressible
-from converters.megatron.hybrid_model import hybrid_args
 
 
 def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:

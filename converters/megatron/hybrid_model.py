@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ckptkit.converters.config.dims import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE, ModelDims
+from ckptkit.converters.megatron.pipeline import Pipeline
+from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, SPARSE, ModelDims
-from converters.megatron.pipeline import Pipeline
-from converters.rules import ParamMapping
 
 FINAL_NORM = "decoder.final_norm.weight"
 _FINAL_LAYERNORM = "decoder.final_layernorm.weight"

@@ -14,6 +14,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.megatron.hybrid_model import stored_pattern
+from ckptkit.converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
+from ckptkit.converters.megatron.pipeline import Pipeline
+from ckptkit.converters.ops.basic import Copy, Op
+from ckptkit.converters.ops.shapes import Shape, shape_of
+from ckptkit.converters.planner import MCORE, Rule, dialect_of, dims_of, rules_of
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
@@ -21,13 +28,6 @@ from ckptkit.formats.hf.side_files import config_in, hf_home
 from ckptkit.formats.legacy import LegacyFiles, RankFile
 from ckptkit.formats.torch_save.saved_file import SavedTensor
 from ckptkit.storage.directory import Directory
-from converters.megatron.hybrid_model import stored_pattern
-from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
-from converters.megatron.pipeline import Pipeline
-from converters.ops.basic import Copy, Op
-from converters.ops.shapes import Shape, shape_of
-from converters.planner import MCORE, Rule, dialect_of, dims_of, rules_of
-from converters.stored import as_stored
 
 if TYPE_CHECKING:
     from torch import Tensor

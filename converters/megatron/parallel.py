@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.pipeline import Pipeline, count_chunks
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import Sizes
-from converters.config.dims import ModelDims
-from converters.megatron.pipeline import Pipeline, count_chunks
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.ops.basic import Op, Qkv
+from ckptkit.converters.ops.shapes import Shape, shape_of
+from ckptkit.converters.planner import mappings_of
+from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.writer import Cuts
-from converters.ops.basic import Op, Qkv
-from converters.ops.shapes import Shape, shape_of
-from converters.planner import mappings_of
-from converters.rules import ParamMapping
 
 if TYPE_CHECKING:
     from torch import Tensor

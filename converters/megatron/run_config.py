@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.megatron.argument import Args, get
+from ckptkit.converters.megatron.argument_table import ARGUMENTS
 from ckptkit.core.errors import DamagedError
 from ckptkit.formats import yaml_text
 from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.storage.regular import read_regular
-from converters.megatron.argument import Args, get
-from converters.megatron.argument_table import ARGUMENTS
 
 _AGAIN = "copy it from the run again"
 RUN_CONFIG, NEMO_MODEL = "run_config.yaml", "model.yaml"

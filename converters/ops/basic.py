@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from ckptkit.converters.config.dims import LinearAttention
+from ckptkit.converters.ops.shapes import cat
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import LinearAttention
-from converters.ops.shapes import cat
 
 if TYPE_CHECKING:
     from torch import Tensor

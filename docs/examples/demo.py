@@ -31,10 +31,10 @@ from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.kernels.dispatch import quantize_pack
 from ckptkit.transfer.files import FilesWriter
-from quant.formats.part_names import PACKED, SCALE, SHAPE
-from quant.formats.scheme import QuantScheme
-from quant.kernels.dispatch import quantize_pack
 
 # A GLM-4.5 in small: 12 layers, the first 2 dense, 12 routed experts and a shared one, router bias in fp32.
 MOE = {

@@ -22,10 +22,10 @@ from torch import Tensor
 from ckptkit.app.api import quantize
 from ckptkit.core.findings_text import plain
 from ckptkit.formats.hf.reader import INDEX
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.reports.render import report_lines
+from ckptkit.verify.run import verify
 from docs.examples.demo import MOE, lose_a_shard, make_release, pack_routers
-from quant.formats.scheme import QuantScheme
-from verify.reports.render import report_lines
-from verify.run import verify
 
 PAGE = Path(__file__).resolve().parent.parent / "failures.md"
 COLUMNS, ROWS = 80, 24

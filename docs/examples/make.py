@@ -21,13 +21,13 @@ from ckptkit.core.installation import program_version
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.writer import SafetensorsFiles
+from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.transfer.files import FilesWriter
+from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.reports import FORMATS, write_report
+from ckptkit.verify.reports.heat import Measured, heat_map
+from ckptkit.verify.run import verify
 from docs.examples.demo import MOE, make_release
-from quant.formats.scheme import QuantScheme
-from verify.core.report import CheckResult, Finding, Report
-from verify.reports import FORMATS, write_report
-from verify.reports.heat import Measured, heat_map
-from verify.run import verify
 
 HERE = Path(__file__).resolve().parent
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

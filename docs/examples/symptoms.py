@@ -8,7 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from textwrap import fill
 
-from verify.triage.symptom import PHASES, TABLE, Symptom, page_symptoms
+from ckptkit.verify.triage.symptom import PHASES, TABLE, Symptom, page_symptoms
 
 PAGE = Path(__file__).parents[1] / "symptoms.md"
 _BEGIN = """\

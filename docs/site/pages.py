@@ -295,7 +295,7 @@ def _code_link(code: str, source: str) -> str:
 
 def checks() -> dict[str, str]:
     """A page for each check: title, cause, example, remedy, and the command that runs it; and one that lists them."""
-    from verify.core.check import all_checks
+    from ckptkit.verify.core.check import all_checks
 
     found = all_checks()
     mutations, symptoms = _mutations(), _symptoms()
@@ -326,7 +326,7 @@ def checks() -> dict[str, str]:
 
 def _twin(code: str) -> str | None:
     """The check of the first engine that asks what a later engine's check asks; None for any other check."""
-    from verify.witnesses.registry import ENGINES
+    from ckptkit.verify.witnesses.registry import ENGINES
 
     first, *others = ENGINES
     return next((first.codes + code[-1] for one in others if code.startswith(one.codes)), None)
@@ -339,7 +339,7 @@ def _code(text: str) -> str:
 
 def command(check: Any) -> str:
     """The cheapest command that runs a check."""
-    from verify.core.check import WITNESSES
+    from ckptkit.verify.core.check import WITNESSES
 
     if check.stage == "launch":
         return "ckptkit preflight SCRIPT"
@@ -366,7 +366,7 @@ def _mutations() -> dict[str, list[str]]:
 
 def _symptoms() -> dict[str, list[tuple[str, str]]]:
     """The numbers and words of docs/symptoms.md, by code."""
-    from verify.triage.symptom import page_symptoms
+    from ckptkit.verify.triage.symptom import page_symptoms
 
     found: dict[str, list[tuple[str, str]]] = {}
     for row in page_symptoms():

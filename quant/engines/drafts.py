@@ -13,8 +13,8 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from converters.config.values import flag
-from converters.draft import HEAD, Draft
+from ckptkit.converters.config.values import flag
+from ckptkit.converters.draft import HEAD, Draft
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def registries() -> Mapping[str, EngineRegistry]:
     """The registry of each engine, `sglang` and `vllm`."""
     found = {}
     for name in ("sglang", "vllm"):
-        content = json.loads(files("quant.engines").joinpath(f"{name}.json").read_text())
+        content = json.loads(files("ckptkit.quant.engines").joinpath(f"{name}.json").read_text())
         lists = {key: frozenset(value) for key, value in content.items() if key != "release"}
         found[name] = EngineRegistry(content["release"], **lists)
     return MappingProxyType(found)

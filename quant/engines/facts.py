@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from converters.family import respelled
+from ckptkit.converters.family import respelled
 
 QKV_GATE_UP = ("qkv_proj", "gate_up_proj")
 

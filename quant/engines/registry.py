@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quant.engines import sglang, vllm
-from quant.engines.facts import EngineClass
+from ckptkit.quant.engines import sglang, vllm
+from ckptkit.quant.engines.facts import EngineClass
 
 _CLASSES = {"sglang": sglang.CLASSES, "vllm": vllm.CLASSES}
 _PLAIN = EngineClass()

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckptkit.converters.blocks.sigmoid_moe import dense_layers
+from ckptkit.converters.config.values import NESTED_ROOT, integer, rope_of
+from ckptkit.converters.families import exaone_moe, minimax_m2, nemotron_h, qwen3_next
 from ckptkit.core.installation import package_release
-from converters.blocks.sigmoid_moe import dense_layers
-from converters.config.values import NESTED_ROOT, integer, rope_of
-from converters.families import exaone_moe, minimax_m2, nemotron_h, qwen3_next
-from quant.engines.facts import QKV_GATE_UP, Dense, EngineClass
+from ckptkit.quant.engines.facts import QKV_GATE_UP, Dense, EngineClass
 
 
 def _exaone_keys(text: Mapping[str, Any]) -> dict[str, Any]:

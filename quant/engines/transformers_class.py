@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
+from ckptkit.converters.config.values import flag, rope_of, sliding_layers
+from ckptkit.converters.families import deepseek_v32, minimax_m2
 from ckptkit.core.installation import package_release
-from converters.config.values import flag, rope_of, sliding_layers
-from converters.families import deepseek_v32, minimax_m2
 
 TIED = "tie_word_embeddings"
 _CHUNK = 128  # tokens that transformers' mixer of Nemotron-H computes together, in the releases

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from quant.engines.facts import EngineClass
+from ckptkit.quant.engines.facts import EngineClass
 
 _TOWER_ADAPTERS = EngineClass(adapters_of_text=False)
 _GEMMA4 = EngineClass(inside=(("experts", "moe.experts"),), wants_unused=True)

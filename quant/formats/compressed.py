@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.floats.layout import Layout, compressed_fp8, compressed_nvfp4, mxfp4, mxfp8
-from quant.formats.groups import Group, group_of, groups_of
-from quant.formats.packing import PackedInt4
-from quant.formats.part_names import FP8_SCALE
-from quant.formats.release import Floats
-from quant.formats.scheme import (
+from ckptkit.quant.formats.floats.layout import Layout, compressed_fp8, compressed_nvfp4, mxfp4, mxfp8
+from ckptkit.quant.formats.groups import Group, group_of, groups_of
+from ckptkit.quant.formats.packing import PackedInt4
+from ckptkit.quant.formats.part_names import FP8_SCALE
+from ckptkit.quant.formats.release import Floats
+from ckptkit.quant.formats.scheme import (
     BITS,
     EXPERTS_ZERO_POINTS,
     FORMAT,

@@ -1,6 +1,6 @@
 """Tells formats of quantized weights apart by config.json, and dequantizes a release by a plan.
 
-Tensors are read only when needed. compressed-tensors' formats are read by `quant.formats.compressed`.
+Tensors are read only when needed. compressed-tensors' formats are read by `ckptkit.quant.formats.compressed`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of, without_quantization
-from quant.formats.compressed import compressed_floats, compressed_format
-from quant.formats.floats.layout import (
+from ckptkit.quant.formats.compressed import compressed_floats, compressed_format
+from ckptkit.quant.formats.floats.layout import (
     MXFP4_BYTES,
     MXFP4_EXPERTS,
     Block,
@@ -32,9 +32,9 @@ from quant.formats.floats.layout import (
     quark_fp8,
     quark_nvfp4,
 )
-from quant.formats.packing import PackedInt4
-from quant.formats.part_names import FP8_SCALE
-from quant.formats.release import Floats, Release, step_of
+from ckptkit.quant.formats.packing import PackedInt4
+from ckptkit.quant.formats.part_names import FP8_SCALE
+from ckptkit.quant.formats.release import Floats, Release, step_of
 
 if TYPE_CHECKING:
     from torch import Tensor

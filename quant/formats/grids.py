@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 
 SMALLEST_QMAX7_SCALE = 1e-5
 _BLOCK = 1 << 20  # weights quantized at a time: float32 temporaries stay in the cache, whatever the matrix

@@ -14,9 +14,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.scheme import FORMAT
-from quant.ignore.readers import BY_CLASS, SGLANG
-from quant.patterns import REGEX, matcher
+from ckptkit.quant.formats.scheme import FORMAT
+from ckptkit.quant.ignore.readers import BY_CLASS, SGLANG
+from ckptkit.quant.patterns import REGEX, matcher
 
 # What a group makes of its modules: packed integers, any other format, or nothing.
 Kind = Literal["packs", "other", "keeps"]

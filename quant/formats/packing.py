@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
+from ckptkit.quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
+from ckptkit.quant.formats.release import Release
+from ckptkit.quant.formats.scheme import CODES_PER_WORD as CODES_PER_WORD
+from ckptkit.quant.formats.scheme import SCALE_DTYPES, QuantScheme
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
-from quant.formats.part_names import INT4_ENDINGS, PACKED, SCALE, SHAPE, ZERO_POINT
-from quant.formats.release import Release
-from quant.formats.scheme import CODES_PER_WORD as CODES_PER_WORD
-from quant.formats.scheme import SCALE_DTYPES, QuantScheme
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,7 @@ class PackedInt4:
     group: int | None  # neighbours in a row that share a scale; None: one scale a row
     symmetric: bool
     unused: tuple[str, ...] = ()  # endings of tensors that quantize activations
-    sglang_experts: bool = False  # zero points of routed experts are in SGLang's layout (`quant.formats.packing`)
+    sglang_experts: bool = False  # zero points of routed experts are in SGLang's layout
 
     @cached_property
     def words(self) -> str:
@@ -239,7 +239,7 @@ def unpacked(words: Tensor, scales: Tensor, shape: tuple[int, int], zero_point: 
     """
     import torch
 
-    from quant.formats.grids import dequantize
+    from ckptkit.quant.formats.grids import dequantize
 
     rows, columns = shape
     weight = torch.empty(shape, dtype=scales.dtype)

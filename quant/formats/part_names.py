@@ -3,7 +3,8 @@
 INT4 (compressed-tensors) replaces `N.weight` by `N.weight_packed`, `N.weight_scale`, `N.weight_shape`,
 `N.weight_zero_point` if the grid is asymmetric, and `N.weight_g_idx` if columns were reordered.
 FP8 keeps `N.weight`, with `N.weight_scale_inv` or `N.weight_scale` beside it.
-MXFP4 (gpt-oss) replaces `N` by `N_blocks` and `N_scales`. `quant.formats.floats.layout` has all spellings of floats.
+MXFP4 (gpt-oss) replaces `N` by `N_blocks` and `N_scales`. `ckptkit.quant.formats.floats.layout` has all spellings of
+floats.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Step
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.floats.layout import E4M3, PACKED_GROUP, Layout
+from ckptkit.quant.formats.floats.layout import E4M3, PACKED_GROUP, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -195,7 +195,7 @@ def step_of(release: Release, stored: StoredWeight) -> Step:
 def _dequantized(release: Release, stored: StoredWeight, shape: tuple[int, ...], tensors: Sequence[Tensor]) -> Tensor:
     import torch
 
-    from quant.formats.floats.decode import dequantize, factors, has_nan
+    from ckptkit.quant.formats.floats.decode import dequantize, factors, has_nan
 
     codes, scales, *more = tensors
     layout, second = stored.layout, more[0] if more else None

@@ -10,7 +10,7 @@ from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from quant.patterns import check_entries
+from ckptkit.quant.patterns import check_entries
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ KEPT_SCALES = "kept_scales"
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How weight matrices become INT4, and which modules do not. `quant.formats.grids` has the formulas.
+    """How weight matrices become INT4, and which modules do not. `ckptkit.quant.formats.grids` has the formulas.
 
     Raises CkptkitError for a group size that no INT4 kernel has, unknown or contradictory options, and patterns that
     `check_entries` refuses.

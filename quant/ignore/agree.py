@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold, summarize
-from converters.registry import FAMILIES
-from quant.formats.groups import LINEAR, Target, groups_of
-from quant.ignore.names import Matrix, candidates
-from quant.ignore.readers import BY_CLASS, INT4_READERS, refuses_own_format, severity_of
-from quant.ignore.reading import Answer, Reading, read_all
-from quant.ignore.tree import DRAFT_LAYER, ClassTree
+from ckptkit.quant.formats.groups import LINEAR, Target, groups_of
+from ckptkit.quant.ignore.names import Matrix, candidates
+from ckptkit.quant.ignore.readers import BY_CLASS, INT4_READERS, refuses_own_format, severity_of
+from ckptkit.quant.ignore.reading import Answer, Reading, read_all
+from ckptkit.quant.ignore.tree import DRAFT_LAYER, ClassTree
 
 OTHER_FORMAT = (
     "no entry of `ignore` tells layers of another format: do not quantize updates of this model with slime or miles"

@@ -18,12 +18,12 @@ from ckptkit.core.specs import fold
 from ckptkit.formats.detect import locate, refuse_url
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.quant.ignore.agree import without_numbers
+from ckptkit.quant.ignore.names import entries_for, fused_layer
+from ckptkit.quant.ignore.readers import KEYS
+from ckptkit.quant.ignore.rules import ORDER, LintFinding, examine, finding, idle
+from ckptkit.quant.ignore.subject import WRITTEN, IgnoreList, open_subject
 from ckptkit.storage.write import write_whole
-from quant.ignore.agree import without_numbers
-from quant.ignore.names import entries_for, fused_layer
-from quant.ignore.readers import KEYS
-from quant.ignore.rules import ORDER, LintFinding, examine, finding, idle
-from quant.ignore.subject import WRITTEN, IgnoreList, open_subject
 
 _DISAGREEMENTS = ("refused", "disagreement", "exposed")
 
@@ -139,7 +139,7 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
     """Checks the list of unquantized modules of the checkpoint at `path`; config.json is enough, or an index too.
 
-    `readers` (as `--reader`): those that must agree; None: all. Severities: `quant.ignore.readers.severity_of`.
+    `readers` (as `--reader`): those that must agree; None: all. Severities: `ckptkit.quant.ignore.readers.severity_of`.
     `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
     Raises CkptkitError as `open_subject` and `locate` do, for a Megatron checkpoint, for a URL, and with `fix` when
     there is no portable list.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
-from quant.patterns import MAX_NAME, REGEX, check_lookups, matcher
+from ckptkit.quant.patterns import MAX_NAME, REGEX, check_lookups, matcher
 
 Covers = Callable[[str], bool]
 Rule = Callable[[str], Covers]

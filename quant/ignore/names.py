@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.converters.family import ModelFamily
+from ckptkit.converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
+from ckptkit.converters.registry import family_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from converters.family import ModelFamily
-from converters.hf_names import FUSED, GATE_UP_DOWN, IN_LAYER, LATENT_DOWN, tail
-from converters.registry import family_of
-from quant.engines.registry import engine_class
-from quant.formats.part_names import PACKED
-from quant.ignore.readers import SGLANG
-from quant.ignore.tree import UNPACKED_BY_CHOICE, ClassTree
-from quant.patterns import matcher
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.part_names import PACKED
+from ckptkit.quant.ignore.readers import SGLANG
+from ckptkit.quant.ignore.tree import UNPACKED_BY_CHOICE, ClassTree
+from ckptkit.quant.patterns import matcher
 
 _SHARD = re.compile(r"(?:\((?P<several>\w+(?:\|\w+)*)\)|\b(?P<one>q|k|v|gate|up))_proj")
 # The shards of the layers that releases may also spell as one, and the fused name, without `_proj`.

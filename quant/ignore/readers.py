@@ -2,9 +2,9 @@
 
 The lists are `modules_to_not_convert`, `ignored_layers`, `ignore`, `exclude_modules` and `exclude`. A row of `LISTS`
 has the `quant_method`s that its readers know, the keys that they read, the names that they look up, and the rules of
-`quant.ignore.matching` by which an entry covers a name. `quant.ignore.reading` predicts from a row what is quantized.
-Trainers choose what they quantize by name, and but for slime's INT4, miles' NVFP4 and verl's SGLang path read no list;
-these choices are compared with each tool's own function in `tests/interop/test_online_selection.py`.
+`ckptkit.quant.ignore.matching` by which an entry covers a name. `ckptkit.quant.ignore.reading` predicts from a row what
+is quantized. Trainers choose what they quantize by name, and but for slime's INT4, miles' NVFP4 and verl's SGLang path
+read no list; these choices are compared with each tool's own function in `tests/interop/test_online_selection.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+from ckptkit.converters.hf_names import tail
 from ckptkit.core.errors import CkptkitError
-from converters.hf_names import tail
-from quant.ignore.matching import (
+from ckptkit.quant.ignore.matching import (
     PLAIN,
     Rule,
     any_part,

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from ckptkit.converters.hf_names import FUSED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.hf_names import FUSED
-from quant.engines.registry import engine_class
-from quant.formats.groups import LINEAR, Target, by_priority
-from quant.ignore.matching import Names, any_part, class_name, never, regex_or_exact
-from quant.ignore.names import Matrix, container_of, fused_layer, names_in_vllm, names_of_layer
-from quant.ignore.readers import BY_CLASS, COMPRESSED, NAMED, NAMES, ListReader, Method, readers_of_method
-from quant.ignore.tree import DRAFT_LAYER
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.groups import LINEAR, Target, by_priority
+from ckptkit.quant.ignore.matching import Names, any_part, class_name, never, regex_or_exact
+from ckptkit.quant.ignore.names import Matrix, container_of, fused_layer, names_in_vllm, names_of_layer
+from ckptkit.quant.ignore.readers import BY_CLASS, COMPRESSED, NAMED, NAMES, ListReader, Method, readers_of_method
+from ckptkit.quant.ignore.tree import DRAFT_LAYER
 
 # "either": the reader loads the module packed or not.
 Answer = Literal["packs", "other", "keeps", "refuses", "either"]

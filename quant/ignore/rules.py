@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.converters.hf_names import IN_LAYER, layer_of, tail
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import stated_quantization
-from converters.hf_names import IN_LAYER, layer_of, tail
-from quant.engines.registry import engine_class
-from quant.formats.groups import group_of, groups_of, is_cache_calibrated
-from quant.formats.modelopt import TWO_CONFIGS, differing_configs
-from quant.formats.part_names import PACKED
-from quant.ignore.agree import (
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.groups import group_of, groups_of, is_cache_calibrated
+from ckptkit.quant.formats.modelopt import TWO_CONFIGS, differing_configs
+from ckptkit.quant.formats.part_names import PACKED
+from ckptkit.quant.ignore.agree import (
     NOTHING_PACKED,
     OTHER_FORMAT,
     Divergence,
@@ -23,11 +23,11 @@ from quant.ignore.agree import (
     reason_of,
     without_numbers,
 )
-from quant.ignore.names import forbidden
-from quant.ignore.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
-from quant.ignore.subject import IgnoreList, LintSeverity
-from quant.ignore.tree import UNPACKED_BY_CHOICE
-from quant.patterns import matcher
+from ckptkit.quant.ignore.names import forbidden
+from ckptkit.quant.ignore.readers import SGLANG, TRAINERS, VLLM, refuses_own_format
+from ckptkit.quant.ignore.subject import IgnoreList, LintSeverity
+from ckptkit.quant.ignore.tree import UNPACKED_BY_CHOICE
+from ckptkit.quant.patterns import matcher
 
 ORDER: tuple[LintSeverity, ...] = ("error", "warning", "note")
 

@@ -10,15 +10,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.converters.hf_names import FUSED, LATENT_DOWN, tail
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
-from converters.hf_names import FUSED, LATENT_DOWN, tail
-from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, PACKED
-from quant.formats.scheme import GROUP_SIZES, QuantScheme, read_scheme
-from quant.ignore.agree import Question, check_portable, packed_by
-from quant.ignore.matching import ignored
-from quant.ignore.names import (
+from ckptkit.quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, PACKED
+from ckptkit.quant.formats.scheme import GROUP_SIZES, QuantScheme, read_scheme
+from ckptkit.quant.ignore.agree import Question, check_portable, packed_by
+from ckptkit.quant.ignore.matching import ignored
+from ckptkit.quant.ignore.names import (
     Matrix,
     container_of,
     entries_for,
@@ -28,10 +28,10 @@ from quant.ignore.names import (
     matrices_of,
     parts_of,
 )
-from quant.ignore.readers import ALL_READERS, readers_of
-from quant.ignore.reading import read_all
-from quant.ignore.tiles import check_tiles
-from quant.ignore.tree import ClassTree, class_tree
+from ckptkit.quant.ignore.readers import ALL_READERS, readers_of
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.tiles import check_tiles
+from ckptkit.quant.ignore.tree import ClassTree, class_tree
 
 
 def resolve(

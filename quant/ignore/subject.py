@@ -9,26 +9,35 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ckptkit.converters.foreign import refuse_stated
+from ckptkit.converters.registry import find_family
+from ckptkit.converters.stored import as_spelled, with_unused
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import SINGLE, read_json, shard_names
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from converters.foreign import refuse_stated
-from converters.registry import find_family
-from converters.stored import as_spelled, with_unused
-from quant.formats.floats.layout import quantized_in
-from quant.formats.groups import Group, Kind, Refusal, Target, groups_of, refusals, targets_of
-from quant.formats.modelopt import differing_configs, flattened
-from quant.formats.part_names import SCALE, packed_in
-from quant.formats.scheme import listed
-from quant.ignore.agree import Divergence, divergences, packed_by, severities, shown
-from quant.ignore.matching import Names, covering
-from quant.ignore.names import Matrix, fused_experts, matrices_named, parts_of
-from quant.ignore.readers import COMPRESSED, KEYS, LISTS, TRAINERS, ListReader, Method, readers_of, readers_of_method
-from quant.ignore.reading import Reading, base_of, read_all
-from quant.ignore.tree import ClassTree, class_tree
-from quant.patterns import check_entries
+from ckptkit.quant.formats.floats.layout import quantized_in
+from ckptkit.quant.formats.groups import Group, Kind, Refusal, Target, groups_of, refusals, targets_of
+from ckptkit.quant.formats.modelopt import differing_configs, flattened
+from ckptkit.quant.formats.part_names import SCALE, packed_in
+from ckptkit.quant.formats.scheme import listed
+from ckptkit.quant.ignore.agree import Divergence, divergences, packed_by, severities, shown
+from ckptkit.quant.ignore.matching import Names, covering
+from ckptkit.quant.ignore.names import Matrix, fused_experts, matrices_named, parts_of
+from ckptkit.quant.ignore.readers import (
+    COMPRESSED,
+    KEYS,
+    LISTS,
+    TRAINERS,
+    ListReader,
+    Method,
+    readers_of,
+    readers_of_method,
+)
+from ckptkit.quant.ignore.reading import Reading, base_of, read_all
+from ckptkit.quant.ignore.tree import ClassTree, class_tree
+from ckptkit.quant.patterns import check_entries
 
 LintSeverity = Literal["error", "warning", "note"]
 # The keys that every reader of a method finds between them, other methods' is `ignore`.

@@ -18,14 +18,14 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
+from ckptkit.converters.by_class import built_class
+from ckptkit.converters.hf_names import GATE_UP_DOWN
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.by_class import built_class
-from converters.hf_names import GATE_UP_DOWN
-from quant.ignore.names import fused_layer, ignore_options
-from quant.ignore.readers import ALL_READERS
-from quant.ignore.tree import ClassTree, class_tree, config_for_class, release_of
+from ckptkit.quant.ignore.names import fused_layer, ignore_options
+from ckptkit.quant.ignore.readers import ALL_READERS
+from ckptkit.quant.ignore.tree import ClassTree, class_tree, config_for_class, release_of
 
 _ROWS, _COLUMNS = 64, 128  # a tile of a layer
 _TILES = ((128, 64), (64, 128))  # rows and columns of which a layer must be made for one of the kernels

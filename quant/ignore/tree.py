@@ -9,15 +9,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from ckptkit.converters.by_class import family_by_class
+from ckptkit.converters.config.bounds import check_config
+from ckptkit.converters.family import Draft, ModelFamily, Release
+from ckptkit.converters.hf_names import layer_of, tail
+from ckptkit.converters.registry import FAMILIES, family_of, find_family, refuse_draft
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.by_class import family_by_class
-from converters.config.bounds import check_config
-from converters.family import Draft, ModelFamily, Release
-from converters.hf_names import layer_of, tail
-from converters.registry import FAMILIES, family_of, find_family, refuse_draft
-from quant.engines.facts import Dense
-from quant.engines.registry import engine_class
+from ckptkit.quant.engines.facts import Dense
+from ckptkit.quant.engines.registry import engine_class
 
 DRAFT_LAYER = "draft layer"
 _OUTSIDE, _KEPT = "outside the language model", "no release quantizes it"

@@ -23,10 +23,10 @@ from llvmlite import ir
 from torch import Tensor
 
 from ckptkit.core.isolation import refuse_numba_settings
-from quant.formats.grids import SMALLEST_QMAX7_SCALE, not_finite
-from quant.formats.packing import CODES_PER_WORD, Packed, pack_zero_point
-from quant.formats.scheme import Grid, QuantScheme
-from quant.kernels.threads import TASK, bits_of, on_all_cores
+from ckptkit.quant.formats.grids import SMALLEST_QMAX7_SCALE, not_finite
+from ckptkit.quant.formats.packing import CODES_PER_WORD, Packed, pack_zero_point
+from ckptkit.quant.formats.scheme import Grid, QuantScheme
+from ckptkit.quant.kernels.threads import TASK, bits_of, on_all_cores
 
 refuse_numba_settings()
 from numba import njit, types  # noqa: E402
@@ -339,7 +339,7 @@ def _code_e2m1(x: Any) -> Any:
 
 
 def quantize_pack_cpu(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
-    """As `quant.kernels.dispatch.quantize_pack`, for matrices in memory and schemes without a search.
+    """As `ckptkit.quant.kernels.dispatch.quantize_pack`, for matrices in memory and schemes without a search.
 
     Large matrices are divided among the cores; calls from several threads share them.
     """

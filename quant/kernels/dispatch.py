@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import refuse_numba_settings
-from quant.formats.grids import check, quantize
-from quant.formats.packing import Packed
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.grids import check, quantize
+from ckptkit.quant.formats.packing import Packed
+from ckptkit.quant.formats.scheme import QuantScheme
 
 refuse_numba_settings()  # here and not in a thread that is the first to need Numba
 
@@ -29,13 +29,13 @@ def quantize_pack(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequenc
         raise CkptkitError(where, "quantize the tensors of one device at a time")
     if scheme.search == "none" and weights[0].is_cuda:
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from quant.kernels.triton_kernels import quantize_pack_cuda
+        from ckptkit.quant.kernels.triton_kernels import quantize_pack_cuda
 
         return quantize_pack_cuda(weights, scheme, names)
     for weight, name in zip(weights, names, strict=True):
         check(weight, scheme, name)
     if scheme.search == "none" and weights[0].device.type == "cpu":
-        from quant.kernels.cpu import quantize_pack_cpu
+        from ckptkit.quant.kernels.cpu import quantize_pack_cpu
 
         return quantize_pack_cpu(weights, scheme, names)
     return [Packed.of(*quantize(weight, scheme, name)) for weight, name in zip(weights, names, strict=True)]

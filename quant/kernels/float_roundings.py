@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quant.formats.floats.layout import E2M1, E4M3, LARGEST
+from ckptkit.quant.formats.floats.layout import E2M1, E4M3, LARGEST
 
 MAX_VALUE = LARGEST[E4M3]
 _INVERSE = 1 / 448  # rounded to float32 where it is multiplied by: what CUDA makes of a division by a number

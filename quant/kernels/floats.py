@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.floats.decode import as_float, spread
-from quant.formats.floats.layout import E2M1_NUMBERS
-from quant.formats.grids import check_matrix, not_finite
-from quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
-from quant.kernels.threads import bits_of, on_all_cores, row_tasks
+from ckptkit.quant.formats.floats.decode import as_float, spread
+from ckptkit.quant.formats.floats.layout import E2M1_NUMBERS
+from ckptkit.quant.formats.grids import check_matrix, not_finite
+from ckptkit.quant.kernels.float_roundings import MAX_VALUE, ROUNDINGS, Fp8Weight, Rounding
+from ckptkit.quant.kernels.threads import bits_of, on_all_cores, row_tasks
 
 _NARROW = 32  # the width of MXFP8's and MXFP4's groups
 # Between the numbers of E2M1; every other one is rounded up.
@@ -45,7 +45,7 @@ def quantize_fp8_matrices(
         check_matrix(weight, name)
     if weights and weights[0].is_cuda:
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from quant.kernels.triton_kernels import has_kernel, quantize_fp8_cuda
+        from ckptkit.quant.kernels.triton_kernels import has_kernel, quantize_fp8_cuda
 
         if all(has_kernel(weight, block) and weight.device == weights[0].device for weight in weights):
             return quantize_fp8_cuda(weights, block, rounding, names)
@@ -144,7 +144,7 @@ class _Job:
     def run_kernel(self, rows: slice) -> tuple[Tensor, bool]:
         """Quantizes these rows. Returns their scales, and whether all weights are finite."""
         # Imported here because Numba takes a while.
-        from quant.kernels.cpu import codes_kernel, largest_kernel
+        from ckptkit.quant.kernels.cpu import codes_kernel, largest_kernel
 
         weight, codes, four_bit = self.weight[rows], self.codes[rows], self.rounding.four_bit
         height, width = self.block

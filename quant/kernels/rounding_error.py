@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quant.formats.floats.decode import as_float, e4m3_values
-from quant.formats.floats.layout import E2M1_NUMBERS
-from quant.formats.packing import Packed, unpack_zero_point
-from quant.kernels.float_roundings import Fp8Weight
-from quant.schemes.interface import SquaredError
+from ckptkit.quant.formats.floats.decode import as_float, e4m3_values
+from ckptkit.quant.formats.floats.layout import E2M1_NUMBERS
+from ckptkit.quant.formats.packing import Packed, unpack_zero_point
+from ckptkit.quant.kernels.float_roundings import Fp8Weight
+from ckptkit.quant.schemes.interface import SquaredError
 
 # Codes as they are stored: INT4 and E2M1 two a byte, the even column in the low half.
 _Codes = Literal["int4", "e2m1", "e4m3"]
@@ -44,7 +44,7 @@ def _measured(
     weight: Tensor, stored: Tensor, scales: Tensor, zeros: Tensor, block: tuple[int, int], codes: _Codes
 ) -> SquaredError:
     # Imported here, and below, because Numba takes a while.
-    from quant.kernels.threads import bits_of, on_all_cores, row_tasks
+    from ckptkit.quant.kernels.threads import bits_of, on_all_cores, row_tasks
 
     measure = _kernel(weight.dtype, codes)
     table = e4m3_values().numpy() if codes == "e4m3" else np.array(E2M1_NUMBERS, np.float32)  # of INT4 unused
@@ -63,7 +63,7 @@ def _kernel(weight: torch.dtype, codes: _Codes) -> Callable[..., tuple[float, fl
     Weights are the bits of their floats [rows, columns], codes uint8; scales and zeros are float32 [blocks down, blocks
     across], a block being `height` rows and `width` columns. Sums are float32 within a row of a block, else float64.
     """
-    from quant.kernels.cpu import KINDS, compiled, from_bits
+    from ckptkit.quant.kernels.cpu import KINDS, compiled, from_bits
 
     kind, in_pairs, linear = KINDS[weight], codes != "e4m3", codes == "int4"
     f32 = np.float32

@@ -1,6 +1,7 @@
 """Quantizes weights to INT4 or float8_e4m3fn on a GPU, hundreds of matrices a launch, in one read and one write.
 
-The bytes are those of `quant.formats.grids` and `quant.kernels.floats` on the CPU. Divisions are therefore correctly
+The bytes are those of `ckptkit.quant.formats.grids` and `ckptkit.quant.kernels.floats` on the CPU. Divisions are
+therefore correctly
 rounded: multiplying by the scale's reciprocal with Markstein's correction takes three operations a weight instead of
 about ten. Where `minmax` rounds to the weight's dtype, so do these kernels. Adding `_MAGIC` to a float32 below 2**22
 rounds it half to even and leaves the integer in the lowest bits.
@@ -17,7 +18,7 @@ then uses float32 arithmetic. `minmax` rounds to bfloat16, so it stays in pairs:
 - Weights i and i + 4 of a word share a register. The word is the sum of four registers shifted by 0, 4, 8 and 12 bits.
 
 GPUs before compute capability 8.9 have no instruction for float8_e4m3fn; there a code is computed by integer
-arithmetic, as in `quant.kernels.cpu`.
+arithmetic, as in `ckptkit.quant.kernels.cpu`.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import check, not_finite
-from quant.formats.packing import Packed
-from quant.formats.scheme import CODES_PER_WORD, QuantScheme
-from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype, tiny
+from ckptkit.quant.formats.grids import check, not_finite
+from ckptkit.quant.formats.packing import Packed
+from ckptkit.quant.formats.scheme import CODES_PER_WORD, QuantScheme
+from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype, tiny
 
 _ROUND = tl.constexpr(12582912.0)  # 1.5 * 2**23
 _MAGIC = tl.constexpr(12582912.0 + 8.0)  # and the 8 added to every code
@@ -190,7 +191,7 @@ def channelwise(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def pack_zeros(zeros, packed, rows, groups, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Does `quant.formats.packing.pack_zero_point`: TILE words (first axis) of a matrix (second), 8 rows a word."""
+    """Does `pack_zero_point` of `ckptkit.quant.formats.packing`: TILE words (axis 0) of a matrix (axis 1)."""
     matrix = tl.program_id(1)
     word = tl.program_id(0) * TILE + tl.arange(0, TILE)
     inside = word < tl.cdiv(rows, 8) * groups
@@ -290,7 +291,7 @@ def _extremes(pairs, ASYMMETRIC: tl.constexpr):  # type: ignore[no-untyped-def]
 def _words_of_qmax7(pairs, scale):  # type: ignore[no-untyped-def]
     """Returns words [lanes, groups, turns, 1] for pairs [lanes, groups, turns, 4].
 
-    The codes are those of `quant.kernels.triton_kernels.grouped`.
+    The codes are those of `ckptkit.quant.kernels.triton_kernels.grouped`.
     """
     inverse = tl.div_rn(1.0, scale)
     low = nibbles(_lower_half(pairs), scale, inverse, 0.0, tl.bfloat16, False, False)
@@ -413,7 +414,7 @@ def done(device: torch.device) -> Callable[[], None]:
 
 
 def quantize_pack_cuda(weights: Sequence[Tensor], scheme: QuantScheme, names: Sequence[str]) -> list[Packed]:
-    """Implements `quant.kernels.dispatch.quantize_pack` for CUDA tensors; results of one launch share their memory.
+    """Implements `ckptkit.quant.kernels.dispatch.quantize_pack` for CUDA; results of one launch share their memory.
 
     Raises CkptkitError as `quantize_pack` does.
     """
@@ -623,7 +624,7 @@ def _converts(device: torch.device) -> bool:
 def quantize_fp8_cuda(
     weights: Sequence[Tensor], block: tuple[int, int | None], rounding: str, names: Sequence[str]
 ) -> list[Fp8Weight]:
-    """As `quant.kernels.floats.quantize_fp8` for matrices of one GPU that have a kernel; waits once, at the end."""
+    """Does `ckptkit.quant.kernels.floats.quantize_fp8` for matrices of one GPU with a kernel, with one wait."""
 
     def launch(members: Sequence[int], bad: Tensor) -> list[Fp8Weight]:
         some = [weights[index].detach().contiguous() for index in members]

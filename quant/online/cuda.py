@@ -17,8 +17,8 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-from quant.kernels.triton_kernels import Launcher, done, working_on
-from quant.online.form import Form, Pair, Part
+from ckptkit.quant.kernels.triton_kernels import Launcher, done, working_on
+from ckptkit.quant.online.form import Form, Pair, Part
 
 MIN_MATRICES = 16  # packed matrices in a bucket that make a plan worth keeping
 

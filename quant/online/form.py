@@ -11,17 +11,17 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.dequantize import format_of
-from quant.formats.grids import check, check_matrix, not_finite
-from quant.formats.part_names import FP8_SCALE_INV, PACKED, SCALE, SHAPE
-from quant.formats.release import Floats
-from quant.formats.scheme import CODES_PER_WORD, QuantScheme
-from quant.kernels.dispatch import quantize_pack
-from quant.kernels.float_roundings import blocks_of, scale_dtype
-from quant.kernels.floats import quantize_fp8_matrices
+from ckptkit.quant.formats.dequantize import format_of
+from ckptkit.quant.formats.grids import check, check_matrix, not_finite
+from ckptkit.quant.formats.part_names import FP8_SCALE_INV, PACKED, SCALE, SHAPE
+from ckptkit.quant.formats.release import Floats
+from ckptkit.quant.formats.scheme import CODES_PER_WORD, QuantScheme
+from ckptkit.quant.kernels.dispatch import quantize_pack
+from ckptkit.quant.kernels.float_roundings import blocks_of, scale_dtype
+from ckptkit.quant.kernels.floats import quantize_fp8_matrices
 
 if TYPE_CHECKING:
-    from quant.kernels.triton_kernels import Launcher
+    from ckptkit.quant.kernels.triton_kernels import Launcher
 
 Pair = tuple[str, Tensor]
 _BLOCKS: Mapping[str, tuple[int, int]] = {"fp8": (128, 128), "mxfp8": (1, 32)}
@@ -86,7 +86,7 @@ class Int4Form:
         Groups follow one another, so that a matrix and one with its axes swapped share one.
         """
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from quant.kernels.triton_kernels import launcher
+        from ckptkit.quant.kernels.triton_kernels import launcher
 
         rows, columns = weight.shape
         return launcher(self.scheme, rows, columns, weight.dtype)
@@ -132,13 +132,13 @@ class Fp8Form:
 
     def has_kernel(self, weight: Tensor) -> bool:
         """As `Int4Form.has_kernel`."""
-        from quant.kernels.triton_kernels import has_kernel
+        from ckptkit.quant.kernels.triton_kernels import has_kernel
 
         return has_kernel(weight, self.block)
 
     def launcher(self, weight: Tensor) -> Launcher:
         """As `Int4Form.launcher`."""
-        from quant.kernels.triton_kernels import fp8_launcher
+        from ckptkit.quant.kernels.triton_kernels import fp8_launcher
 
         return fp8_launcher(weight, self.block, self.rounding)
 

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from quant.formats.scheme import Grid, read_scheme
-from quant.online.form import Form, Fp8Form, Int4Form, fp8_form, refuse_nvfp4
-from quant.online.served import served, served_in_fp8
+from ckptkit.quant.formats.scheme import Grid, read_scheme
+from ckptkit.quant.online.form import Form, Fp8Form, Int4Form, fp8_form, refuse_nvfp4
+from ckptkit.quant.online.served import served, served_in_fp8
 
 if TYPE_CHECKING:
-    from quant.online.cuda import BucketPlan
+    from ckptkit.quant.online.cuda import BucketPlan
 
 # Names and tensors for one call of load_weights. Parts of a packed weight come in the order packed, scale, shape.
 Bucket = Sequence[tuple[str, Tensor]]
@@ -106,7 +106,7 @@ class OnlineQuantizer:
         if not any(tensor.is_cuda for _, tensor in pairs):
             return None
         # Imported here because it needs Triton, which comes with CUDA builds of torch.
-        from quant.online.cuda import plan_bucket
+        from ckptkit.quant.online.cuda import plan_bucket
 
         return plan_bucket(pairs, known, self.served.packed, self.form)
 
@@ -114,8 +114,8 @@ class OnlineQuantizer:
 class Session:
     """Quantizes one update of all weights: `add` in any order, send the buckets it returns, then `finish`.
 
-    SGLang discards INT4 experts before an update (`quant.online.sglang_reload`): `finish` raises if one was left out.
-    A tensor may wait for others: do not change it before its bucket is returned.
+    SGLang discards INT4 experts before an update (`ckptkit.quant.online.sglang_reload`): `finish` raises if one was
+    left out. A tensor may wait for others: do not change it before its bucket is returned.
     """
 
     def __init__(self, quantizer: OnlineQuantizer) -> None:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.hf_names import GATE_UP, LATENT_DOWN, QKV
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import HfCheckpoint, shard_names
-from converters.hf_names import GATE_UP, LATENT_DOWN, QKV
-from quant.formats.packing import CODES_PER_WORD
-from quant.formats.part_names import FP8_SCALE_INV, INT4_ENDINGS, PACKED, packed_in, unpacked_name
-from quant.formats.scheme import QuantScheme
-from quant.ignore.matching import ignored
-from quant.ignore.names import ignore_options, spell
+from ckptkit.quant.formats.packing import CODES_PER_WORD
+from ckptkit.quant.formats.part_names import FP8_SCALE_INV, INT4_ENDINGS, PACKED, packed_in, unpacked_name
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.matching import ignored
+from ckptkit.quant.ignore.names import ignore_options, spell
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -167,8 +167,8 @@ def _weights(names: Collection[str] | None, config: Mapping[str, Any]) -> tuple[
         parts = {module + part for module in modules for part in INT4_ENDINGS if part != PACKED}
         return {unpacked_name(name): name.endswith(PACKED) for name in names if name not in parts}, True
     # Imported here because they import transformers, which takes seconds.
-    from quant.ignore.select import packed_modules
-    from quant.ignore.tree import class_tree
+    from ckptkit.quant.ignore.select import packed_modules
+    from ckptkit.quant.ignore.tree import class_tree
 
     tree, packed = class_tree(config), packed_modules((), config)
     return {f"{module}.weight": module in packed for module in (*sorted(tree.linears), *tree.others)}, False

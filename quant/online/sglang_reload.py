@@ -4,7 +4,7 @@ After loading, SGLang repacks routed experts for Marlin's kernels. Its class for
 but 0.5.16 never calls that and has no request for it. (Later versions have `begin_weight_update` and
 `end_weight_update`; use those there.) Start the engine with
 
-    --custom-weight-loader quant.online.sglang_reload.begin quant.online.sglang_reload.end
+    --custom-weight-loader ckptkit.quant.online.sglang_reload.begin ckptkit.quant.online.sglang_reload.end
 
 Call `update_weights_from_tensor` without tensors before and after the buckets, with the first and the second name as
 `load_format`. SGLang calls the function in every rank as `loader(model, named_tensors)`. It catches no exception there:
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from quant.formats.part_names import WEIGHT_PACKED
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED
 
 _RELOADABLE = "CompressedTensorsWNA16MoE"
 
@@ -49,7 +49,8 @@ def end(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     opened = [module for module in packed if not getattr(module, "is_marlin_converted", False)]
     if packed and not opened:
         raise CkptkitError(
-            "no experts wait to be repacked", "send quant.online.sglang_reload.begin before the weights of every update"
+            "no experts wait to be repacked",
+            "send ckptkit.quant.online.sglang_reload.begin before the weights of every update",
         )
     for module in opened:
         workspace = module.workspace

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_json
-from quant.formats.part_names import packed_in
-from quant.formats.scheme import Grid
-from quant.online.quantizer import Bucket, Named, OnlineQuantizer, check_complete
+from ckptkit.quant.formats.part_names import packed_in
+from ckptkit.quant.formats.scheme import Grid
+from ckptkit.quant.online.quantizer import Bucket, Named, OnlineQuantizer, check_complete
 
 
 def quantize_params(converted_named_params: Named, checkpoint: str | Path, grid: Grid | None = None) -> Bucket:

@@ -14,21 +14,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
-from converters.stored import as_stored
-from quant.engines.registry import engine_class
-from quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
-from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.ignore import tiles
-from quant.ignore.select import select_eight_bit, sharing_a_scale
-from quant.ignore.tree import class_tree
-from quant.kernels.float_roundings import Fp8Weight, blocks_of
-from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
-from quant.kernels.rounding_error import float_error
-from quant.patterns import check_entries
-from quant.schemes.interface import Request, SquaredError
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.floats.layout import Layout, compressed_nvfp4, modelopt_nvfp4, mxfp4
+from ckptkit.quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
+from ckptkit.quant.ignore import tiles
+from ckptkit.quant.ignore.select import select_eight_bit, sharing_a_scale
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.quant.kernels.float_roundings import Fp8Weight, blocks_of
+from ckptkit.quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from ckptkit.quant.kernels.rounding_error import float_error
+from ckptkit.quant.patterns import check_entries
+from ckptkit.quant.schemes.interface import Request, SquaredError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,8 +89,9 @@ _KINDS: Mapping[str, _Kind] = MappingProxyType(
 class FloatScheme:
     """How weights become 8-bit or 4-bit floats, and which modules do not.
 
-    `rounding` is the writer whose bytes are wanted, of `quant.kernels.float_roundings`; None: the first that the scheme
-    has. Raises CkptkitError for a name or a rounding that is not known, and patterns that `check_entries` refuses.
+    `rounding` is the writer whose bytes are wanted, of `ckptkit.quant.kernels.float_roundings`; None: the first that
+    the scheme has. Raises CkptkitError for a name or a rounding that is not known, and patterns that `check_entries`
+    refuses.
     """
 
     is_slow: ClassVar[bool] = False  # whether one core does not keep up with a disk

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
-from quant.ignore.readers import ALL_READERS
+from ckptkit.quant.ignore.readers import ALL_READERS
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Request:
     stored: Checkpoint | None = None
     # "rl" packs routed experts alone, which both SGLang and vLLM can be updated with.
     preset: Literal["rl"] | None = None
-    # Those of `quant.ignore.readers.READERS` who must agree on what is packed.
+    # Those of `ckptkit.quant.ignore.readers.READERS` who must agree on what is packed.
     readers: Sequence[str] = ALL_READERS
     # A tensor parallel size that the kernels of SGLang must be able to load.
     tp: int | None = None

@@ -1,6 +1,6 @@
 """The schemes of quantization by name. Imports no torch: a scheme's module is loaded when it is used.
 
-Reading its weights back is a `Format` of `quant.formats`.
+Reading its weights back is a `Format` of `ckptkit.quant.formats`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 from ckptkit.core.checkpoint import Checkpoint
-from quant.schemes.interface import Request
+from ckptkit.quant.schemes.interface import Request
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quant.formats.scheme import QuantScheme
-    from quant.schemes.floats import FloatScheme, FloatWeights
-    from quant.schemes.w4a16 import PackedWeights
+    from ckptkit.quant.formats.scheme import QuantScheme
+    from ckptkit.quant.schemes.floats import FloatScheme, FloatWeights
+    from ckptkit.quant.schemes.w4a16 import PackedWeights
 
 # What a user asks for, as data; the constructor refuses contradictions.
 Scheme: TypeAlias = "QuantScheme | FloatScheme"
@@ -28,7 +28,7 @@ Packing: TypeAlias = "PackedWeights | FloatWeights"
 
 
 class SchemeModule(Protocol):
-    """What a module of `quant.schemes` has."""
+    """What a module of `ckptkit.quant.schemes` has."""
 
     def from_options(self, name: str, given: dict[str, Any], reference: str | Path | None) -> Scheme:
         """Makes the scheme called `name` of command line options, which it takes out of `given`.
@@ -47,12 +47,12 @@ DEFAULT = "w4a16"  # of `ckptkit quantize`
 # By the name that `--quantize` takes.
 _MODULES: Mapping[str, str] = MappingProxyType(
     {
-        "w4a16": "quant.schemes.w4a16",
-        "fp8-block": "quant.schemes.floats",
-        "fp8-channel": "quant.schemes.floats",
-        "mxfp8": "quant.schemes.floats",
-        "mxfp4": "quant.schemes.floats",
-        "nvfp4": "quant.schemes.floats",
+        "w4a16": "ckptkit.quant.schemes.w4a16",
+        "fp8-block": "ckptkit.quant.schemes.floats",
+        "fp8-channel": "ckptkit.quant.schemes.floats",
+        "mxfp8": "ckptkit.quant.schemes.floats",
+        "mxfp4": "ckptkit.quant.schemes.floats",
+        "nvfp4": "ckptkit.quant.schemes.floats",
     }
 )
 NAMES = tuple(_MODULES)
@@ -60,8 +60,8 @@ UNQUANTIZED = "none"  # of `ckptkit quantize`: no scheme, so that a quantized so
 # Command line options, by their parameters' names, that only the schemes of one module have.
 _OPTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "quant.schemes.w4a16": ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"),
-        "quant.schemes.floats": ("rounding", "exact"),
+        "ckptkit.quant.schemes.w4a16": ("group_size", "grid", "asymmetric", "search", "scale_dtype", "tp"),
+        "ckptkit.quant.schemes.floats": ("rounding", "exact"),
     }
 )
 

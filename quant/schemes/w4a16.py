@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name, torch_dtype
 from ckptkit.core.errors import CkptkitError
@@ -23,10 +24,9 @@ from ckptkit.core.plan import require
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.remote import config_at
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from converters.stored import as_stored
-from quant.engines.registry import engine_class
-from quant.formats.grids import check, dequantize
-from quant.formats.packing import (
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.grids import check, dequantize
+from ckptkit.quant.formats.packing import (
     CODES_PER_WORD,
     Packed,
     check_zero_point_layout,
@@ -36,16 +36,16 @@ from quant.formats.packing import (
     pack_zero_point,
     unpack_zero_point,
 )
-from quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
-from quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
-from quant.ignore import tiles
-from quant.ignore.matching import ignored
-from quant.ignore.select import default_ignore, nothing_left, resolve
-from quant.ignore.tiles import refuse_for_transformers
-from quant.ignore.tree import class_tree
-from quant.kernels.dispatch import quantize_pack
-from quant.kernels.rounding_error import int4_error
-from quant.schemes.interface import Request, SquaredError
+from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, ZERO_POINT, packed_in
+from ckptkit.quant.formats.scheme import GRIDS, KEPT_SCALES, Grid, QuantScheme, Search, parse, quantization_config
+from ckptkit.quant.ignore import tiles
+from ckptkit.quant.ignore.matching import ignored
+from ckptkit.quant.ignore.select import default_ignore, nothing_left, resolve
+from ckptkit.quant.ignore.tiles import refuse_for_transformers
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.quant.kernels.dispatch import quantize_pack
+from ckptkit.quant.kernels.rounding_error import int4_error
+from ckptkit.quant.schemes.interface import Request, SquaredError
 
 _BLOCK = 1 << 20  # weights at a time: temporaries stay in the cache
 
@@ -66,8 +66,8 @@ def stored_scheme(config: Mapping[str, Any]) -> StoredScheme | None:
 
     Raises CkptkitError for a quantization that ckptkit cannot read.
     """
-    from quant.formats.dequantize import format_of
-    from quant.formats.packing import PackedInt4
+    from ckptkit.quant.formats.dequantize import format_of
+    from ckptkit.quant.formats.packing import PackedInt4
 
     if quantization_of(config) is None or not isinstance(form := format_of(config), PackedInt4):
         return None
@@ -193,7 +193,7 @@ class PackedWeights:
     device: str = "cpu"
     # An INT4 checkpoint with the same groups, whose scales are kept where they still give the weight.
     reference: Checkpoint | None = None
-    # Whether zero points of routed experts are stored in the layout of SGLang (`quant.formats.packing`).
+    # Whether zero points of routed experts are stored in the layout of SGLang (`ckptkit.quant.formats.packing`).
     sglang_experts: bool = False
     # Whether scales of `reference` may be on another grid than that of the scheme.
     kept_scales: bool = False

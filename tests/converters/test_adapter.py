@@ -17,12 +17,12 @@ from support.nightly import daily
 from torch import Tensor, nn
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.converters.adapter import Adapter
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.adapter import Adapter
-from quant.schemes.w4a16 import int4_scheme
-from verify.run import verify
+from ckptkit.quant.schemes.w4a16 import int4_scheme
+from ckptkit.verify.run import verify
 
 pytestmark = [pytest.mark.usefixtures("peft_here"), pytest.mark.filterwarnings("ignore:(The following|Setting)")]
 

@@ -12,10 +12,10 @@ from mutations.edits import edit_config
 from transformers import CONFIG_MAPPING
 
 from ckptkit.app.api import convert
+from ckptkit.converters.registry import FAMILIES, family_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
-from converters.registry import FAMILIES, family_of
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 # `model_type` and `architectures` of published config.json files that transformers has no class of, or another.
 PUBLISHED = {

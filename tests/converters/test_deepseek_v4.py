@@ -17,7 +17,7 @@ from support import floats, models
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ckptkit.app.api import inspect
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 NAME = "deepseek_v4"
 CASE = UNWITNESSED[NAME]

@@ -25,10 +25,10 @@ from support.nightly import daily
 from torch import Tensor
 
 from ckptkit.app.api import convert
+from ckptkit.converters.planner import rules_of
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS
-from converters.planner import rules_of
-from converters.registry import FAMILIES
 
 TOLERANCE = 1e-4
 FUSED = ("qwen3_moe", "deepseek_v3", "gpt_oss-v4")  # of those whose experts may be stored as one tensor

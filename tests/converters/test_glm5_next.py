@@ -16,7 +16,7 @@ from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 LINEAR: dict[str, Any] = config_of(UNWITNESSED["glm5_next"])["text_config"]["linear_attn_config"]
 DRAFT = "model.language_model.layers.12."

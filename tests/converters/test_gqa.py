@@ -15,11 +15,11 @@ from families.gqa import LLAMA3_ROPE
 from families.table import config_of
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.ops.basic import Copy
+from ckptkit.converters.planner import dims_of, rules_of, to_megatron
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.megatron.arguments import megatron_args
-from converters.ops.basic import Copy
-from converters.planner import dims_of, rules_of, to_megatron
 
 Config = dict[str, Any]
 

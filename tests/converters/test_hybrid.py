@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.app.api import convert
+from ckptkit.converters.experts import fuse, is_fused
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.megatron.parallel import ParallelSizes, refusals
+from ckptkit.converters.planner import dims_of, expected_hf, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.experts import fuse, is_fused
-from converters.megatron.arguments import megatron_args
-from converters.megatron.parallel import ParallelSizes, refusals
-from converters.planner import dims_of, expected_hf, rules_of
-from verify.checks.config.arguments import mismatches
+from ckptkit.verify.checks.config.arguments import mismatches
 
 Config = dict[str, Any]
 

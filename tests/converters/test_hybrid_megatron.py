@@ -12,14 +12,14 @@ from support.megatron_saves import Save, save_with_megatron
 from test_hybrid import four_layers, tensors_of
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import read_metadata
-from converters.megatron.parallel import ParallelSizes
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses.megatron.run import run_megatron
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.megatron.run import run_megatron
 
 require_megatron()
 

@@ -19,14 +19,14 @@ from support.installed import require_megatron
 from support.nightly import daily
 
 from ckptkit.app.api import convert, inspect, model_arguments
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.megatron.hybrid_model import as_gpt_args, hybrid_pattern, is_hybrid, needs_release, with_stages
+from ckptkit.converters.megatron.pipeline import Pipeline
+from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.megatron.hybrid_model import as_gpt_args, hybrid_pattern, is_hybrid, needs_release, with_stages
-from converters.megatron.pipeline import Pipeline
-from converters.planner import dims_of, rules_of
-from verify.checks.config.arguments import mismatches
+from ckptkit.verify.checks.config.arguments import mismatches
 
 TOLERANCE = 1e-5
 # Linear attention is computed in another order by the two; GPTModel's logits differ from transformers' by as much.

@@ -18,17 +18,17 @@ from families.case import save
 from families.table import config_of
 
 from ckptkit.app.api import convert
+from ckptkit.converters.families.deepseek_v32 import RotaryLast
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.families.deepseek_v32 import RotaryLast
-from converters.megatron.arguments import megatron_args
-from converters.planner import dims_of, rules_of
-from verify.checks.config.arguments import mismatches
-from verify.checks.witnesses.megatron import right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses.megatron.run import run_megatron
+from ckptkit.verify.checks.config.arguments import mismatches
+from ckptkit.verify.checks.witnesses.megatron import right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.megatron.run import run_megatron
 
 Config = dict[str, Any]
 SINCE_0_19 = find_spec("megatron") is not None and tuple(map(int, version("megatron-core").split(".")[:2])) >= (0, 19)

@@ -16,10 +16,10 @@ from support.fixture_types import PathOf
 from support.quantized import E2M1
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.planner import dims_of
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 STATE = "language_model.model.layers.4.self_attn.A_log"
 LAYER = "language_model.model.layers.5.block_sparse_moe."

@@ -17,21 +17,21 @@ from releases.record import load
 from support import models
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.converters.config.values import language_part
+from ckptkit.converters.experts import unfuse
+from ckptkit.converters.megatron.argument_table import BY_NAME
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.megatron.hybrid_model import as_gpt_args
+from ckptkit.converters.megatron.parallel import ParallelSizes, check_sizes
+from ckptkit.converters.open import open_checkpoint
+from ckptkit.converters.ops.basic import GateUpInOne
+from ckptkit.converters.planner import dims_of, to_megatron
+from ckptkit.converters.registry import family_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import write_config
-from converters.config.values import language_part
-from converters.experts import unfuse
-from converters.megatron.argument_table import BY_NAME
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.megatron.hybrid_model import as_gpt_args
-from converters.megatron.parallel import ParallelSizes, check_sizes
-from converters.open import open_checkpoint
-from converters.ops.basic import GateUpInOne
-from converters.planner import dims_of, to_megatron
-from converters.registry import family_of
-from quant.formats.scheme import QuantScheme
-from verify.checks.config.arguments import mismatches
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.checks.config.arguments import mismatches
 
 GPT_OSS_20B, GLM4_9B, GEMMA3_4B = (
     dict(load(name).config) for name in ("openai/gpt-oss-20b", "THUDM/GLM-4-9B-0414", "google/gemma-3-4b-it")

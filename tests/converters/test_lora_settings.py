@@ -21,12 +21,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from ckptkit.app.api import convert, inspect
+from ckptkit.converters.adapter import Adapter
+from ckptkit.converters.lora_settings import APPLIED, FIELDS, HARMLESS
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.adapter import Adapter
-from converters.lora_settings import APPLIED, FIELDS, HARMLESS
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 pytestmark = [
     pytest.mark.usefixtures("peft_here"),
@@ -202,7 +202,7 @@ def test_factors_that_peft_drops_are_named_with_the_field(
         findings = [one for one in verify(adapter, source=root / "base").findings if one.severity == "error"]
         assert {one.code for one in findings} == {code}
         assert any(all(field in one.actual for field in fields) and "lora_A" in str(one.tensor) for one in findings)
-        monkeypatch.setattr("verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)
+        monkeypatch.setattr("ckptkit.verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)
     with pytest.raises(CkptkitError, match="PEFT drops"):
         verify(root / "base", source=root / "base", adapter=adapter)
 
@@ -449,7 +449,7 @@ def test_magnitudes_that_contradict_the_field_are_found_without_a_base(
         (finding,) = verify(adapter).findings
         assert (finding.code, finding.severity) == (code, "error")
         assert words in finding.expected or (code == "CK132" and "magnitude_vector" in str(finding.tensor))
-        monkeypatch.setattr("verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)
+        monkeypatch.setattr("ckptkit.verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)
 
 
 # Adapters that change nothing: what is changed of which, and the code that says so, if any.

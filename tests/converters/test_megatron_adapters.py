@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemWriter, save
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import DamagedError, UnsupportedError, UsageError
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 LAYER = "decoder.layers.3.self_attention"
 

@@ -21,21 +21,21 @@ from support.messages import text_with
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.megatron.parallel import ParallelSizes, check_sizes
+from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.megatron.arguments import megatron_args
-from converters.megatron.parallel import ParallelSizes, check_sizes
-from converters.planner import dims_of, rules_of
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.megatron.slices import Position, compare_slice
-from verify.witnesses.process.interpreter import Interpreter
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.megatron import run as megatron_run
+from ckptkit.verify.witnesses.megatron.run import run_megatron
+from ckptkit.verify.witnesses.megatron.slices import Position, compare_slice
+from ckptkit.verify.witnesses.process.interpreter import Interpreter
 
 Config = dict[str, Any]
 LAYER = "decoder.layers.11."

@@ -15,13 +15,13 @@ from families.nemotron_h import PATTERN
 from support import models
 
 from ckptkit.app.api import convert, inspect, model_arguments
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.planner import dims_of, own_dialect, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import package_release
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.planner import dims_of, own_dialect, rules_of
-from quant.engines.transformers_class import unlike_transformers
-from verify.checks.config.arguments import differing, mismatches
+from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.verify.checks.config.arguments import differing, mismatches
 
 LATENT = "nemotron_h-latent"
 

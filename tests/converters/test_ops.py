@@ -10,11 +10,11 @@ import torch
 from families import CASES
 from torch import Tensor
 
+from ckptkit.converters.config.dims import LinearAttention
+from ckptkit.converters.ops.basic import ByKeyHead, Copy, GatedQkv, GateUp, MinusOne, Op, Qkv, StackedRows, SwapHalves
+from ckptkit.converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
+from ckptkit.converters.planner import DIALECTS, mappings_of
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import LinearAttention
-from converters.ops.basic import ByKeyHead, Copy, GatedQkv, GateUp, MinusOne, Op, Qkv, StackedRows, SwapHalves
-from converters.ops.shapes import Shape, ShapeOnly, cat, shape_of
-from converters.planner import DIALECTS, mappings_of
 
 
 def rows(*numbers: int) -> torch.Tensor:

@@ -15,10 +15,10 @@ from support.fixture_types import PathOf
 from torch import Tensor
 
 from ckptkit.app.api import convert
+from ckptkit.converters.planner import dims_of, expected_hf, rules_of, to_hf, to_megatron
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.planner import dims_of, expected_hf, rules_of, to_hf, to_megatron
 
 
 class Headers:

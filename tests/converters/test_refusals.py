@@ -11,8 +11,8 @@ import pytest
 from families import HF_CASES
 from families.table import config_of
 
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
-from converters.planner import dims_of
 
 # By test model, the keys of the language model that have one value in every release.
 FIXED = {

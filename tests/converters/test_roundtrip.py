@@ -18,14 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.converters.open import open_checkpoint
+from ckptkit.converters.planner import to_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.open import open_checkpoint
-from converters.planner import to_hf
-from quant.formats.scheme import QuantScheme
-from verify.core.report import Report
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
 
 
 def test_convert_back_from_a_moved_iteration_needs_hf(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:

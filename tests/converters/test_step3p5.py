@@ -16,8 +16,8 @@ from support import floats, models
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
-from verify.run import verify
-from verify.witnesses.loading.names import routers
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading.names import routers
 
 
 def test_routers_are_those_of_the_layers_with_experts() -> None:

@@ -27,20 +27,20 @@ from support.sglang_sizes import widened
 
 from ckptkit.app.api import convert, inspect, model_arguments, quantize
 from ckptkit.app.cli import main
+from ckptkit.converters.experts import is_fused, unfuse
+from ckptkit.converters.passthrough import passthrough_names
+from ckptkit.converters.planner import dims_of, expected_hf
+from ckptkit.converters.registry import FAMILIES
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.core.plan import View
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
-from converters.experts import is_fused, unfuse
-from converters.passthrough import passthrough_names
-from converters.planner import dims_of, expected_hf
-from converters.registry import FAMILIES
-from converters.stored import as_stored
-from quant.engines.registry import engine_class
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from quant.schemes.floats import FloatScheme
-from verify.run import verify
-from verify.witnesses.loading.names import routers
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading.names import routers
 
 TOLERANCE = 1e-4
 NAMED = [name for name, case in UNWITNESSED.items() if FAMILIES[config_of(case)["model_type"]].unwitnessed.names]

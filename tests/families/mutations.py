@@ -8,7 +8,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from converters.planner import Rule
+from ckptkit.converters.planner import Rule
 
 Tensors = Mapping[str, Tensor]
 

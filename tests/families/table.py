@@ -13,10 +13,10 @@ from typing import Any
 
 from support import sglang_cpu_families, vllm_cpu_families
 
-from converters.family import ModelFamily, Release
-from converters.megatron.hybrid_model import gpt_only
-from converters.planner import dims_of
-from converters.registry import FAMILIES
+from ckptkit.converters.family import ModelFamily, Release
+from ckptkit.converters.megatron.hybrid_model import gpt_only
+from ckptkit.converters.planner import dims_of
+from ckptkit.converters.registry import FAMILIES
 from families import HF_CASES
 from families.case import Case
 
@@ -54,6 +54,7 @@ def rows() -> Iterator[tuple[str, ...]]:
         sizes = [dims_of(config_of(case)) for case in cases.values()]
         hybrid, alone = any(not list(gpt_only(one)) for one in sizes), any(one.pattern for one in sizes)
         module = family.read_dims.__module__
+        file = module.removeprefix("ckptkit.").replace(".", "/")
         dialects = ", ".join([*([] if alone else ["mcore"]), *family.dialects, *(["hybrid"] if hybrid else [])])
         if family.unwitnessed is not None:
             witnesses = {f"nothing of Megatron: {family.unwitnessed.reason}": None, **dict.fromkeys(engines(cases))}
@@ -61,7 +62,7 @@ def rows() -> Iterator[tuple[str, ...]]:
             dialects = f"`--unwitnessed`: {names}'s names" if names else "none: no names are settled"
         yield (
             f"`{model_type}`",
-            f"[{Path(sys.modules[module].__file__ or '').name}](../{module.replace('.', '/')}.py)",
+            f"[{Path(sys.modules[module].__file__ or '').name}](../{file}.py)",
             ", ".join(cases),
             "; ".join(witnesses),
             "; ".join(dict.fromkeys(case.mtp_witness for case in cases.values() if case.mtp)) if mtp else "",

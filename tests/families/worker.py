@@ -53,8 +53,8 @@ def main() -> None:
     """The files of question and answer."""
     from support.megatron_layers import compute_layers
 
-    from converters.megatron.parallel import ParallelSizes
-    from verify.witnesses.megatron.model import connect
+    from ckptkit.converters.megatron.parallel import ParallelSizes
+    from ckptkit.verify.witnesses.megatron.model import connect
 
     question, answer = map(Path, sys.argv[1:])
     connect(ParallelSizes(), 0, str(question.with_name("store")))
@@ -63,18 +63,18 @@ def main() -> None:
 
 
 def _answer(question: dict[str, Any]) -> dict[str, Any]:
+    from ckptkit.converters.megatron.hybrid_model import is_hybrid
+    from ckptkit.converters.megatron.module_names import global_name
+    from ckptkit.converters.megatron.parallel import ParallelSizes
+    from ckptkit.converters.planner import dims_of, rules_of, to_megatron
     from ckptkit.formats.detect import locate
     from ckptkit.formats.hf.reader import HfCheckpoint
     from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-    from converters.megatron.hybrid_model import is_hybrid
-    from converters.megatron.module_names import global_name
-    from converters.megatron.parallel import ParallelSizes
-    from converters.planner import dims_of, rules_of, to_megatron
+    from ckptkit.verify.witnesses.megatron import model as megatron_model
+    from ckptkit.verify.witnesses.megatron.process import held_by, load_chunks
+    from ckptkit.verify.witnesses.megatron.slices import layers_of_chunk
     from families.layers import of_last_layer, recorded_layers, replaced, reused_layers, untouched
     from families.mutations import mutations
-    from verify.witnesses.megatron import model as megatron_model
-    from verify.witnesses.megatron.process import held_by, load_chunks
-    from verify.witnesses.megatron.slices import layers_of_chunk
 
     source = HfCheckpoint(question["hf"])
     dims, tokens = dims_of(source.config), question["tokens"]
@@ -125,7 +125,7 @@ def _answer(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _logits(model: Any, tokens: Tensor, dims: Any) -> tuple[Tensor, Tensor | None]:
-    from verify.witnesses.megatron import model as megatron_model
+    from ckptkit.verify.witnesses.megatron import model as megatron_model
 
     *mtp, logits = (found[..., : dims.vocab] for found in megatron_model.all_logits(model, tokens))
     return logits, torch.cat(mtp) if mtp else None

@@ -22,10 +22,21 @@ from ckptkit.app.cli import main as ckptkit
 _IMPORTS = (
     *("torch", "torch.distributed.checkpoint", "safetensors.torch", "compressed_tensors", "transformers"),
     *("ckptkit.app.api", "ckptkit.app.conversion", "ckptkit.app.inspection", "numba"),
-    *("quant.ignore.lint", "quant.kernels.cpu", "quant.planner", "converters.planner"),
+    *("ckptkit.quant.ignore.lint", "ckptkit.quant.kernels.cpu", "ckptkit.quant.planner", "ckptkit.converters.planner"),
     *("ckptkit.app.cli.conversion", "ckptkit.app.cli.inspection"),
-    *("ckptkit.app.cli.verification", "verify.run", "verify.launch.preflight", "verify.diff.diff", "verify.diff.text"),
-    *("verify.reports", "verify.reports.render", "verify.reports.html", "verify.triage.triage"),
+    *(
+        "ckptkit.app.cli.verification",
+        "ckptkit.verify.run",
+        "ckptkit.verify.launch.preflight",
+        "ckptkit.verify.diff.diff",
+        "ckptkit.verify.diff.text",
+    ),
+    *(
+        "ckptkit.verify.reports",
+        "ckptkit.verify.reports.render",
+        "ckptkit.verify.reports.html",
+        "ckptkit.verify.triage.triage",
+    ),
 )
 _NOBODY = 65534
 _PR_SET_KEEPCAPS, _CAP_DAC_READ_SEARCH = 8, 2

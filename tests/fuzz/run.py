@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 CORPUS = Path(__file__).parent / "corpus"
-_PACKAGES = ["ckptkit", "converters", "quant", "verify"]
+_PACKAGES = ["ckptkit"]
 _SECONDS, _MIB = 60, 3072  # of one input by the clock, which others may use too, and of a process
 _IN_MEMORY = Path("/dev/shm")
 _VALUES: list[Any] = [

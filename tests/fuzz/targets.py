@@ -18,6 +18,7 @@ from zipfile import ZIP_STORED, ZipFile
 
 import safetensors
 
+from ckptkit.converters.planner import dims_of, mappings_of, rules_of
 from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import program_version
@@ -28,19 +29,18 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
 from ckptkit.formats.torch_save.saved_file import SavedFile
+from ckptkit.quant.patterns import check_entries, matcher
 from ckptkit.transfer.manifest import read_manifest
-from converters.planner import dims_of, mappings_of, rules_of
-from quant.patterns import check_entries, matcher
-from verify.launch.job import Launch
-from verify.launch.options.arguments import parse_arguments
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.files import compose
-from verify.launch.settings.overrides import applied
-from verify.launch.shell import values
-from verify.launch.shell.read import read_script
-from verify.launch.stacks.which import read_job
-from verify.launch.words import LaunchText, Word
-from verify.triage.triage import triage
+from ckptkit.verify.launch.job import Launch
+from ckptkit.verify.launch.options.arguments import parse_arguments
+from ckptkit.verify.launch.settings.config import Config, UnresolvedError
+from ckptkit.verify.launch.settings.files import compose
+from ckptkit.verify.launch.settings.overrides import applied
+from ckptkit.verify.launch.shell import values
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.stacks.which import read_job
+from ckptkit.verify.launch.words import LaunchText, Word
+from ckptkit.verify.triage.triage import triage
 
 Unit = Callable[[bytes], None]
 _NAMES = ("model.layers.0.mlp.gate", "lm_head", "model.layers.11.self_attn.q_proj.weight", "a", "")

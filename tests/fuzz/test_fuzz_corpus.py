@@ -12,9 +12,9 @@ from hostile.weights import PICKLES, RAW, ZIPS, _zip
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
+from ckptkit.verify.witnesses.rollouts.recorded import read_recording
 from fuzz.run import CORPUS
 from fuzz.targets import TARGETS
-from verify.witnesses.rollouts.recorded import read_recording
 
 _SMALL = 20_000  # bytes: larger ones are for the verbs
 _TABLES = (TEXTS, RAW, PICKLES, ZIPS, YAML, LOGS, {name: _zip(one) for name, one in PICKLES.items()})

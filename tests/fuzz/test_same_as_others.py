@@ -33,7 +33,7 @@ from ckptkit.core import json_text
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.shard import scan_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
-from verify.launch.settings.tree import Tree, parse_yaml
+from ckptkit.verify.launch.settings.tree import Tree, parse_yaml
 
 T = TypeVar("T")
 _FEW = settings(max_examples=250, deadline=None, derandomize=True, database=None)

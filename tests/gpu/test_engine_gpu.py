@@ -15,9 +15,9 @@ from support.quantized import small_groups_allowed
 from support.sglang_runs import int4_config, online_int4, written
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
-from quant.schemes.floats import FloatScheme
-from verify.core.report import Report
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.verify.core.report import Report
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from triton import language as tl
 
 from ckptkit.core.errors import CkptkitError
-from quant.kernels import triton_kernels
-from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
-from quant.kernels.floats import quantize_fp8, quantize_fp8_matrices, quantize_mxfp4, quantize_nvfp4
+from ckptkit.quant.kernels import triton_kernels
+from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from ckptkit.quant.kernels.floats import quantize_fp8, quantize_fp8_matrices, quantize_mxfp4, quantize_nvfp4
 
 pytestmark = [pytest.mark.timeout(600)]
 BLOCKS = list(ROUNDINGS_OF)

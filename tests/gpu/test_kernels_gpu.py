@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ckptkit.app import api
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import quantize
-from quant.formats.packing import Packed, pack, pack_zero_point
-from quant.formats.scheme import QuantScheme
-from quant.kernels.dispatch import quantize_pack
+from ckptkit.quant.formats.grids import quantize
+from ckptkit.quant.formats.packing import Packed, pack, pack_zero_point
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.kernels.dispatch import quantize_pack
 
 pytestmark = [pytest.mark.timeout(600)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verify.witnesses.loading.layouts.marlin import marlin_scales, marlin_weight
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin_scales, marlin_weight
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -11,16 +11,16 @@ import pytest
 import torch
 from support.fixture_types import PathOf
 
-from verify.checks.witnesses.behaviour import judge_run
-from verify.core.check import Tally
-from verify.core.subject import Subject
-from verify.evidence.expected import config_of
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses.megatron.run import Computed, run_megatron_logits
-from verify.witnesses.process import interpreter
-from verify.witnesses.reference.distance import distance
-from verify.witnesses.reference.run import prompts_of
+from ckptkit.verify.checks.witnesses.behaviour import judge_run
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.megatron.run import Computed, run_megatron_logits
+from ckptkit.verify.witnesses.process import interpreter
+from ckptkit.verify.witnesses.reference.distance import distance
+from ckptkit.verify.witnesses.reference.run import prompts_of
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 ENGINE = pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")

@@ -13,11 +13,11 @@ from support.online_model import config, names_of, release, same
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import quantize
-from quant.formats.packing import pack
-from quant.formats.scheme import QuantScheme
-from quant.kernels.floats import quantize_fp8
-from quant.online.quantizer import OnlineQuantizer
+from ckptkit.quant.formats.grids import quantize
+from ckptkit.quant.formats.packing import pack
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.kernels.floats import quantize_fp8
+from ckptkit.quant.online.quantizer import OnlineQuantizer
 
 pytestmark = [pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from support import models, online_engine
 from support.engine_models import for_marlin
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -9,8 +9,8 @@ from support import models
 from support.sglang_families import CLEAN
 from support.sglang_runs import Case, clean, run_cases
 
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

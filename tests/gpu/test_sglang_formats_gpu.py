@@ -13,8 +13,8 @@ import pytest
 from support.sglang_formats import IN_INT4, write_all
 from support.sglang_runs import Case, clean, refusal, run_cases
 
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -17,11 +17,11 @@ from support.sglang_runs import Case, checked, int4_config, online_int4, reporte
 from transformers import Qwen2Config
 
 from ckptkit.app.api import convert, quantize
-from quant.formats.scheme import QuantScheme
-from verify.checks.witnesses.loading import KEEP_ROUTER
-from verify.run import verify
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1500)]
 

@@ -13,9 +13,9 @@ from support.sglang_families import EXPERT
 from support.sglang_runs import LOST, Case, clean, reported, run_cases
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
-from verify.witnesses.loading.job import EngineSizes, LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),

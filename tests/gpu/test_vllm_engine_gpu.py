@@ -14,9 +14,9 @@ from support.live_faults import mistakes, reports
 from support.sglang_runs import written
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
-from verify.core.report import Report
-from verify.witnesses.process.interpreter import python_of
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.witnesses.process.interpreter import python_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 ALL = frozenset({"vllm", "engine", "update", "release-resume", "logits"})

@@ -14,8 +14,8 @@ from support.vllm_formats import CLEAN
 from support.vllm_runs import run_cases
 from support.vllm_steps import LABELS, Made, Steps, all_runs
 
-from verify.core.report import Report
-from verify.run import verify
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

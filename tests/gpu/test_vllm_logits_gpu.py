@@ -26,7 +26,7 @@ from support.vllm_logits import Answer, Asked, answers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from verify.witnesses.process.interpreter import python_of
+from ckptkit.verify.witnesses.process.interpreter import python_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(3000)]
 

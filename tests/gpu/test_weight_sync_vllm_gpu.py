@@ -15,7 +15,7 @@ from support.engine_models import SYNCED, synced
 from support.sync_faults import SLEEP, faults_of, mistakes, tensors_of
 from support.sync_vllm import outcomes, ways
 
-from verify.witnesses.process.interpreter import python_of
+from ckptkit.verify.witnesses.process.interpreter import python_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1500)]
 

@@ -17,7 +17,7 @@ from tokenizers.models import WordLevel
 from transformers import Qwen3MoeConfig
 
 from ckptkit.app.api import convert, make_manifest, quantize
-from quant.schemes.w4a16 import int4_scheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 
 _SIZES = {
     "vocab_size": 128,

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.app.hooks import check_launch
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.hooks import after_init, after_save, after_weight_write
-from converters.megatron.arguments import megatron_args
-from converters.planner import dims_of
 
 
 def _arguments(sound: str) -> dict[str, Any]:

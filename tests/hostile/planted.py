@@ -19,7 +19,7 @@ __import__(__name__)
 """
 NAMES = sorted(
     name
-    for name in {*sys.stdlib_module_names, *packages_distributions(), "ckptkit", "converters", "quant", "verify"}
+    for name in {*sys.stdlib_module_names, *packages_distributions(), "ckptkit"}
     if name.isidentifier() and name not in sys.builtin_module_names
 )
 

@@ -13,8 +13,8 @@ from support.libraries import ask_here
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
-from verify.evidence.side.compare import side_differences
-from verify.evidence.side_files import SideDifference, SideFiles
+from ckptkit.verify.evidence.side.compare import side_differences
+from ckptkit.verify.evidence.side_files import SideDifference, SideFiles
 
 Change = Callable[[Path], object]
 SPLIT = (
@@ -369,7 +369,7 @@ def test_code_outside_the_checkpoint_is_never_the_same(source: Path, tmp_path: P
 
 
 def test_without_the_libraries_values_decide(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.evidence.side.texts.find_spec", lambda name: None)
+    monkeypatch.setattr("ckptkit.verify.evidence.side.texts.find_spec", lambda name: None)
     copy = shutil.copytree(source, tmp_path / "copy")
     tokenizer(pre_tokenizer={"type": "Whitespace"})(copy)
     (found,) = side_differences(SideFiles(copy), SideFiles(source), "in the source")

@@ -33,7 +33,7 @@ def _is_cuda(value: Any) -> bool:
 
 def pretend_gpu() -> None:
     """Lets Megatron-LM parse its arguments, build, load and save where there is no GPU."""
-    from verify.witnesses.megatron.model import pretend_cuda
+    from ckptkit.verify.witnesses.megatron.model import pretend_cuda
 
     pretend_cuda()
     properties = SimpleNamespace(major=HOPPER[0], minor=HOPPER[1], name="cpu", total_memory=0, multi_processor_count=1)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from support.processes import TESTS, fork_ranks, run_module
 
-from converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.megatron.parallel import ParallelSizes
 from interop.cpu import pretend_gpu
 
 # Megatron-LM wants the second wherever it cuts tensors.
@@ -54,8 +54,9 @@ class Training:
 class Loaded:
     """What one rank held after `load_checkpoint`.
 
-    `verdicts` counts its tensors by verdict of `verify.witnesses.megatron.slices`; `wrong` names those not equal.
-    `strict` has an entry for each call of `load_state_dict`: Megatron-LM tries again with False where True fails.
+    `verdicts` counts its tensors by verdict of `ckptkit.verify.witnesses.megatron.slices`; `wrong` names those not
+    equal. `strict` has an entry for each call of `load_state_dict`: Megatron-LM tries again with False where True
+    fails.
     """
 
     iteration: int
@@ -88,7 +89,7 @@ def main() -> None:
     values = json.loads((folder / "job.json").read_text())
     training = Training(**{**values, "sizes": ParallelSizes(**values["sizes"])})
 
-    from verify.witnesses.megatron import process  # noqa: F401
+    from ckptkit.verify.witnesses.megatron import process  # noqa: F401
 
     sys.exit(not fork_ranks(training.sizes.world, partial(_rank, training, folder)))
 
@@ -100,10 +101,10 @@ def _rank(training: Training, folder: Path, rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
 
-    from converters.planner import dims_of
-    from verify.witnesses.loading.bits import poison
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
-    from verify.witnesses.megatron.process import held_by
+    from ckptkit.converters.planner import dims_of
+    from ckptkit.verify.witnesses.loading.bits import poison
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect
+    from ckptkit.verify.witnesses.megatron.process import held_by
 
     connect(training.sizes, rank, str(folder / "store"))
     globals_of(args)
@@ -163,9 +164,9 @@ def _held(chunks: Sequence[Any], training: Training, iteration: int, strict: lis
     import megatron.training.checkpointing
     from megatron.core.package_info import __version__
 
-    from converters.planner import dims_of
-    from verify.witnesses.megatron.process import reference_tensors, seen
-    from verify.witnesses.megatron.slices import Position
+    from ckptkit.converters.planner import dims_of
+    from ckptkit.verify.witnesses.megatron.process import reference_tensors, seen
+    from ckptkit.verify.witnesses.megatron.slices import Position
 
     reference = reference_tensors(Path(training.source), None)
     at = Position.here(dims_of(training.config).experts, True)

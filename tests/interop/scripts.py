@@ -153,7 +153,7 @@ def _latent_attention_in_the_local_spec() -> None:
     from megatron.core.models import backends
     from megatron.core.transformer import multi_latent_attention
 
-    from verify.witnesses.megatron.variants.attention import LatentDotProductAttention
+    from ckptkit.verify.witnesses.megatron.variants.attention import LatentDotProductAttention
 
     backends.DotProductAttention = LatentDotProductAttention
     if not isinstance(multi_latent_attention.TELinear, type):

@@ -16,12 +16,12 @@ from support.engine_models import saved
 
 import ckptkit
 from ckptkit.app.api import convert
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.planner import dims_of
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.planner import dims_of
+from ckptkit.quant.kernels.floats import quantize_fp8
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from interop.scripts import Outcome, Script
-from quant.kernels.floats import quantize_fp8
-from quant.schemes.floats import FloatScheme
-from quant.schemes.w4a16 import int4_scheme
 
 LOST = ["model.layers.12.embed_tokens.weight", "model.layers.12.shared_head.head.weight"]
 OF_THEIR_OWN_MODULES = {"qwen3_next", "qwen3_5_moe", "minimax_m2", "deepseek_v32", "glm_moe_dsa"}

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from verify.core.report import Finding
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.launch.preflight import preflight
 
 AR = "actor_rollout_ref"
 VERL = [

@@ -15,9 +15,9 @@ from support import models
 from support.engine_models import saved
 
 import ckptkit
+from ckptkit.quant.schemes.floats import FloatScheme
 from interop.beside import start_jobs
 from interop.releases import release
-from quant.schemes.floats import FloatScheme
 
 MODEL_FREE, EXPOSED = "model_free_ptq", "model_free_ptq, nothing ignored but lm_head"
 RTN, ASYMMETRIC, GPTQ, ORDERED = "RTN", "RTN, asymmetric", "GPTQ", "GPTQ, by importance of columns"

@@ -20,9 +20,9 @@ from support import models
 from support.fixture_types import PathOf
 
 from ckptkit.app.api import convert
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.megatron.parallel import ParallelSizes
-from converters.planner import dims_of
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.planner import dims_of
 from interop.megatron_training import Loaded, Training, run_training
 
 

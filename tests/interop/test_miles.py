@@ -9,9 +9,9 @@ import pytest
 from support import models
 
 import ckptkit
+from ckptkit.quant.schemes.floats import FloatScheme
 from interop.scripts import Outcome, Script, run_scripts
 from interop.slime_runs import Exports, megatron, quantize, release, shared
-from quant.schemes.floats import FloatScheme
 
 WHOLE = ("qwen2-tied", "llama", "qwen3_moe", "glm4_moe", "qwen3_next")
 

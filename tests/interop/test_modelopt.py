@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 
+from ckptkit.quant.kernels.floats import quantize_fp8, quantize_nvfp4
 from interop import beside
-from quant.kernels.floats import quantize_fp8, quantize_nvfp4
 
 
 def weights(dtype: torch.dtype) -> dict[str, Tensor]:

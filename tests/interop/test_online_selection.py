@@ -1,4 +1,4 @@
-"""What trainers' own online quantizers pack, tensor by tensor, against `quant.ignore.readers`.
+"""What trainers' own online quantizers pack, tensor by tensor, against `ckptkit.quant.ignore.readers`.
 
 `SLIME`, `MILES` and `VERL` name checkouts. Only the quantizers' files run, with a stand-in for the kernels.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from quant.ignore import matching, readers
+from ckptkit.quant.ignore import matching, readers
 
 _PROCESSORS = "backends/megatron_utils/megatron_to_hf/processors"
 _ROOT = "module.module.decoder.layers.3"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from releases.record import load
 
-from verify.core.report import Finding
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.launch.preflight import preflight
 
 CONFIG = json.loads(
     '{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, '

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from ckptkit.verify.core.report import CheckResult, Finding, Report, Severity
+from ckptkit.verify.run import verify
 from mutations.starts import Starts
-from verify.core.report import CheckResult, Finding, Report, Severity
-from verify.run import verify
 
 # What has to be read to see it, from cheap to expensive: headers and JSON, configuration, all bytes, a source too.
 Level = Literal["headers", "configuration", "values", "source"]

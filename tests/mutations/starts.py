@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.formats.torch_save.blob import Blob
+from ckptkit.quant.formats.scheme import QuantScheme
 from mutations.edits import INDEX, edit_common, saved
-from quant.formats.scheme import QuantScheme
 
 # Tied with biases, untied, softmax router, sigmoid router (fp32 bias) and MTP, latent attention with MTP, multimodal.
 MODELS = {

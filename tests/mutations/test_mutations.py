@@ -11,12 +11,12 @@ import pytest
 from support.messages import text_with
 from support.nightly import daily
 
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import Finding, Report
 from mutations import MUTATIONS
 from mutations.edits import edit_config
 from mutations.mutation import LEVELS, Mutation, Run, clean, level_of, missed, name_of, one_each, run, runs
 from mutations.starts import MODELS, Starts, labels
-from verify.core.check import all_checks
-from verify.core.report import Finding, Report
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "lab" / "failure-modes.md"
 MODES = [f"F{number}" for number in range(1, 31)]

@@ -24,17 +24,17 @@ from support.other_models import class_for, save_small, small_config
 from support.published import quantization
 
 from ckptkit.app.cli import cli
+from ckptkit.converters import by_class, class_in_transformers
+from ckptkit.converters.by_class import built_from, family_by_class, family_from
+from ckptkit.converters.class_in_transformers import build, describe
+from ckptkit.converters.planner import tied_head
+from ckptkit.converters.registry import FAMILIES, family_of
 from ckptkit.core.errors import CkptkitError, UnknownModelError
 from ckptkit.core.isolation import start_python
-from converters import by_class, class_in_transformers
-from converters.by_class import built_from, family_by_class, family_from
-from converters.class_in_transformers import build, describe
-from converters.planner import tied_head
-from converters.registry import FAMILIES, family_of
-from quant.engines.transformers_class import unlike_transformers
-from quant.ignore.tree import family_tree
-from verify.core.report import Report
-from verify.run import verify
+from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.quant.ignore.tree import family_tree
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
 
 # Dense, with experts in one tensor each or all in one, with a vision tower, with other layers than attention.
 TYPES = (
@@ -333,7 +333,7 @@ def test_an_error_of_our_own_is_no_verdict_on_the_config(tmp_path: Path, monkeyp
 def test_the_process_that_builds_the_class_ends_with_its_parent(tmp_path: Path) -> None:
     asker = (
         f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
-        "from pathlib import Path; from converters import by_class; from test_any_model import stand_in\n"
+        "from pathlib import Path; from ckptkit.converters import by_class; from test_any_model import stand_in\n"
         "by_class.start_python = stand_in(Path(sys.argv[1])); by_class.family_by_class({'model_type': 'olmo2'})"
     )
     parent = subprocess.Popen([sys.executable, "-c", asker, str(tmp_path / "pid")])

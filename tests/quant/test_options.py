@@ -16,10 +16,10 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.scheme import QuantScheme, read_scheme
-from quant.schemes.w4a16 import int4_scheme
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme, read_scheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 CASES = [
     (["--ignore", r"re:.*\.o_proj(\.weight)?$"], QuantScheme(128, "qmax7")),  # 320 input features

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import published
 
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.errors import CkptkitError
-from converters.registry import FAMILIES
-from quant.engines.sglang import CLASSES
-from quant.patterns import MAX_COSTLY, MAX_NAME, check_entries, check_lookups, matcher
+from ckptkit.quant.engines.sglang import CLASSES
+from ckptkit.quant.patterns import MAX_COSTLY, MAX_NAME, check_entries, check_lookups, matcher
 
 # Of releases, of llm-compressor's recipes, and of documentation, beside those of `published` and the families.
 RECIPES = [

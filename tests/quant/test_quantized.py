@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.scheme import QuantScheme, read_scheme
-from quant.ignore.select import packed_modules
-from quant.planner import quantized
-from quant.schemes.interface import Request
+from ckptkit.quant.formats.scheme import QuantScheme, read_scheme
+from ckptkit.quant.ignore.select import packed_modules
+from ckptkit.quant.planner import quantized
+from ckptkit.quant.schemes.interface import Request
 
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers import quantizer_finegrained_fp8
 
 from ckptkit.app.api import convert, inspect
+from ckptkit.converters.planner import to_megatron
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.planner import to_megatron
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 

@@ -22,13 +22,13 @@ from torch import bfloat16
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.formats.groups import refusals
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from quant.ignore.readers import SGLANG
-from verify.core.report import Report
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.formats.groups import refusals
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.ignore.readers import SGLANG
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
 FP4 = {**FP8, "num_bits": 4, "strategy": "group", "group_size": 32}

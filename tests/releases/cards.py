@@ -19,22 +19,22 @@ from ckptkit.app.api import inspect, model_arguments
 from ckptkit.app.forecast import START, Forecast, forecast_bytes
 from ckptkit.app.plan import ConversionPlan, make_plan
 from ckptkit.app.run_options import RunOptions, run_options
+from ckptkit.converters.megatron.arguments import launch_flags
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.plan import View
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.remote import opened
+from ckptkit.quant.formats.part_names import PACKED
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.names import matrices_of
+from ckptkit.quant.ignore.readers import INT4_READERS
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.storage.url import is_url
-from converters.megatron.arguments import launch_flags
-from converters.stored import as_stored
-from quant.formats.part_names import PACKED
-from quant.formats.scheme import QuantScheme
-from quant.ignore.names import matrices_of
-from quant.ignore.readers import INT4_READERS
-from quant.ignore.reading import read_all
-from quant.ignore.tree import class_tree
+from ckptkit.verify.run import verify
 from releases.header_only import write
 from releases.record import Release, load
-from verify.run import verify
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs/cards"
 MODELS = (

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.specs import fold
-from converters.registry import FAMILIES
 from releases.fold import saved_by_transformers
 from releases.record import load, models, unfolded
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from ckptkit.app.api import convert, inspect, model_arguments
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.errors import UnknownModelError, UnsupportedError
-from converters.registry import FAMILIES
-from quant.ignore.lint import lint
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.launch.preflight import preflight
 from releases.cards import MODELS as CARDS
 from releases.header_only import write
 from releases.record import Release, load
-from verify.launch.preflight import preflight
 
 # Those with the most tensors take as long as all others together, so a second process tests them.
 LARGE = (

@@ -16,7 +16,7 @@ from support.deltas import publish_chain, version_at
 from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 from reports.changes import on_checkpoint, without_tensors
 from reports.report import SOURCE, Case, Change
 

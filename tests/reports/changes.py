@@ -14,7 +14,7 @@ from support.floats import SPELLINGS, Spelling, write
 from torch import Tensor
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 from reports.report import SOURCE, Change
 
 

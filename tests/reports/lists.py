@@ -15,7 +15,7 @@ from support.quantized import one_target, widen
 from torch import Tensor
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 from reports.changes import (
     config,
     dropped,

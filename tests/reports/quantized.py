@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.dequantize import dequantized
-from quant.schemes.floats import FloatScheme
+from ckptkit.quant.formats.dequantize import dequantized
+from ckptkit.quant.schemes.floats import FloatScheme
 from reports.changes import (
     changed,
     dropped,

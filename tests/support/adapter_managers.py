@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from verify.witnesses.loading.engine import ModelBuild, Weights
-from verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.loading.engine import ModelBuild, Weights
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 
 SCRATCH = Path(mkdtemp(prefix="adapters-"))
 RANK = 8
@@ -37,7 +37,7 @@ class Holding:
 
 def in_sglang(base: Path, adapter: Path) -> dict[str, Tensor]:
     """What SGLang's manager holds on the CPU."""
-    engine: Any = import_module("verify.witnesses.sglang.adapter")
+    engine: Any = import_module("ckptkit.verify.witnesses.sglang.adapter")
     model = engine.build(ModelBuild(base, SCRATCH), Holding(engine), PhaseLog(SCRATCH / "report"))
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.lora import lora_manager
@@ -82,12 +82,12 @@ def parts_of(module: Any, rows: int) -> list[tuple[int, tuple[int, int]]]:
 
 def in_vllm(base: Path, adapter: Path) -> dict[str, Tensor]:
     """What vLLM's manager holds on the CPU."""
-    import_module("verify.witnesses.vllm.platform").choose_platform(SCRATCH)
+    import_module("ckptkit.verify.witnesses.vllm.platform").choose_platform(SCRATCH)
     from unittest.mock import patch
 
     from vllm.engine import arg_utils
 
-    engine: Any = import_module("verify.witnesses.vllm.adapter")
+    engine: Any = import_module("ckptkit.verify.witnesses.vllm.adapter")
     kept: dict[str, Any] = {}
     original, configure = arg_utils.EngineArgs, engine.configure
 

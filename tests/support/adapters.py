@@ -16,10 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from verify.witnesses.process.exit_report import ExitReport, PhaseLog
-from verify.witnesses.reference.adapter import run
-from verify.witnesses.reference.job import NamesJob, NamesReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, PhaseLog
+from ckptkit.verify.witnesses.reference.adapter import run
+from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
+from ckptkit.verify.witnesses.runner import Answer
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

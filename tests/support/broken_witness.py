@@ -13,8 +13,8 @@ HOW = os.environ["BREAK"]
 if HOW == "import":
     raise OSError("libcuda.so.1: cannot open shared object file")
 
-from verify.witnesses.megatron import process as witness_megatron  # noqa: E402
-from verify.witnesses.megatron.model import GPTModel  # noqa: E402
+from ckptkit.verify.witnesses.megatron import process as witness_megatron  # noqa: E402
+from ckptkit.verify.witnesses.megatron.model import GPTModel  # noqa: E402
 
 
 def _defect(*_: Any) -> Any:

@@ -18,11 +18,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from verify.witnesses.loading.bits import difference, poison, poisoned
-from verify.witnesses.loading.engine import ModelBuild, Weights
-from verify.witnesses.loading.placement import Placement, flat_elements
-from verify.witnesses.loading.trace import Trace
-from verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.loading.bits import difference, poison, poisoned
+from ckptkit.verify.witnesses.loading.engine import ModelBuild, Weights
+from ckptkit.verify.witnesses.loading.placement import Placement, flat_elements
+from ckptkit.verify.witnesses.loading.trace import Trace
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 
 SCRATCH = Path(mkdtemp(prefix="drafts-"))
 
@@ -73,12 +73,12 @@ def tokens_of(model: Any) -> list[int] | None:
 
 def load(name: str, target: Path, draft: Path, phases: PhaseLog) -> dict[str, Any]:
     """Builds and loads one draft model."""
-    engine: Any = import_module(f"verify.witnesses.{name}.adapter")
+    engine: Any = import_module(f"ckptkit.verify.witnesses.{name}.adapter")
     seen = Seen(engine)
     if name == "sglang":
         engine.build(ModelBuild(draft, SCRATCH), seen, phases)
         return seen.held
-    import_module("verify.witnesses.vllm.platform").choose_platform(SCRATCH)  # before anything of vLLM
+    import_module("ckptkit.verify.witnesses.vllm.platform").choose_platform(SCRATCH)  # before anything of vLLM
     from vllm.engine import arg_utils
 
     method = "eagle3" if "eagle3" in (draft / "config.json").read_text().lower() else "eagle"

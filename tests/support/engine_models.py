@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
 from support import trained
-from verify.core.report import Report
-from verify.run import verify
 
 ALL = frozenset({"engine", "update", "release-resume", "logits"})
 # Marlin needs out features % 64 == 0 and in features % 128 == 0.

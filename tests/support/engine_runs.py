@@ -13,8 +13,8 @@ from unittest import mock
 
 import torch
 
-from verify.witnesses.megatron import model as megatron_model
-from verify.witnesses.megatron import process as witness_megatron
+from ckptkit.verify.witnesses.megatron import model as megatron_model
+from ckptkit.verify.witnesses.megatron import process as witness_megatron
 
 
 @contextlib.contextmanager

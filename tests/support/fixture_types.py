@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.core.report import CheckResult, Finding, Report
 
 PathOf = Callable[..., Path]
 CopyOf = Callable[[Path], Path]

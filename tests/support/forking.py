@@ -1,7 +1,7 @@
 """A process that has imported SGLang or Megatron and forks, one by one, what would be processes that import it.
 
 Importing takes ten seconds of a processor, and to load a small model less than one. `started`, `ran` and `run_module`
-stand in the place of `verify.witnesses.process.sandbox.start_confined`, `processes.run_logged` and
+stand in the place of `ckptkit.verify.witnesses.process.sandbox.start_confined`, `processes.run_logged` and
 `processes.run_module`; what runs, and how it is waited for and ended, is the same. Tests of how a witness itself is
 started and ends start it for real.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 from typing import Literal
 
+from ckptkit.verify.witnesses.process.interpreter import python_of
 from support.processes import environment, run_logged
-from verify.witnesses.process.interpreter import python_of
 
 _NUMBERS = count()
 Package = Literal["sglang", "megatron"]
@@ -133,7 +133,7 @@ def run_in_engine(engine: str, log: Path, module: str, *words: object) -> bool:
 @cache
 def _server(package: Package) -> tuple[subprocess.Popen[str], Path]:
     """The server of this process, which ends with it, and where the ends of what it forks are told."""
-    from verify.witnesses.sglang.adapter import WITHOUT_GPU  # what SGLang reads while it is imported
+    from ckptkit.verify.witnesses.sglang.adapter import WITHOUT_GPU  # what SGLang reads while it is imported
 
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "support.forking", package],
@@ -166,7 +166,7 @@ def _become(order: Mapping[str, object]) -> None:
     import faulthandler
     import runpy
 
-    from verify.witnesses.process.sandbox import DUMP
+    from ckptkit.verify.witnesses.process.sandbox import DUMP
 
     os.setsid()
     with Path(str(order["log"])).open("wb") as output:
@@ -219,7 +219,7 @@ def _import_sglang() -> None:
 
     import torch
 
-    import verify.witnesses.loading.process  # noqa: F401
+    import ckptkit.verify.witnesses.loading.process  # noqa: F401
 
     # Once torch has looked for a GPU, it refuses to do so again in what is forked, with another message than it has.
     with (
@@ -230,7 +230,7 @@ def _import_sglang() -> None:
 
 
 def _import_megatron() -> None:
-    import verify.witnesses.megatron.process  # noqa: F401
+    import ckptkit.verify.witnesses.megatron.process  # noqa: F401
 
 
 def main() -> None:

@@ -113,7 +113,7 @@ def validating(base: type, validate: Callable[..., None]) -> Any:
 
 
 def vllm(cases: list[dict[str, Any]]) -> Iterator[list[str]]:
-    from verify.witnesses.vllm import platform
+    from ckptkit.verify.witnesses.vllm import platform
 
     platform.choose_platform(Path(sys.argv[2]).parent)
     from vllm import distributed

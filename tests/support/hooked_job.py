@@ -114,12 +114,12 @@ def _cases(args: Namespace, core: Any, model: list[Any], rank: int, hf: Path) ->
 def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
     from megatron.core import parallel_state
 
+    from ckptkit.converters.megatron.arguments import megatron_args
+    from ckptkit.converters.megatron.parallel import ParallelSizes
+    from ckptkit.converters.planner import dims_of
     from ckptkit.formats.hf.reader import HfCheckpoint
-    from converters.megatron.arguments import megatron_args
-    from converters.megatron.parallel import ParallelSizes
-    from converters.planner import dims_of
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, lay_out
-    from verify.witnesses.megatron.process import load_chunks
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, lay_out
+    from ckptkit.verify.witnesses.megatron.process import load_chunks
 
     dims = dims_of(HfCheckpoint(hf).config)
     found: dict[str, dict[str, dict[str, str]]] = {}
@@ -140,7 +140,7 @@ def _rank(hf: Path, megatron: Path, out: Path, rank: int) -> None:
 
 
 def main() -> None:
-    import verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
+    import ckptkit.verify.witnesses.megatron.process  # noqa: F401 - once, before the ranks are forked
 
     hf, megatron, out = map(Path, sys.argv[1:])
     sys.exit(not fork_ranks(2, partial(_rank, hf, megatron, out)))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ckptkit.verify.launch.settings.config import Config, UnresolvedError
+from ckptkit.verify.launch.settings.overrides import applied, hydra_value
+from ckptkit.verify.launch.settings.tree import parse_yaml
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 from support.grammar import text_of
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.overrides import applied, hydra_value
-from verify.launch.settings.tree import parse_yaml
-from verify.launch.words import UnresolvedWord, Word
 
 FILE = """a: {x: 1, l: [1, 2], n: {p: q, r: 0.5}, rel: "${.x}"}
 b: hi

@@ -11,7 +11,7 @@ from typing import Any
 from releases.header_only import write
 from releases.record import load
 
-from verify.core.report import Report
+from ckptkit.verify.core.report import Report
 
 QWEN2 = """
 # Qwen2.5-7B

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from verify.launch.arguments import LaunchArguments, launch_arguments
-from verify.launch.options.arguments import parse_arguments
-from verify.launch.words import Word
+from ckptkit.verify.launch.arguments import LaunchArguments, launch_arguments
+from ckptkit.verify.launch.options.arguments import parse_arguments
+from ckptkit.verify.launch.words import Word
 
 
 def arguments_of(words: Sequence[str], environment: Mapping[str, str] | None = None) -> LaunchArguments:

@@ -1,4 +1,4 @@
-"""Asks tokenizers and transformers in this process, as `verify.evidence.side` does in one of its own."""
+"""Asks tokenizers and transformers in this process, as `ckptkit.verify.evidence.side` does in one of its own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from verify.evidence.side import processors, templates, texts
-from verify.witnesses.process.exit_report import PhaseLog, exit_report_of
-from verify.witnesses.runner import Answer
+from ckptkit.verify.evidence.side import processors, templates, texts
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog, exit_report_of
+from ckptkit.verify.witnesses.runner import Answer
 
 
 def ask_here(monkeypatch: pytest.MonkeyPatch, scratch: Path) -> list[Any]:

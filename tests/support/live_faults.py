@@ -15,20 +15,20 @@ from pathlib import Path
 from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
+from ckptkit.verify.witnesses.live import process
+from ckptkit.verify.witnesses.live.job import EngineJob, EngineReport
+from ckptkit.verify.witnesses.process.codec import load_record, save
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from support import models
 from support.processes import run_logged
 from support.sync_faults import FAULTS, Fault, Pair, faults_of
 from support.vllm_logits import SETTINGS
-from verify.witnesses.live import process
-from verify.witnesses.live.job import EngineJob, EngineReport
-from verify.witnesses.process.codec import load_record, save
-from verify.witnesses.process.exit_report import PhaseLog
 
 NONE = "none"
 # The module that starts the engine, and the one that reads the buckets.
 ADAPTERS = {
-    "vllm": ("verify.witnesses.vllm.live.server", "verify.witnesses.vllm.live.worker"),
-    "sglang": ("verify.witnesses.sglang.live.server",) * 2,
+    "vllm": ("ckptkit.verify.witnesses.vllm.live.server", "ckptkit.verify.witnesses.vllm.live.worker"),
+    "sglang": ("ckptkit.verify.witnesses.sglang.live.server",) * 2,
 }
 Buckets = Callable[[HfCheckpoint], Iterator[list[Pair]]]
 

@@ -1,7 +1,7 @@
 """Computes, by their formulas, what Megatron leaves to CUDA kernels and to trainers' own layers.
 
 For tests of mappings through Megatron's forward pass, in processes that import Megatron: `compute_layers` gives the
-modules of `verify.witnesses.megatron.variants` that only hold parameters a forward pass.
+modules of `ckptkit.verify.witnesses.megatron.variants` that only hold parameters a forward pass.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn import functional
 
-from converters.config.dims import ModelDims
-from verify.witnesses.megatron import model as megatron_model
-from verify.witnesses.megatron.variants import attention, norms, recurrent
-from verify.witnesses.megatron.variants.attention import ROTARY_FIRST
-from verify.witnesses.megatron.variants.variant import Variant, WholeLinear
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.verify.witnesses.megatron import model as megatron_model
+from ckptkit.verify.witnesses.megatron.variants import attention, norms, recurrent
+from ckptkit.verify.witnesses.megatron.variants.attention import ROTARY_FIRST
+from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear
 
 
 def rms_norm(tensor: Tensor, factor: Tensor, eps: float) -> Tensor:

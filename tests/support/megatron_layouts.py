@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.report import Finding
-from verify.core.subject import Subject
-from verify.options import MegatronOptions
+from ckptkit.verify.checks.witnesses.megatron import all_layers, all_regions, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import MegatronOptions
 
 CHECKS = {"CK401": strict_load, "CK402": right_slices, "CK403": all_layers, "CK404": all_regions}
 

@@ -19,7 +19,7 @@ def _as_if_on_a_gpu() -> None:
 
 
 def _cpu_for_cuda() -> Any:
-    from verify.witnesses.megatron.model import OnCpu
+    from ckptkit.verify.witnesses.megatron.model import OnCpu
 
     return OnCpu()
 

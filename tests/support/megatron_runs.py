@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.converters.planner import to_megatron
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.planner import to_megatron
 from support.forking import run_module
 
 
@@ -44,10 +44,10 @@ def logits_of(cases: Mapping[str, Case], tokens: Tensor) -> dict[str, Tensor]:
 
 
 def _run_logits(scratch: Path) -> None:
-    from converters.megatron.parallel import ParallelSizes
-    from converters.planner import dims_of
+    from ckptkit.converters.megatron.parallel import ParallelSizes
+    from ckptkit.converters.planner import dims_of
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, logits
     from support.megatron_layers import compute_layers
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, connect, logits
 
     content = torch.load(scratch / "in.pt", weights_only=False)
     connect(ParallelSizes(), 0, str(scratch / "store"))
@@ -63,10 +63,10 @@ def _run_logits(scratch: Path) -> None:
 
 
 def _assign(model: Any, case: Case, experts: int) -> None:
-    from converters.megatron.module_names import global_name
-    from converters.planner import rules_of
-    from verify.witnesses.megatron.process import held_by
-    from verify.witnesses.megatron.slices import layers_of_chunk
+    from ckptkit.converters.megatron.module_names import global_name
+    from ckptkit.converters.planner import rules_of
+    from ckptkit.verify.witnesses.megatron.process import held_by
+    from ckptkit.verify.witnesses.megatron.slices import layers_of_chunk
 
     rules = {rule.megatron: rule for rule in rules_of(case.config)}
     for local, held in held_by(model).items():

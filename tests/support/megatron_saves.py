@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.megatron.parallel import ParallelSizes
 from support.forking import run_module
 from support.megatron_optimizers import optimizer_state, plain_optimizer_state, wrapped
 from support.processes import fork_ranks
@@ -102,7 +102,7 @@ def save_with_megatron(saves: Sequence[Save], world: int) -> None:
 def main() -> None:
     """Forks the ranks, so that Megatron is imported once and not once a rank."""
     folder, world = Path(sys.argv[1]), int(sys.argv[2])
-    from verify.witnesses.megatron import process as witness_megatron  # noqa: F401
+    from ckptkit.verify.witnesses.megatron import process as witness_megatron  # noqa: F401
 
     sys.exit(not fork_ranks(world, partial(_rank, folder, world)))
 
@@ -111,7 +111,7 @@ def _rank(folder: Path, world: int, rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from verify.witnesses.megatron.model import lay_out, pretend_cuda
+    from ckptkit.verify.witnesses.megatron.model import lay_out, pretend_cuda
 
     pretend_cuda()
     # Megatron starts the process that has this queue anew, which imports everything again: six seconds a rank.
@@ -136,9 +136,9 @@ def _rank(folder: Path, world: int, rank: int) -> None:
 
 
 def _save(save: Save, rank: int) -> None:
-    from converters.planner import dims_of
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks
-    from verify.witnesses.megatron.process import load_chunks
+    from ckptkit.converters.planner import dims_of
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks
+    from ckptkit.verify.witnesses.megatron.process import load_chunks
 
     dims = dims_of(save.config)
     chunks = build_chunks(dims, MegatronBuild(save.sizes, torch.bfloat16, hybrid=save.hybrid))
@@ -166,7 +166,7 @@ def _args(save: Save, dims: Any) -> Any:
 
     from megatron.core.transformer.enums import AttnBackend
 
-    from converters.megatron.arguments import megatron_args
+    from ckptkit.converters.megatron.arguments import megatron_args
 
     sizes = save.sizes
     return Namespace(

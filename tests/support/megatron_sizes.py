@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.megatron.parallel import ParallelSizes
 from support.forking import run_module
 
 
@@ -29,9 +29,9 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
     from megatron.core import parallel_state
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from converters.megatron.arguments import megatron_args
-    from converters.planner import dims_of
-    from verify.witnesses.megatron.model import MegatronBuild, build_chunks, transformer_config
+    from ckptkit.converters.megatron.arguments import megatron_args
+    from ckptkit.converters.planner import dims_of
+    from ckptkit.verify.witnesses.megatron.model import MegatronBuild, build_chunks, transformer_config
 
     torch.distributed.init_process_group("fake", rank=0, world_size=sizes.world, store=FakeStore())
     try:
@@ -58,7 +58,7 @@ def _built(config: Mapping[str, Any], sizes: ParallelSizes) -> str | None:
 
 def main() -> None:
     """The folder with the input."""
-    from verify.witnesses.megatron.model import pretend_cuda
+    from ckptkit.verify.witnesses.megatron.model import pretend_cuda
 
     pretend_cuda()
     scratch = Path(sys.argv[1])

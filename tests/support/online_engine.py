@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.online.quantizer import Bucket, OnlineQuantizer
+from ckptkit.quant.online.quantizer import Bucket, OnlineQuantizer
 from support.online_runs import swapped, trainer
 from support.processes import run_logged
 
-BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
+BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 PROMPTS = [[5, 17, 42, 256, 9, 31], [7, 7, 100, 3, 250]]
 GREEDY = {"temperature": 0.0, "max_new_tokens": 8, "ignore_eos": True}
 # Marlin's kernels in as many threads as there are cores, or as SGLang would compile them, should nvcc not know how.

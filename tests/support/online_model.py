@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant.online.quantizer import Bucket, OnlineQuantizer
+from ckptkit.quant.online.quantizer import Bucket, OnlineQuantizer
 from support import models
 from support.sglang_runs import int4_config
 

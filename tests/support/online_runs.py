@@ -2,7 +2,7 @@
 
 Writes report.json beside the orders. An order is {"int4": the directory that is served, "bf16": the weights of the
 trainer}, and "broken" where that is tried. The model and its `load_weights` are SGLang's own; of the repacking for
-Marlin only the CUDA kernels are replaced, by `verify.witnesses.loading.layouts.marlin`. `run` starts that.
+Marlin only the CUDA kernels are replaced, by `ckptkit.verify.witnesses.loading.layouts.marlin`. `run` starts that.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.online import sglang_reload
-from quant.online.quantizer import OnlineQuantizer
+from ckptkit.quant.online import sglang_reload
+from ckptkit.quant.online.quantizer import OnlineQuantizer
+from ckptkit.verify.evidence.extremes import as_integers
+from ckptkit.verify.witnesses.loading.bits import poison
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin_weight
 from support.forking import ran
-from verify.evidence.extremes import as_integers
-from verify.witnesses.loading.bits import poison
-from verify.witnesses.loading.layouts.marlin import marlin_weight
 
 State = Mapping[str, Tensor]
 
@@ -150,9 +150,9 @@ def run(root: Path, orders: Mapping[str, Mapping[str, Path]]) -> dict[str, dict[
 
 
 def main() -> None:
-    from verify.witnesses.loading.engine import ModelBuild
-    from verify.witnesses.process.exit_report import PhaseLog
-    from verify.witnesses.sglang.adapter import build
+    from ckptkit.verify.witnesses.loading.engine import ModelBuild
+    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.sglang.adapter import build
 
     path = Path(sys.argv[1])
     without_cuda()

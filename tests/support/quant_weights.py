@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from torch import Tensor
 
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 

@@ -18,7 +18,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quant.formats import packing
+from ckptkit.quant.formats import packing
 
 # A weight to its parts, by what is appended to its name, and to what these mean.
 Quantizer = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]

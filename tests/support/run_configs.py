@@ -17,11 +17,11 @@ import torch
 import yaml
 from families import CASES
 
-from converters.config.dims import ModelDims
-from converters.megatron.arguments import megatron_args
-from converters.megatron.parallel import ParallelSizes
-from converters.planner import MCORE, dims_of
-from verify.witnesses.megatron.model import MegatronBuild, pretend_cuda, transformer_config
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.planner import MCORE, dims_of
+from ckptkit.verify.witnesses.megatron.model import MegatronBuild, pretend_cuda, transformer_config
 
 
 def bridge_settings(dims: ModelDims, args: dict[str, Any]) -> dict[str, Any]:

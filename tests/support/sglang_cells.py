@@ -11,7 +11,7 @@ import torch
 from families import CASES, case
 
 from ckptkit.app.api import convert, quantize
-from quant.schemes.w4a16 import int4_scheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from support import models
 from support.quantized import small_groups_allowed
 from support.sglang_families import CLEAN

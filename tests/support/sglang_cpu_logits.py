@@ -17,10 +17,10 @@ import torch
 from families.case import tokens
 from torch import Tensor, nn
 
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog, described_error
+from ckptkit.verify.witnesses.sglang.adapter import build
 from support.forking import ran
-from verify.witnesses.loading.engine import ModelBuild
-from verify.witnesses.process.exit_report import PhaseLog, described_error
-from verify.witnesses.sglang.adapter import build
 
 Weights = Iterator[tuple[str, Tensor]]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from families import HF_CASES
 
+from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
 from support.installed import release
 from support.sglang_runs import LOST
-from verify.witnesses.loading.job import EngineSizes, LoadReport
 
 # What SGLang says where it does not build a model on a machine without a GPU, or at all.
 SAID = {

@@ -10,8 +10,8 @@ from typing import Any
 from families import HF_CASES
 
 from ckptkit.app.api import quantize
-from quant.engines.registry import engine_class
-from quant.schemes.w4a16 import int4_scheme
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from support import models
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
 from support.sglang_families import CLEAN

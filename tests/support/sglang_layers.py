@@ -50,7 +50,7 @@ def _look_ups(directory: Path) -> dict[str, Any]:
     from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors as module
     from sglang.srt.model_loader import loader
 
-    from verify.witnesses.sglang.adapter import configure
+    from ckptkit.verify.witnesses.sglang.adapter import configure
 
     _, model_config = configure(directory, directory.parent, False)
     names: list[str] = []

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 from support.sglang_cells import Cell
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
 
 CLEAN, BY_CKPTKIT, BY_SGLANG, LIMIT, FALSE = "clean", "ckptkit refuses", "SGLang refuses", "left out", "FALSE FAILURE"
 # What SGLang's classes leave out of sound checkpoints: how the names of the tensors end, by a regex for cells.

@@ -22,18 +22,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
+from ckptkit.verify.witnesses.loading.run import outcome, run_engine_load
+from ckptkit.verify.witnesses.process.codec import decoded
+from ckptkit.verify.witnesses.process.exit_report import exit_report_of
+from ckptkit.verify.witnesses.runner import Answer, read_answer
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
 from support.forking import ran
 from support.processes import run_logged
-from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.loading.run import outcome, run_engine_load
-from verify.witnesses.process.codec import decoded
-from verify.witnesses.process.exit_report import exit_report_of
-from verify.witnesses.runner import Answer, read_answer
-from verify.witnesses.sglang.facts import SGLANG
 
 if TYPE_CHECKING:
-    from verify.core.report import CheckResult, Finding
+    from ckptkit.verify.core.report import CheckResult, Finding
 
 Weights = Iterator[tuple[str, Tensor]]
 Start = Callable[..., bool]
@@ -292,10 +292,10 @@ def checked(
 ) -> tuple[dict[str, CheckResult], list[Finding], dict[str, list[str]]]:
     """The CK5xx checks over a run of the witness that has been made already."""
     # The processes that load have none of the packages that checks need.
-    from verify.core.check import all_checks
-    from verify.core.run import run_checks
-    from verify.core.subject import Subject
-    from verify.options import VerifyOptions
+    from ckptkit.verify.core.check import all_checks
+    from ckptkit.verify.core.run import run_checks
+    from ckptkit.verify.core.subject import Subject
+    from ckptkit.verify.options import VerifyOptions
 
     subject = Subject(case.checkpoint, case.source, options=VerifyOptions(against=frozenset({engine.name})))
     subject._results[run_engine_load, engine] = run
@@ -305,7 +305,7 @@ def checked(
 
 
 def main(alter: Mapping[str, Callable[[Weights], Weights]] = ALTER) -> None:
-    from verify.witnesses.loading.process import run
+    from ckptkit.verify.witnesses.loading.process import run
 
     for case in json.loads(Path(sys.argv[1]).read_text()):
         content = case["job"]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-import verify.witnesses.loading.process as process
-from verify.witnesses.loading import examine
+import ckptkit.verify.witnesses.loading.process as process
+from ckptkit.verify.witnesses.loading import examine
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 from support.grammar import text_of
-from verify.launch.shell.read import read_script
-from verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # Commands whose result only running tells: where they end a script, we give what a trainer gets if they do not.
 _ASKS = re.compile(r"/nosuch|-d /|more\.sh|-v |=~|< b|uname|cut|grep|wait|unset -f")

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from ckptkit.hooks import WeightSyncCheck
+from ckptkit.verify.weight_sync.messages import waiting
 from support.processes import run_logged
 from support.sync_faults import SLEEP, Weights, checked, lost, outcome, tensors_of, weights
-from verify.weight_sync.messages import waiting
 
-BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
+BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 INT4 = "int4"  # its experts are repacked, and opened again for each update
 Steps = Iterator[tuple[str, Any]]
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
+from ckptkit.verify.witnesses.loading.job import EngineSizes
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.sglang.adapter import build
 from support.forking import ran
 from support.installed import release
 from support.processes import fork_ranks
 from support.sync_faults import tensors_of, updates
-from verify.witnesses.loading.engine import ModelBuild
-from verify.witnesses.loading.job import EngineSizes
-from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.sglang.adapter import build
 
 SAMPLE = torch.arange(100.0).reshape(10, 10).T  # not contiguous
 
@@ -77,7 +77,7 @@ def _rank(tp: int, out: Path, paths: Sequence[Path], rank: int) -> None:
 def main() -> None:
     import sglang.srt.models.qwen3_moe  # noqa: F401 - once, before the ranks are forked
 
-    from verify.weight_sync.sglang import sglang_digest
+    from ckptkit.verify.weight_sync.sglang import sglang_digest
 
     tp, out, paths = int(sys.argv[1]), Path(sys.argv[2]), [Path(word) for word in sys.argv[3:]]
     (out / "digest").write_text(sglang_digest()(SAMPLE))

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-from converters.hf_names import layer_of
+from ckptkit.converters.hf_names import layer_of
 from support.structured import Tensors
 
 LAYERS, EXPERTS, SHARED = 30, 8, 768

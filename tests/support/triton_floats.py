@@ -13,9 +13,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype
-from quant.kernels.floats import quantize_fp8
-from quant.kernels.triton_kernels import fp8_launcher
+from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight, blocks_of, scale_dtype
+from ckptkit.quant.kernels.floats import quantize_fp8
+from ckptkit.quant.kernels.triton_kernels import fp8_launcher
 from support.quant_weights import hard_weights
 
 # Roundings that are offered for each block: the interpreter takes a third of a second for a launch.

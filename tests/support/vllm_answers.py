@@ -15,8 +15,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from ckptkit.verify.witnesses.process.interpreter import python_of
 from support.processes import run_logged
-from verify.witnesses.process.interpreter import python_of
 
 # A layer's name in the release, the layer, and its model's config of quantization.
 Asked = Mapping[str, tuple[Any, Any]]
@@ -107,9 +107,9 @@ def answer_of_class(method: str, config: Any, name: str) -> str:
 
 def asked_of(path: Path) -> Asked:
     """The layers that vLLM's class asks about while it is built."""
-    from verify.witnesses.loading.engine import ModelBuild
-    from verify.witnesses.process.exit_report import PhaseLog
-    from verify.witnesses.vllm import adapter, platform
+    from ckptkit.verify.witnesses.loading.engine import ModelBuild
+    from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+    from ckptkit.verify.witnesses.vllm import adapter, platform
 
     scratch = Path(tempfile.mkdtemp())
     platform.choose_platform(scratch)

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.process.interpreter import python_of
+from ckptkit.verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
 from support.sglang_runs import ALTER, Case, Weights
-from verify.witnesses.loading.engine import Loading, ModelBuild
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.process.interpreter import python_of
-from verify.witnesses.runner import Answer
-from verify.witnesses.vllm.facts import VLLM
 
 _INT4 = 8  # codes in a word
 
@@ -151,7 +151,7 @@ def build(original: Callable[..., nn.Module], wanted: ModelBuild, loading: Loadi
 
 
 def main() -> None:
-    from verify.witnesses.vllm import adapter
+    from ckptkit.verify.witnesses.vllm import adapter
 
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     adapter.build = partial(build, adapter.build)

@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from functools import cache, partial
 from pathlib import Path
 
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 from support import sglang_runs, vllm_faults
 from support.processes import run_logged
 from support.sglang_runs import ALTER, Case, Weights, swapped_experts
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadReport
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.runner import Answer
-from verify.witnesses.vllm.facts import VLLM
 
 # What a mutation leaves out. Layer 5 has experts in every test model with experts.
 LOST = {

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 from support import models
 from support.sglang_runs import Case, Runs, draft_of, refusal, reported
 from support.vllm_faults import CASES, EXPERT, FEED, LINEAR, ROUTER, STEPS
 from support.vllm_formats import CLEAN, MISORDERED, NO_GROUPS, REFUSED, write_all
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
 
 Made = tuple[dict[str, Path], Runs]
 LABELS = (*CLEAN, *REFUSED, *MISORDERED)

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from support.fixture_types import CopyOf, PathOf
 
-from verify.core.check import all_checks
-from verify.core.report import CheckResult, Finding, Report
-from verify.core.run import run_checks
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
 
 _OPTIONS = {one.name for one in fields(VerifyOptions)}
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import ckptkit
 from ckptkit import CkptkitError
-from verify import opened
+from ckptkit.verify import opened
 
 LEAD = "model.layers.3."
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verify.quirks import Quirk, quirk, quirks, releases_of
+from ckptkit.verify.quirks import Quirk, quirk, quirks, releases_of
 
 ROOT = Path(__file__).parents[2]
 TABLES = {file.stem: tomllib.loads(file.read_text()) for file in (ROOT / "verify/quirks").glob("*.toml")}
@@ -41,7 +41,7 @@ def test_releases_of_are_those_that_the_project_states(name: str) -> None:
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_release_of_an_engines_registry_is_tested(name: str) -> None:
     """`quant/engines` copies what a release knows of drafts."""
-    content = json.loads(files("quant.engines").joinpath(f"{name}.json").read_text())
+    content = json.loads(files("ckptkit.quant.engines").joinpath(f"{name}.json").read_text())
     release = content["release"].split()[1]
     assert any(one == release or one.startswith(f"{release}.") for one in releases_of(name))
 

@@ -14,14 +14,14 @@ from importlib import import_module
 from pkgutil import walk_packages
 from typing import TypedDict, Unpack
 
-from verify import checks as general
-from verify.core.catalogue import Wording, wording_of
-from verify.core.issue import Issue, collect
-from verify.core.report import BEHAVIOUR, Finding
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.launch import checks as of_launches
-from verify.witnesses import registry
+from ckptkit.verify import checks as general
+from ckptkit.verify.core.catalogue import Wording, wording_of
+from ckptkit.verify.core.issue import Issue, collect
+from ckptkit.verify.core.report import BEHAVIOUR, Finding
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch import checks as of_launches
+from ckptkit.verify.witnesses import registry
 
 NOTES, NOT_APPLICABLE = "notes", "not applicable"
 
@@ -158,7 +158,7 @@ def check(
     text = wording or wording_of(code)
 
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
-        own = stage or _STAGES.get(folder := issues.__module__.split(".")[2], folder)
+        own = stage or _STAGES.get(folder := issues.__module__.split(".")[3], folder)
 
         @wraps(issues)
         def run(subject: Subject, tally: Tally) -> Iterator[Finding]:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ckptkit.core.printable import public_url
 from ckptkit.core.specs import summarize
-from verify.core.report import Finding, Severity
-from verify.evidence.folding import group_by_pattern
+from ckptkit.verify.core.report import Finding, Severity
+from ckptkit.verify.evidence.folding import group_by_pattern
 
 
 def warning_if(is_harmless: object) -> Severity:

@@ -12,10 +12,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, get_args
 
-from verify.evidence.folding import by_key
+from ckptkit.verify.evidence.folding import by_key
 
-# The formats know what a report is, which so finds them by name, as `verify.core.check` finds the checks.
-_WRITERS = "verify.reports"
+# The formats know what a report is, which so finds them by name, as `ckptkit.verify.core.check` finds the checks.
+_WRITERS = "ckptkit.verify.reports"
 SCHEMA = "ckptkit-report/2"
 
 # How the verdict says that something was not looked at; of programs, that they were not asked.
@@ -85,7 +85,7 @@ class Report:
     `model` names the model in a few words, and `date` says when the report was made (UTC, ISO 8601), where known.
     `reasons` says what was asked for and could not be looked at. `asked` names what was looked at (`files`, `values`,
     `manifest`, `Megatron` ...), `not_asked` what could have been and was not asked for. `heat` is as
-    `verify.reports.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
+    `ckptkit.verify.reports.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
     """
 
     version: str

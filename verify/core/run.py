@@ -13,11 +13,11 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
-from verify.core.check import LOOKS_AT, Check, Tally, registered
-from verify.core.issue import Issue
-from verify.core.report import CheckResult, Finding, Status
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
+from ckptkit.verify.core.check import LOOKS_AT, Check, Tally, registered
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import CheckResult, Finding, Status
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
 
 _LOG = logging.getLogger(__name__)
 

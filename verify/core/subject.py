@@ -9,23 +9,23 @@ from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
+from ckptkit.converters.adapter import Adapter
+from ckptkit.converters.open import open_checkpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.detect import TRACKER, Kind, Location, OfKind, locate
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.formats.hf.side_files import is_quantized
-from converters.adapter import Adapter
-from converters.open import open_checkpoint
-from verify.evidence.files import HfFiles, MegatronFiles
-from verify.evidence.folding import group_by_pattern
-from verify.evidence.plain import comparable, open_plain, plain
-from verify.options import VerifyOptions
-from verify.witnesses.registry import ENGINES, live_engine
+from ckptkit.verify.evidence.files import HfFiles, MegatronFiles
+from ckptkit.verify.evidence.folding import group_by_pattern
+from ckptkit.verify.evidence.plain import comparable, open_plain, plain
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.registry import ENGINES, live_engine
 
 if TYPE_CHECKING:
-    from verify.launch.arguments import LaunchArguments
-    from verify.launch.job import Job
-    from verify.launch.words import Word
+    from ckptkit.verify.launch.arguments import LaunchArguments
+    from ckptkit.verify.launch.job import Job
+    from ckptkit.verify.launch.words import Word
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -174,8 +174,8 @@ class Subject(OfKind):
         """What `--source` names, opened; a quantized release as plain weights.
 
         Where this checkpoint is quantized too, those that both store alike stay as they are stored
-        (`verify.evidence.plain.comparable`). Raises CkptkitError where it cannot be opened, or is quantized in a format
-        that is not supported.
+        (`ckptkit.verify.evidence.plain.comparable`). Raises CkptkitError where it cannot be opened, or is quantized in
+        a format that is not supported.
         """
         if self.source_path is None:
             return None

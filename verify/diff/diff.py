@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptkit.converters.planner import tied_head
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.installation import INSTALL_CONVERT, program_version
@@ -17,16 +18,15 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.side_files import is_own
 from ckptkit.storage.fingerprint import unchanged
-from converters.planner import tied_head
-from verify.diff.result import Content, Diff, Pair, State, badness
-from verify.diff.sides import Sides, config_or_empty, opened, supported
-from verify.evidence.both_sides import SPARE, Both, BothSides, common_groups, threads
-from verify.evidence.compare import common_dtype
-from verify.evidence.compare import compare as compare_tensors
-from verify.evidence.expected import fp32_names
-from verify.evidence.extremes import digest_of, same_bytes
-from verify.evidence.folding import by_key, parts_apart
-from verify.evidence.moved import Moved, Stages, explain_moves, group_pairs
+from ckptkit.verify.diff.result import Content, Diff, Pair, State, badness
+from ckptkit.verify.diff.sides import Sides, config_or_empty, opened, supported
+from ckptkit.verify.evidence.both_sides import SPARE, Both, BothSides, common_groups, threads
+from ckptkit.verify.evidence.compare import common_dtype
+from ckptkit.verify.evidence.compare import compare as compare_tensors
+from ckptkit.verify.evidence.expected import fp32_names
+from ckptkit.verify.evidence.extremes import digest_of, same_bytes
+from ckptkit.verify.evidence.folding import by_key, parts_apart
+from ckptkit.verify.evidence.moved import Moved, Stages, explain_moves, group_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor

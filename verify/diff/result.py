@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ckptkit.core.specs import TensorSpec, fold
-from verify.evidence.compare import TensorDiff
-from verify.evidence.folding import group_by_pattern
-from verify.evidence.moved import Moved
+from ckptkit.verify.evidence.compare import TensorDiff
+from ckptkit.verify.evidence.folding import group_by_pattern
+from ckptkit.verify.evidence.moved import Moved
 
 SCHEMA = "ckptkit-diff/1"
 State = Literal["equal", "cast", "differing", "only_a", "only_b", "unread"]

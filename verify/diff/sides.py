@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
+from ckptkit.converters.planner import rules_in
+from ckptkit.converters.registry import family_of, named_family_of
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
@@ -14,23 +18,19 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import Location, locate, refuse_hf
 from ckptkit.formats.hf.reader import has_weights
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.megatron.legacy import LegacyCheckpoint
-from converters.planner import rules_in
-from converters.registry import family_of, named_family_of
-from converters.stored import as_stored
-from verify.checks.config.config import (
+from ckptkit.verify.checks.config.config import (
     config_differences,
     describe_model,
     is_another_model,
     plain_differences,
 )
-from verify.core.check import Tally
-from verify.core.skip import CannotCheck
-from verify.evidence.folding import by_key
-from verify.evidence.reading import as_hf_view
-from verify.evidence.side.compare import code_differences, side_differences
-from verify.evidence.side_files import SideFiles
-from verify.opened import opened_at
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.evidence.reading import as_hf_view
+from ckptkit.verify.evidence.side.compare import code_differences, side_differences
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.opened import opened_at
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.progress import size
 from ckptkit.core.specs import summarize
-from verify.diff.result import Diff, Kind, Pair
-from verify.evidence.folding import by_key
+from ckptkit.verify.diff.result import Diff, Kind, Pair
+from ckptkit.verify.evidence.folding import by_key
 
 _SHOWN = 20  # lines of a kind of difference
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import quantization_of
-from quant.formats.groups import groups_of, targets_of
-from quant.formats.part_names import PACKED, packed_in
-from quant.formats.scheme import listed
-from quant.ignore.agree import Question, advice, described, is_untargeted, severities
-from quant.ignore.names import forbidden, matrices_named, matrices_of
-from quant.ignore.readers import INT4_READERS, counting
-from quant.ignore.tree import class_tree
-from verify.core.issue import Issue
-from verify.evidence.folding import by_key
+from ckptkit.quant.formats.groups import groups_of, targets_of
+from ckptkit.quant.formats.part_names import PACKED, packed_in
+from ckptkit.quant.formats.scheme import listed
+from ckptkit.quant.ignore.agree import Question, advice, described, is_untargeted, severities
+from ckptkit.quant.ignore.names import forbidden, matrices_named, matrices_of
+from ckptkit.quant.ignore.readers import INT4_READERS, counting
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.evidence.folding import by_key
 
 # slime packs by names alone, so it says nothing of what the model's classes make of the list.
 _BY_CLASS = frozenset(INT4_READERS) - {"slime"}

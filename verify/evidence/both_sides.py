@@ -16,7 +16,7 @@ from ckptkit.storage.buffers import BUFFER, elements, tensor_of
 from ckptkit.storage.read import ARENA, FileReader
 from ckptkit.transfer.copy import cores
 from ckptkit.transfer.files import Stream
-from verify.evidence.extremes import Extremes, Measurement, extremes, rows_at_once, same_bytes
+from ckptkit.verify.evidence.extremes import Extremes, Measurement, extremes, rows_at_once, same_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

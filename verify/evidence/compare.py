@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.core.specs import TensorSpec, ranges
-from verify.evidence.extremes import as_integers
+from ckptkit.verify.evidence.extremes import as_integers
 
 if TYPE_CHECKING:
     import torch

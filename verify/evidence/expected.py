@@ -8,25 +8,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.converters.config.values import class_of
+from ckptkit.converters.experts import fuse, is_fused
+from ckptkit.converters.foreign import refuse_foreign
+from ckptkit.converters.foreign import refuse_stated as refuse_stated_format
+from ckptkit.converters.planner import dims_of, rules_in, rules_of, tied_head
+from ckptkit.converters.registry import FAMILIES, family_of, named_family_of
+from ckptkit.converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import config_in, quantization_of, stated_quantization
 from ckptkit.formats.hf.side_files import is_quantized as is_quantized
-from converters.config.values import class_of
-from converters.experts import fuse, is_fused
-from converters.foreign import refuse_foreign
-from converters.foreign import refuse_stated as refuse_stated_format
-from converters.planner import dims_of, rules_in, rules_of, tied_head
-from converters.registry import FAMILIES, family_of, named_family_of
-from converters.stored import OtherSpelling, as_stored, other_spelling, refuse_older, remarks
-from quant.formats.dequantize import floats_of
-from quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
-from quant.formats.groups import Group, group_of, groups_of
-from quant.formats.part_names import PACKED, WEIGHT_G_IDX, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SHAPE, WEIGHT_ZERO_POINT
-from quant.formats.release import Floats
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.folding import by_key, group_by_pattern
+from ckptkit.quant.formats.dequantize import floats_of
+from ckptkit.quant.formats.floats.layout import E4M3, MXFP4_EXPERTS, fp8
+from ckptkit.quant.formats.groups import Group, group_of, groups_of
+from ckptkit.quant.formats.part_names import (
+    PACKED,
+    WEIGHT_G_IDX,
+    WEIGHT_PACKED,
+    WEIGHT_SCALE,
+    WEIGHT_SHAPE,
+    WEIGHT_ZERO_POINT,
+)
+from ckptkit.quant.formats.release import Floats
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 Shape = tuple[int, ...]
 # The names that parts have in formats which are not read.
@@ -49,7 +56,7 @@ class Expected:
 
 @once
 def config_of(subject: Subject) -> Mapping[str, Any]:
-    """The HF config of the checkpoint, of a supported family, as its tensors hold it (`converters.stored.as_stored`).
+    """The HF config of the checkpoint, of a supported family, as its tensors have it (`ckptkit.converters.stored`).
 
     Raises as `stated_config_of`. A launch that trains multi-token prediction layers needs them in the checkpoint that
     it loads.

@@ -13,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.megatron.hybrid_model import is_hybrid
+from ckptkit.converters.megatron.run_config import args_file, stored_args
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
@@ -24,10 +26,8 @@ from ckptkit.formats.torch_dist.reader import StoredMetadata, TorchDistCheckpoin
 from ckptkit.storage.directory import Directory
 from ckptkit.storage.links import dangling_in
 from ckptkit.storage.read import FileExtent
-from converters.megatron.hybrid_model import is_hybrid
-from converters.megatron.run_config import args_file, stored_args
-from verify.core.issue import Issue
-from verify.evidence.folding import by_key
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.evidence.folding import by_key
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
-from converters.megatron.pipeline import Pipeline
-from verify.core.subject import Subject, once
-from verify.evidence.folding import LAYER, by_key, layer_of, layers_of, parts_apart, pattern_of
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.folding import LAYER, by_key, layer_of, layers_of, parts_apart, pattern_of
 
 # The next move, by what most often puts values into each other's place.
 AGAIN = "convert again from the source"

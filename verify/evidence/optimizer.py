@@ -20,10 +20,10 @@ from ckptkit.formats.torch_dist.training_state import (
     optimizer_state,
     unflatten,
 )
-from verify.core.subject import Subject, once
-from verify.evidence.both_sides import threads
-from verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
-from verify.evidence.reading import read_values
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.both_sides import threads
+from ckptkit.verify.evidence.extremes import as_integers, digest_of, extremes, same_bytes
+from ckptkit.verify.evidence.reading import read_values
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
-from quant.formats.groups import Group
-from quant.formats.part_names import (
+from ckptkit.quant.formats.groups import Group
+from ckptkit.quant.formats.part_names import (
     SCALE,
     SHAPE,
     WEIGHT_G_IDX,
@@ -19,10 +19,10 @@ from quant.formats.part_names import (
     WEIGHT_ZERO_POINT,
     packed_in,
 )
-from quant.formats.scheme import EXPERTS_ZERO_POINTS
-from verify.core.subject import Subject, once
-from verify.evidence.both_sides import threads
-from verify.evidence.expected import weights_in, weights_of
+from ckptkit.quant.formats.scheme import EXPERTS_ZERO_POINTS
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.both_sides import threads
+from ckptkit.verify.evidence.expected import weights_in, weights_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def part_shapes(
 
     Source: compressed-tensors `pack_quantized/base.py`.
 
-    Zero points of routed experts may be stored as SGLang reads them (`quant.formats.packing`).
+    Zero points of routed experts may be stored as SGLang reads them (`ckptkit.quant.formats.packing`).
     """
     rows, columns = shape
     groups = form.groups(columns)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from ckptkit.converters.experts import is_fused, only_fused
+from ckptkit.converters.foreign import refuse_foreign, refuse_stated
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
+from ckptkit.converters.open import open_megatron
+from ckptkit.converters.passthrough import only_passthrough, passthrough_beside
+from ckptkit.converters.planner import copies_of, to_hf
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
@@ -15,13 +22,6 @@ from ckptkit.formats.hf.reader import HfCheckpoint, has_weights
 from ckptkit.formats.hf.side_files import is_quantized, stored_layout
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.directory import Directory
-from converters.experts import is_fused, only_fused
-from converters.foreign import refuse_foreign, refuse_stated
-from converters.megatron.legacy import LegacyCheckpoint
-from converters.open import open_megatron
-from converters.passthrough import only_passthrough, passthrough_beside
-from converters.planner import copies_of, to_hf
-from converters.stored import as_stored
 
 
 def open_plain(location: Location, hf: str | Path | Directory | None = None) -> Checkpoint:
@@ -37,7 +37,7 @@ def open_plain(location: Location, hf: str | Path | Directory | None = None) -> 
 def plain(path: Path | Directory, base: str | Path | Directory | None = None) -> HfCheckpoint | View:
     """The checkpoint, or the newest version of deltas against `base`; a quantized one as what it dequantizes to.
 
-    Raises CkptkitError as `refuse_foreign` and `quant.formats.dequantize.dequantized`.
+    Raises CkptkitError as `refuse_foreign` and `ckptkit.quant.formats.dequantize.dequantized`.
     """
     source = open_deltas(path, base) if isinstance(path, Path) and is_deltas(path) else HfCheckpoint(path)
     refuse_foreign(source.specs, path)
@@ -92,7 +92,7 @@ def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
     """
     if not (isinstance(source, HfCheckpoint) and is_quantized(source.config) and is_quantized(checkpoint.config)):
         return source
-    from quant.formats.dequantize import format_of, same_format, sound_steps
+    from ckptkit.quant.formats.dequantize import format_of, same_format, sound_steps
 
     try:
         alike = same_format(format_of(source.config), format_of(checkpoint.config))
@@ -106,7 +106,7 @@ def comparable(source: Checkpoint, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _dequantized(source: Checkpoint, where: str, kept: frozenset[str] = frozenset()) -> View:
-    from quant.formats.dequantize import dequantized
+    from ckptkit.quant.formats.dequantize import dequantized
 
     return dequantized(source, where, copies_of(as_stored(source.config, source.specs)), kept)
 

@@ -16,6 +16,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptkit.converters.experts import is_fused, unfuse
+from ckptkit.converters.foreign import refuse_foreign, refuse_stated
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Reader, byte_ranges_of
@@ -29,15 +32,12 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.transfer.ray import cpus, outcomes, pieces_of, ray_cluster
-from converters.experts import is_fused, unfuse
-from converters.foreign import refuse_foreign, refuse_stated
-from converters.megatron.legacy import LegacyCheckpoint
-from verify.core.subject import Subject, once
-from verify.evidence.both_sides import SPARE, BothSides, common_groups, threads
-from verify.evidence.compare import TensorDiff, compare
-from verify.evidence.extremes import Extremes, digest_of
-from verify.evidence.files import HfFiles
-from verify.evidence.plain import as_release
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.both_sides import SPARE, BothSides, common_groups, threads
+from ckptkit.verify.evidence.compare import TensorDiff, compare
+from ckptkit.verify.evidence.extremes import Extremes, digest_of
+from ckptkit.verify.evidence.files import HfFiles
+from ckptkit.verify.evidence.plain import as_release
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -35,18 +35,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.planner import expected_hf
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.progress import progress
 from ckptkit.core.specs import TensorSpec
-from converters.planner import expected_hf
-from quant.formats.groups import Group, groups_of
-from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.formats.scheme import BITS, KEPT_SCALES
-from verify.core.subject import Subject, once
-from verify.evidence.both_sides import threads
-from verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
-from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
-from verify.evidence.reading import source_as_hf
+from ckptkit.quant.formats.groups import Group, groups_of
+from ckptkit.quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from ckptkit.quant.formats.scheme import BITS, KEPT_SCALES
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.both_sides import threads
+from ckptkit.verify.evidence.expected import config_of, packed_parts, weights_in, weights_of
+from ckptkit.verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, observer_kwargs, part_shapes
+from ckptkit.verify.evidence.reading import source_as_hf
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 # The code, as a number, that the largest weight of a group stands at before it is rounded.
 _END_CODE = {"qmax7": 7.0, "minmax": 7.5}
 _MIN_SCALE = 1e-4
-# The smallest part of a group's range that a search keeps (`quant.formats.grids`).
+# The smallest part of a group's range that a search keeps (`ckptkit.quant.formats.grids`).
 _MIN_RANGE = 0.81
 # How many steps further off than others a weight may be that stands beyond the codes of AutoRound's grid.
 _CLIPPED_STEPS = 8.0
@@ -207,8 +207,8 @@ def group_distances(
     """
     import torch
 
-    from quant.kernels.cpu import KINDS
-    from quant.kernels.threads import bits_of
+    from ckptkit.quant.kernels.cpu import KINDS
+    from ckptkit.quant.kernels.threads import bits_of
 
     rows, columns = original.shape
     scale, width = parts[module + SCALE].float().contiguous(), form.group or max(columns, 1)
@@ -232,7 +232,7 @@ def _kernel(weight: torch.dtype, in_pairs: bool, signed: bool, squared: bool) ->
     """
     import numpy as np
 
-    from quant.kernels.cpu import KINDS, compiled, from_bits, inlined
+    from ckptkit.quant.kernels.cpu import KINDS, compiled, from_bits, inlined
 
     kind, f32, i32 = KINDS[weight], np.float32, np.int32
     clipped = f32(_CLIPPED_STEPS)

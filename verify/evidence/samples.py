@@ -14,7 +14,7 @@ from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.storage.read import FileExtent, read_into
-from verify.evidence.folding import LAYER, group_by_pattern
+from ckptkit.verify.evidence.folding import LAYER, group_by_pattern
 
 MAX_TENSORS = 64
 # From the start, the middle and the end of a tensor at most this many bytes: of both sides together 12 MiB.

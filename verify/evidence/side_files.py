@@ -18,7 +18,7 @@ from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.side_files import is_weight
 from ckptkit.storage.regular import read_regular
 from ckptkit.storage.tree import files_below
-from verify.core.report import Severity
+from ckptkit.verify.core.report import Severity
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL_TOKENS, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"

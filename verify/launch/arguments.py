@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptkit.converters.megatron.hybrid_model import PATTERNS, stored_pattern
+from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.megatron.hybrid_model import PATTERNS, stored_pattern
-from converters.megatron.pipeline import Pipeline
-from verify.launch.options.arguments import Arguments
-from verify.launch.options.argv import options_of
-from verify.launch.options.tables import FLAGS, NUMBERS, STAGES, option_of
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.verify.launch.options.arguments import Arguments
+from ckptkit.verify.launch.options.argv import options_of
+from ckptkit.verify.launch.options.tables import FLAGS, NUMBERS, STAGES, option_of
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 Server = Literal["sglang", "vllm"]
 

@@ -11,15 +11,15 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import is_secret, is_withheld
-from verify.core.issue import Issue
-from verify.launch.job import Job
-from verify.launch.options.argv import options_of
-from verify.launch.settings.overrides import is_override
-from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
-from verify.witnesses.process.h100 import CAPABILITY
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.runner import ask
-from verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.job import Job
+from ckptkit.verify.launch.options.argv import options_of
+from ckptkit.verify.launch.settings.overrides import is_override
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.witnesses.process.h100 import CAPABILITY
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.runner import ask
+from ckptkit.verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 _LIMIT_S = 600.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
@@ -60,7 +60,7 @@ def ask_trainer(job: Job, python: str | Path) -> Job:
     trainers = [package] if package else [MEGATRON] if _is_megatron(job) else ["slime", "miles"]
     request = TrainerJob(trainers, [text.program, *words], _folders(text, text.directory), str(text.directory))
     interpreter = replace(interpreter, variables=_variables(job))
-    asked = ask(request, "verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
+    asked = ask(request, "ckptkit.verify.witnesses.trainer.process", TrainerAnswer, _LIMIT_S, interpreter)
     if (answer := asked.report) is None:
         raise CkptkitError("the trainer gave no answer", str(asked.failure))
     gpu = f"told of a GPU of compute capability {'.'.join(map(str, CAPABILITY))}"

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verify.core.issue import Issue
-from verify.launch.arguments import LaunchArguments
-from verify.launch.options.arguments import Arguments
-from verify.launch.options.speculative import Speculation
-from verify.launch.settings.config import Config
-from verify.launch.settings.tree import Tree
-from verify.launch.sides import Side
-from verify.launch.stacks.sizes import GpuPlacement
-from verify.launch.words import LaunchText, Word
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.options.arguments import Arguments
+from ckptkit.verify.launch.options.speculative import Speculation
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.settings.tree import Tree
+from ckptkit.verify.launch.sides import Side
+from ckptkit.verify.launch.stacks.sizes import GpuPlacement
+from ckptkit.verify.launch.words import LaunchText, Word
 
 
 @dataclass(frozen=True)

@@ -18,25 +18,25 @@ from ckptkit.core.installation import program_version
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.formats.detect import refuse_url, require_own_files
 from ckptkit.storage.regular import read_regular
-from verify.checks.config.config import STAGES
-from verify.checks.headers.torch_dist import TRAINING_STATE
-from verify.core.check import NOT_APPLICABLE, NOTES, Check, all_checks
-from verify.core.report import CheckResult, Finding, Report, now
-from verify.core.run import Outcome, looked_at, run_checks
-from verify.core.subject import Subject
-from verify.evidence.expected import model_of
-from verify.launch.arguments import LaunchArguments
-from verify.launch.checks.architecture import differing_model
-from verify.launch.checks.paths import NOT_READ
-from verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
-from verify.launch.job import Given, Job, Launch
-from verify.launch.python.launcher import read_launcher
-from verify.launch.shell.read import read_script
-from verify.launch.sides import ENGINE
-from verify.launch.stacks.others import started_by
-from verify.launch.stacks.which import is_config, read_job
-from verify.launch.words import LaunchText, UnresolvedWord, Word
-from verify.options import VerifyOptions
+from ckptkit.verify.checks.config.config import STAGES
+from ckptkit.verify.checks.headers.torch_dist import TRAINING_STATE
+from ckptkit.verify.core.check import NOT_APPLICABLE, NOTES, Check, all_checks
+from ckptkit.verify.core.report import CheckResult, Finding, Report, now
+from ckptkit.verify.core.run import Outcome, looked_at, run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import model_of
+from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.checks.architecture import differing_model
+from ckptkit.verify.launch.checks.paths import NOT_READ
+from ckptkit.verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
+from ckptkit.verify.launch.job import Given, Job, Launch
+from ckptkit.verify.launch.python.launcher import read_launcher
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.sides import ENGINE
+from ckptkit.verify.launch.stacks.others import started_by
+from ckptkit.verify.launch.stacks.which import is_config, read_job
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
+from ckptkit.verify.options import VerifyOptions
 
 _LARGEST = 300_000  # bytes of a script, as `read_script` takes them
 
@@ -85,7 +85,7 @@ def preflight(
     job = read_job(Launch(text, given, {**environment, **known}), config)
     reasons = []
     if ask_trainer is not None:
-        from verify.launch.ask_trainer import ask_trainer as ask
+        from ckptkit.verify.launch.ask_trainer import ask_trainer as ask
 
         try:
             job = ask(job, ask_trainer)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckptkit.converters.registry import named_family_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import ITERATION, TRACKER, Kind, OfKind, is_legacy, require_own_files
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.storage.links import absent, next_move
-from converters.registry import named_family_of
-from verify.core.issue import Issue
-from verify.core.report import Severity
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
 
 ENGINE = "rollout engine"
 # The checks of what the actor, the reference and the like load, of an iteration, and of an HF directory.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verify.core.issue import Issue
+from ckptkit.verify.core.issue import Issue
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class Quirk:
 
 @cache
 def _table(program: str) -> Mapping[str, Any]:
-    return tomllib.loads(files("verify.quirks").joinpath(f"{program}.toml").read_text())
+    return tomllib.loads(files("ckptkit.verify.quirks").joinpath(f"{program}.toml").read_text())
 
 
 def releases_of(program: str) -> tuple[str, ...]:

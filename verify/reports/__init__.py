@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text
 from ckptkit.formats.detect import LOADED, MANIFEST
 from ckptkit.storage.write import write_whole
-from verify.core.report import Report
+from ckptkit.verify.core.report import Report
 
 __all__ = ["FORMATS", "fault_of", "report_text", "write_report"]
 # How a report of each format begins; `page.html` says it in a <meta>.
@@ -28,7 +28,7 @@ _READ = 4096  # bytes at the beginning of a file
 def report_text(report: Report, ending: str) -> str:
     """The report in the format of one of `FORMATS`."""
     # Imported here so that the command line can ask for the endings without importing every check.
-    from verify.reports import html, junit, markdown, sarif
+    from ckptkit.verify.reports import html, junit, markdown, sarif
 
     if ending == ".json":
         return json_text(report.to_json()) + "\n"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.specs import ranges
-from verify.core.report import Finding, anchors
+from ckptkit.verify.core.report import Finding, anchors
 
 if TYPE_CHECKING:
-    from verify.evidence.reading import Values
+    from ckptkit.verify.evidence.reading import Values
 
 # Layers for multi-token prediction are numbered from 0 again. At most four digits: one of an untrusted file may claim a
 # billion layers.

@@ -15,11 +15,11 @@ from typing import Any
 
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
-from verify.core.check import LOOKS_AT, WITNESSES, all_checks
-from verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
-from verify.evidence.folding import by_key
-from verify.reports.heat import OUTSIDE, expand_numbers
-from verify.reports.text import (
+from ckptkit.verify.core.check import LOOKS_AT, WITNESSES, all_checks
+from ckptkit.verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
+from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
+from ckptkit.verify.reports.text import (
     alike,
     cause_of,
     duration,

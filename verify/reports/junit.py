@@ -5,9 +5,9 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 from ckptkit.core.printable import printable
-from verify.core.check import all_checks
-from verify.core.report import CheckResult, Report
-from verify.reports.text import FindingGroup, groups, named_subject, rest, said_of
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import CheckResult, Report
+from ckptkit.verify.reports.text import FindingGroup, groups, named_subject, rest, said_of
 
 _SHOWN = 100  # findings of one code
 _CLASSES = {"headers": "files", "launch": "configuration"}  # of the stages that are named otherwise here

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from ckptkit.core.printable import printable
-from verify.core.report import Finding, Report
-from verify.reports.text import groups, headline, named_subject, other_reasons, rest, totals
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.reports.text import groups, headline, named_subject, other_reasons, rest, totals
 
 _SHOWN = 20  # findings of one code
 

@@ -12,10 +12,10 @@ from rich.text import Text
 
 from ckptkit.core.findings_text import Entry, Line, TextReport, columns, lay_out
 from ckptkit.core.printable import printable
-from verify.core.check import NOT_APPLICABLE
-from verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
-from verify.evidence.folding import by_key
-from verify.reports.text import (
+from ckptkit.verify.core.check import NOT_APPLICABLE
+from ckptkit.verify.core.report import BEHAVIOUR, Finding, Report, anchors, short_codes, split_reason
+from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.reports.text import (
     groups,
     headline,
     is_itself,

@@ -8,8 +8,8 @@ from typing import Any
 from urllib.parse import quote
 
 from ckptkit.core.printable import json_text, printable
-from verify.core.check import all_checks
-from verify.core.report import Finding, Report, anchors
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import Finding, Report, anchors
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from ckptkit.core.printable import printable
 from ckptkit.core.progress import size
 from ckptkit.core.specs import ranges
-from verify.core.report import Finding, Report, anchors, split_reason
-from verify.evidence.folding import by_key, layers_of
+from ckptkit.verify.core.report import Finding, Report, anchors, split_reason
+from ckptkit.verify.evidence.folding import by_key, layers_of
 
 # How what should be and what is begin alike: `rms_norm_eps = `.
 _SAME_START = re.compile(r"(\w[\w. ]*? = |shape (?=\[)|(?=\[)).*\n\1", re.DOTALL)

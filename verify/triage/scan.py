@@ -7,7 +7,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
-from verify.triage.symptom import LEADS, NEAR, PHASES, START, TABLE, UPDATE, JobPhase, Served, Symptom, metric_symptoms
+from ckptkit.verify.triage.symptom import (
+    LEADS,
+    NEAR,
+    PHASES,
+    START,
+    TABLE,
+    UPDATE,
+    JobPhase,
+    Served,
+    Symptom,
+    metric_symptoms,
+)
 
 _PIECE = 1 << 16  # bytes of a line that are looked at together
 _OVERLAP = 512  # bytes of a piece that the next one repeats, so that no message is cut in two

@@ -91,7 +91,7 @@ class Served:
 
 NEAR = 100  # lines: a traceback of a deep call, twice, since ranks print into each other
 
-_CONTENT: dict[str, Any] = tomllib.loads(files("verify.triage").joinpath("symptoms.toml").read_text())
+_CONTENT: dict[str, Any] = tomllib.loads(files("ckptkit.verify.triage").joinpath("symptoms.toml").read_text())
 
 
 def _rows(table: str) -> Iterator[dict[str, Any]]:

@@ -13,8 +13,8 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.findings_text import Entry, TextReport, columns, lay_out, plain
 from ckptkit.core.installation import program_version
 from ckptkit.storage.regular import open_regular
-from verify.triage.scan import Found, Place
-from verify.triage.symptom import Symptom
+from ckptkit.verify.triage.scan import Found, Place
+from ckptkit.verify.triage.symptom import Symptom
 
 SCHEMA = "ckptkit-triage/1"
 STDIN = "-"

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
-from verify.weight_sync.engines import Digest, EngineState, JsonServer, Setup
-from verify.weight_sync.judge import Known, SyncResult, SyncVerdict, changed_since, judge
-from verify.weight_sync.messages import first_lines, say, waiting
-from verify.weight_sync.predicted import Sent
-from verify.weight_sync.sglang import SglangEngine, computes_as, sglang_digest
-from verify.weight_sync.vllm import Rpc, VllmEngine, vllm_digest
+from ckptkit.verify.weight_sync.engines import Digest, EngineState, JsonServer, Setup
+from ckptkit.verify.weight_sync.judge import Known, SyncResult, SyncVerdict, changed_since, judge
+from ckptkit.verify.weight_sync.messages import first_lines, say, waiting
+from ckptkit.verify.weight_sync.predicted import Sent
+from ckptkit.verify.weight_sync.sglang import SglangEngine, computes_as, sglang_digest
+from ckptkit.verify.weight_sync.vllm import Rpc, VllmEngine, vllm_digest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,7 +12,7 @@ from urllib.request import Request, urlopen
 
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import one_line
-from verify.weight_sync.messages import waiting
+from ckptkit.verify.weight_sync.messages import waiting
 
 if TYPE_CHECKING:
     from torch import Tensor

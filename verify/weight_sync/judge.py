@@ -8,8 +8,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ckptkit.core.specs import summarize
-from verify.weight_sync.engines import EngineState, Seat, Setup, rank_label
-from verify.weight_sync.predicted import SHARED, SHARED_EXPERT, UNUSED, Order, ParamCut, Sent, canonical, missing_parts
+from ckptkit.verify.weight_sync.engines import EngineState, Seat, Setup, rank_label
+from ckptkit.verify.weight_sync.predicted import (
+    SHARED,
+    SHARED_EXPERT,
+    UNUSED,
+    Order,
+    ParamCut,
+    Sent,
+    canonical,
+    missing_parts,
+)
 
 Layout = tuple[tuple[str, str], ...]
 Checksums = Mapping[str, str]

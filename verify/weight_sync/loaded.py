@@ -2,7 +2,7 @@
 
 What every rank holds whole (norms, routers and their biases) is compared bit for bit, by the digests of the
 checkpoint's `ckptkit.json` where it has one. Of what is cut, a few parameters are compared with the slice that this
-rank must hold, predicted from the checkpoint (`verify.witnesses.megatron.slices`).
+rank must hold, predicted from the checkpoint (`ckptkit.verify.witnesses.megatron.slices`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ckptkit.converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
+from ckptkit.converters.open import open_megatron
+from ckptkit.converters.ops.basic import Copy
+from ckptkit.converters.planner import Rule, dims_of, rules_in, to_megatron
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
@@ -26,17 +31,12 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import MANIFEST, TRACKER, Location, locate
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import read_manifest
-from converters.megatron.module_names import CUT_IN_LOCAL_SPEC, global_name
-from converters.open import open_megatron
-from converters.ops.basic import Copy
-from converters.planner import Rule, dims_of, rules_in, to_megatron
-from converters.stored import as_stored
-from verify.evidence.folding import pattern_of
-from verify.evidence.plain import plain
-from verify.weight_sync.messages import job_rank
+from ckptkit.verify.evidence.folding import pattern_of
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.weight_sync.messages import job_rank
 
 if TYPE_CHECKING:
-    from verify.witnesses.megatron.job import TensorSeen
+    from ckptkit.verify.witnesses.megatron.job import TensorSeen
 
 PARAMETERS = "CKPTKIT_COMPARED_PARAMETERS"  # the variable that says how many cut parameters a rank compares
 _PARAMETERS = 16
@@ -103,7 +103,7 @@ def compare_loaded(
 
     Raises DiffersError naming every parameter that holds something else, and CkptkitError where it cannot be compared.
     """
-    from verify.witnesses.megatron.slices import Position, compare_all
+    from ckptkit.verify.witnesses.megatron.slices import Position, compare_all
 
     reference: Checkpoint = (
         to_megatron(plain(location.path), str(location.path)) if location.is_hf else open_megatron(location, hf)
@@ -160,7 +160,7 @@ def _held(
     skipped: dict[str, list[str]],
 ) -> Iterator[tuple[str, tuple[str, Tensor]]]:
     """Parameters and router biases by local name, each with its global name."""
-    from verify.witnesses.megatron.slices import layers_of_chunk
+    from ckptkit.verify.witnesses.megatron.slices import layers_of_chunk
 
     for index, chunk in enumerate(model):
         core = chunk

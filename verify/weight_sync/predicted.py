@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from converters.hf_names import FUSED
-from verify.evidence.folding import pattern_of
-from verify.weight_sync.engines import Digest
+from ckptkit.converters.hf_names import FUSED
+from ckptkit.verify.evidence.folding import pattern_of
+from ckptkit.verify.weight_sync.engines import Digest
 
 if TYPE_CHECKING:
     from torch import Tensor

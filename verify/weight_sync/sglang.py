@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ckptkit.core.errors import CkptkitError, MissingDependencyError
-from verify.weight_sync.engines import Digest, EngineState, JsonServer, Seat, Setup
+from ckptkit.verify.weight_sync.engines import Digest, EngineState, JsonServer, Seat, Setup
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,4 +1,4 @@
-"""The sum behind `verify.weight_sync.vllm.device_digest` on a GPU, in one reading of the words and without a wait."""
+"""The sum behind `device_digest` of `ckptkit.verify.weight_sync.vllm` on a GPU, in one reading and without a wait."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError, words_of
-from verify.weight_sync.engines import EngineState, JsonServer, Seat, Setup
-from verify.weight_sync.messages import waiting
+from ckptkit.verify.weight_sync.engines import EngineState, JsonServer, Seat, Setup
+from ckptkit.verify.weight_sync.messages import waiting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,7 +80,7 @@ def device_sum(tensor: Tensor) -> Tensor:
         data = data.clone()
     words, total = data.view(torch.int64), torch.full((1,), tensor.nbytes, device=data.device)
     if words.is_cuda and len(words):
-        from verify.weight_sync.triton_digest import add_words
+        from ckptkit.verify.weight_sync.triton_digest import add_words
 
         add_words(total, words, (_PLACE, _FIRST, _SECOND))
         return total

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from verify.weight_sync.check import WeightSyncCheck
-from verify.weight_sync.messages import job_rank
+from ckptkit.verify.weight_sync.check import WeightSyncCheck
+from ckptkit.verify.weight_sync.messages import job_rank
 
 _CHECK = "_ckptkit_check"
 _HINT = "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known"

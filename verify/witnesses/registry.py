@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.vllm.facts import VLLM
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 
 ENGINES = (SGLANG, VLLM)  # whose loading is checked; to add one, see docs/architecture.md
 

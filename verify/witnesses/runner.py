@@ -20,12 +20,12 @@ from typing import Any, Generic, TypeVar
 
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from verify.core.skip import CannotCheck
-from verify.witnesses.process.codec import load_record, save
-from verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
-from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.process.memory import free_memory, memory_limit, takes_more_than
-from verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.witnesses.process.codec import load_record, save
+from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
+from ckptkit.verify.witnesses.process.interpreter import Interpreter
+from ckptkit.verify.witnesses.process.memory import free_memory, memory_limit, takes_more_than
+from ckptkit.verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
 
 T = TypeVar("T")
 START_S = 1200  # seconds to import a library or an engine on a busy machine, and to compile its kernels

@@ -23,11 +23,9 @@ from ckptkit.app.cli.output import echo, prepare_streams, shown
 from ckptkit.app.cli.verb import VERBS, anywhere, asked
 from ckptkit.core.allocator import return_freed_memory
 from ckptkit.core.errors import CkptkitError, MissingDependencyError, memory_for, words_of
-from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version, refuse_shadowed
+from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert, program_version
 from ckptkit.core.printable import printable
 from ckptkit.storage.url import refuse_credentials
-
-_OWN = ("ckptkit", "converters", "quant", "verify")
 
 
 class LazyGroup(click.Group):
@@ -104,11 +102,10 @@ def main() -> None:
     gc.set_threshold(200_000, 10, 10)
     if debug:
         logging.basicConfig()
-        logging.getLogger("verify").setLevel(logging.DEBUG)
+        logging.getLogger("ckptkit").setLevel(logging.DEBUG)
     return_freed_memory()
     try:
         with shown(flags), memory_for("this command"):
-            refuse_shadowed()
             code = cli.main(standalone_mode=False)
     except click.ClickException as error:
         _show_usage(error)
@@ -162,7 +159,7 @@ def _show_error(error: Exception, debug: bool) -> None:
         shown = error
     elif isinstance(error, OSError):
         shown = CkptkitError(str(error), "check the path and its permissions")
-    elif isinstance(error, ImportError) and _package(error) not in _OWN:
+    elif isinstance(error, ImportError) and _package(error) != "ckptkit":
         shown = _not_usable(error)
     else:
         shown = CkptkitError(

@@ -18,13 +18,13 @@ from ckptkit.app.option import option
 from ckptkit.app.run_options import PATH_OR_URL, RunOptions, rows, run_options
 from ckptkit.core.progress import closing, phase, size
 from ckptkit.formats.detect import is_deltas, locate
+from ckptkit.quant.ignore.readers import ALL_READERS
+from ckptkit.quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 from ckptkit.storage.url import is_url
-from quant.ignore.readers import ALL_READERS
-from quant.schemes.registry import DEFAULT, NAMES, UNQUANTIZED, options_of_others, scheme_module
 
 if TYPE_CHECKING:
     from ckptkit.app.conversion import ConversionResult
-    from quant.schemes.registry import Scheme
+    from ckptkit.quant.schemes.registry import Scheme
 
 
 @click.command(cls=Verb, short_help="Convert HF to Megatron, or Megatron to HF.")

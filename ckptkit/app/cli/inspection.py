@@ -15,7 +15,7 @@ from ckptkit.app.cli.verb import Verb
 from ckptkit.app.option import option
 from ckptkit.app.run_options import PATH, PATH_OR_URL
 from ckptkit.core.progress import closing, size
-from quant.ignore.readers import ALL_READERS, LIST_READERS
+from ckptkit.quant.ignore.readers import ALL_READERS, LIST_READERS
 
 _LISTED = 8  # files that inspect lists by name
 
@@ -38,7 +38,7 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
     if as_json:
         echo_json(facts)
     elif as_args:
-        from converters.megatron.arguments import launch_flags
+        from ckptkit.converters.megatron.arguments import launch_flags
 
         echo("MODEL_ARGS=(", *(f"    {line}" for line in launch_flags(facts)), ")")
     else:
@@ -96,8 +96,8 @@ def lint(path: Path, readers: tuple[str, ...], fix: bool, strict: bool, as_json:
 
     INT4, FP8, MXFP8, MXFP4 or NVFP4. A lone config.json is enough.
     """
-    from quant.ignore.lint import lines
-    from quant.ignore.lint import lint as run
+    from ckptkit.quant.ignore.lint import lines
+    from ckptkit.quant.ignore.lint import lint as run
 
     report = run(path, readers=readers or None, fix=fix)
     echo_result(report, lines, as_json)
@@ -144,7 +144,7 @@ def explain(words: tuple[str, ...]) -> None:
     With words, as `explain garbled`, it lists symptoms of a job with the command that tells their cause, and checks,
     whose text has all of them; without arguments every check.
     """
-    from verify.explain import explain as run
+    from ckptkit.verify.explain import explain as run
 
     echo(*run(" ".join(words)).split("\n"))
 
@@ -182,8 +182,8 @@ def diff(a: Path, b: Path, hf: Path | None, exact: bool, as_json: bool) -> None:
     much, or only on one side. Quantized HF weights are dequantized. Without torch it compares names and shapes alone.
     Exit code 0: equal; 1: different; 2: unreadable, or inconclusive, since values were not compared.
     """
-    from verify.diff.diff import diff as run
-    from verify.diff.text import diff_lines
+    from ckptkit.verify.diff.diff import diff as run
+    from ckptkit.verify.diff.text import diff_lines
 
     found = run(a, b, hf=hf, exact=exact)
     echo_result(found, diff_lines, as_json)
@@ -200,8 +200,8 @@ def triage(logs: tuple[str, ...], as_json: bool) -> None:
 
     `-` reads standard input. Exit code 0: no known symptom; 1: symptoms; 2: a log cannot be read, or is empty.
     """
-    from verify.triage.triage import triage as run
-    from verify.triage.triage import triage_lines
+    from ckptkit.verify.triage.triage import triage as run
+    from ckptkit.verify.triage.triage import triage_lines
 
     found = run(logs)
     echo_result(found, triage_lines, as_json)

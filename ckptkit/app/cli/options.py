@@ -10,7 +10,7 @@ import click
 
 from ckptkit.app.option import Needs, option, together
 from ckptkit.app.run_options import PARALLEL, PATH, PATH_OR_URL, QUANTIZED, rows
-from converters.config.bounds import MAX_RANKS
+from ckptkit.converters.config.bounds import MAX_RANKS
 
 
 def _ranks(context: click.Context, parameter: click.Parameter, text: str | None) -> tuple[int, ...] | None:
@@ -29,7 +29,7 @@ def _ranks(context: click.Context, parameter: click.Parameter, text: str | None)
 def _writable(context: click.Context, parameter: click.Parameter, paths: tuple[Path, ...]) -> tuple[Path, ...]:
     """Refuses a report that could not be written before the work is done whose outcome it would hold."""
     if paths:
-        from verify.reports import fault_of
+        from ckptkit.verify.reports import fault_of
 
         for path in paths:
             if (fault := fault_of(path)) is not None:

@@ -1,7 +1,7 @@
 """Prints what comes from checkpoints, and says on stderr what a command is doing.
 
-All output of the command line goes through here or `verify.reports.render`. Of a step that takes long there is a line
-every 30 s, and at the end its time.
+All output of the command line goes through here or `ckptkit.verify.reports.render`. Of a step that takes long there is
+a line every 30 s, and at the end its time.
 """
 
 from __future__ import annotations

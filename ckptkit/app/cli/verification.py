@@ -14,11 +14,11 @@ from ckptkit.app.cli.verb import LAUNCH, LaunchVerb, Verb
 from ckptkit.app.option import Needs, option, together
 from ckptkit.app.run_options import PARALLEL, PATH
 from ckptkit.core.progress import closing, phase
-from quant.ignore.readers import ALL_READERS
-from verify.witnesses.registry import ENGINES, WITNESSES
+from ckptkit.quant.ignore.readers import ALL_READERS
+from ckptkit.verify.witnesses.registry import ENGINES, WITNESSES
 
 if TYPE_CHECKING:
-    from verify.core.report import Report
+    from ckptkit.verify.core.report import Report
 
 
 # What `verify` looks at, and how.
@@ -133,14 +133,14 @@ def verify(
     """Prove CHECKPOINT: files, values, quantization, and what real Megatron, SGLang and vLLM make of it."""
     asked = _asked(options)
     with phase("loading ckptkit and torch"):
-        from verify.run import verify as run
+        from ckptkit.verify.run import verify as run
 
     report = run(checkpoint, command=sys.argv, readers=readers or None, **asked)
     print_report(report, as_json, strict, reports, every)
 
 
 def _asked(options: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of `verify.run.verify` that options of `_asking` come to."""
+    """The keywords of `ckptkit.verify.run.verify` that options of `_asking` come to."""
     pythons = common.pythons_of({f"{name}_python": options.pop(f"{name}_python") for name in common.PROGRAMS})
     asked = {one.name: options.pop(one.option.removeprefix("--").replace("-", "_")) for one in WITNESSES}
     return options | {"against": frozenset(name for name, wanted in asked.items() if wanted), "pythons": pythons}
@@ -193,7 +193,7 @@ def preflight(
 
     Of a job of verl, NeMo-RL or ROLL, SCRIPT may be its YAML file, and the words behind -- override its settings.
     """
-    from verify.launch.preflight import preflight as run
+    from ckptkit.verify.launch.preflight import preflight as run
 
     arguments = context.meta[LAUNCH]
     paths = [options[name] for name in ("hf_checkpoint", "load", "ref_load")]
@@ -232,8 +232,8 @@ def gate(context: click.Context, /, reports: tuple[Path, ...], strict: bool) -> 
 
 def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Path, ...], every: bool = False) -> None:
     """Prints a report, writes it to the files `reports`, and raises SystemExit where its status is not `passed`."""
-    from verify.reports import write_report
-    from verify.reports.text import groups, totals
+    from ckptkit.verify.reports import write_report
+    from ckptkit.verify.reports.text import groups, totals
 
     try:
         for path in reports:
@@ -243,7 +243,7 @@ def print_report(report: Report, as_json: bool, strict: bool, reports: tuple[Pat
         if as_json:
             echo_json(report.to_json())
         else:
-            from verify.reports.render import render
+            from ckptkit.verify.reports.render import render
 
             with guard_stdout():
                 render(report, every=every)

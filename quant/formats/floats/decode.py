@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ckptkit.quant.formats.floats.layout import E2M1_NUMBERS, E4M3, Block, Layout
 from ckptkit.storage.buffers import ON_THE_WAY, row_cuts
-from quant.formats.floats.layout import E2M1_NUMBERS, E4M3, Block, Layout
 
 if TYPE_CHECKING:
     from torch import Tensor

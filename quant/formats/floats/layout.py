@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ckptkit.core.specs import TensorSpec
-from quant.formats.part_names import (
+from ckptkit.quant.formats.part_names import (
     FP8_SCALE,
     FP8_SCALE_INV,
     GLOBAL_SCALE,
@@ -38,7 +38,7 @@ from quant.formats.part_names import (
     MXFP4_SCALES,
     SCALE_2,
 )
-from quant.formats.scheme import SCALE_DTYPES
+from ckptkit.quant.formats.scheme import SCALE_DTYPES
 
 Number = Literal["float8_e4m3fn", "float4_e2m1fn"]
 Axes = Literal["grid", "row", "four", "groups"]

@@ -15,8 +15,8 @@ from ckptkit.app.cli import cli
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.hf.remote import config_at
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.url import Store, place
-from quant.schemes.w4a16 import int4_scheme
 
 URLS = {
     "s3://KEY:TOP@host/c": "s3://***@host/c",

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import CopyOf, PathOf
-from support.processes import python
 
 from ckptkit.app.cli import cli, output
 from ckptkit.app.cli.output import shown
@@ -156,15 +155,3 @@ def test_quiet_says_nothing_and_verbose_every_step(
         "next: ckptkit verify x",
     )
     assert LOG.handlers == []
-
-
-@pytest.mark.parametrize("name", ["verify.py", "quant/__init__.py"])
-def test_a_file_that_hides_a_package_of_ckptkit_is_named(name: str, tmp_path: Path) -> None:
-    file = tmp_path / name
-    file.parent.mkdir(exist_ok=True)
-    file.write_text("")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from ckptkit.app.cli import main; main()"
-    done = python("-c", code, "inspect", "x")
-    assert done.returncode == 2
-    assert f"{file} hides the package" in done.stderr
-    assert "Traceback" not in done.stderr

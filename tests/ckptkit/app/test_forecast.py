@@ -19,8 +19,8 @@ from ckptkit.app.plan import ConversionPlan, Output
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
+from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.transfer.copy import STREAM
-from quant.formats.scheme import QuantScheme
 
 MIB = 1 << 20
 READ, WRITE = 200 * MIB, 100 * MIB  # bytes a second

@@ -27,9 +27,9 @@ from torch import nn
 
 from ckptkit import CkptkitError
 from ckptkit.app.cli import cli
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.planner import dims_of
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.megatron.arguments import megatron_args
-from converters.planner import dims_of
 
 NAME = "glm4_moe"
 TEXT = (Path(__file__).resolve().parents[3] / "docs/hooks.md").read_text()

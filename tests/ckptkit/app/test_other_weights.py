@@ -15,7 +15,7 @@ from support.models import edit_metadata
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 PICKLE = "save_pretrained"
 ORIGINAL = "original/"

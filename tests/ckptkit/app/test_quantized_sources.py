@@ -23,9 +23,9 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import write_config
-from quant.formats.scheme import QuantScheme, read_scheme
-from quant.schemes.floats import FloatScheme
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme, read_scheme
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.verify.run import verify
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [100, 60]}
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"

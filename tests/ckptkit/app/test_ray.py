@@ -29,13 +29,13 @@ from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.app.write import TaskInput, _check_written, batches_of, digest_of, write_batch
 from ckptkit.core.errors import CkptkitError
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.fingerprint import fingerprint
 from ckptkit.transfer import ray as ray_tasks
 from ckptkit.transfer.files import FilesWriter
 from ckptkit.transfer.journal import JOURNAL, Journal
-from quant.schemes.w4a16 import int4_scheme
-from verify.evidence import reading
-from verify.run import verify
+from ckptkit.verify.evidence import reading
+from ckptkit.verify.run import verify
 
 ray = pytest.importorskip("ray")
 

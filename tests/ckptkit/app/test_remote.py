@@ -25,11 +25,11 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.remote import check_unchanged, opened
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.side_files import side_files
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage import url as store
 from ckptkit.storage.directory import Directory
 from ckptkit.transfer.journal import Journal
 from ckptkit.transfer.upload import Upload
-from quant.schemes.w4a16 import int4_scheme
 
 BIG = torch.arange(30_000, dtype=torch.int32).reshape(100, 300)
 SMALL = torch.tensor([1.5, -2.0]).to(torch.bfloat16)

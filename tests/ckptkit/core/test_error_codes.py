@@ -30,8 +30,8 @@ from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.storage.fingerprint import ChangedError
 from ckptkit.storage.url import Store, StoreError
-from verify.options import MegatronOptions
-from verify.weight_sync.loaded import DiffersError
+from ckptkit.verify.options import MegatronOptions
+from ckptkit.verify.weight_sync.loaded import DiffersError
 
 
 @pytest.mark.parametrize(

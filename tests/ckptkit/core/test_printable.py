@@ -21,7 +21,7 @@ from ckptkit.app.api import quantize
 from ckptkit.app.run_options import RunOptions
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import json_text, printable
-from quant.schemes.w4a16 import int4_scheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 
 # Escape codes, carriage return, three line breaks, C1, marks that reverse text, DEL: and the verdict they would forge.
 Run = Callable[..., subprocess.CompletedProcess[str]]

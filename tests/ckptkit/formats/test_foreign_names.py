@@ -26,7 +26,7 @@ from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import read_metadata
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 
 class Call:

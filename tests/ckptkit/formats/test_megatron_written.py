@@ -19,10 +19,10 @@ from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.subject import Subject
-from verify.launch.preflight import preflight
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.preflight import preflight
 
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]
 

@@ -27,8 +27,8 @@ from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import DamagedError, UnsupportedError
 from ckptkit.formats.torch_dist.plain_dcp import torch_dist_keys
 from ckptkit.formats.torch_dist.reader import read_metadata
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage is deprecated")
 

@@ -16,10 +16,10 @@ from support.fixture_types import CopyOf, PathOf
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import CkptkitError
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.transfer.manifest import read_manifest
-from quant.formats.scheme import QuantScheme
-from quant.schemes.w4a16 import int4_scheme
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 
 def test_side_files_come_back_and_hidden_and_weight_files_do_not(

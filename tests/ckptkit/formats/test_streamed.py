@@ -14,6 +14,7 @@ from support.fixture_types import PathOf
 from support.models import content
 
 from ckptkit.app.api import convert, quantize
+from ckptkit.converters.megatron import rank_cuts
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.extents import Reader
 from ckptkit.core.plan import Plan, Step, View
@@ -22,12 +23,11 @@ from ckptkit.formats.hf.reader import Shard
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.formats.torch_save import blob
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage import buffers
 from ckptkit.storage import read as raw
 from ckptkit.transfer import copy as copying
 from ckptkit.transfer.files import FilesWriter
-from converters.megatron import rank_cuts
-from quant.schemes.w4a16 import int4_scheme
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

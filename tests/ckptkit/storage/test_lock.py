@@ -22,9 +22,9 @@ from support.processes import ckptkit, environment
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.storage.lock import check_free, hold_lock
 from ckptkit.transfer.destination import new_directory
-from quant.schemes.w4a16 import int4_scheme
 
 ASKED = {"command": "convert"}
 LOCK = "out.partial.lock"

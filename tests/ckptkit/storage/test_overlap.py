@@ -15,8 +15,8 @@ from support.whole_files import write_files
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.transfer.destination import check_destination
-from quant.schemes.w4a16 import int4_scheme
 
 
 @contextmanager

@@ -18,10 +18,10 @@ from support.whole_files import write_files
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats import files as formats
+from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.transfer import destination
 from ckptkit.transfer import files as module
-from quant.schemes.w4a16 import int4_scheme
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 FILE_BYTES = 1_000_000
 Run = Callable[..., None]

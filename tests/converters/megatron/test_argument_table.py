@@ -12,12 +12,12 @@ import pytest
 from families import CASES
 from families.table import config_of
 
-from converters.config.dims import Indexer, LinearAttention, Mamba, Mla, base_dims
-from converters.megatron.argument import Argument, never, of_model
-from converters.megatron.argument_table import ARGUMENTS, BY_NAME
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.planner import dims_of
-from verify.checks.config.arguments import differing, mismatches
+from ckptkit.converters.config.dims import Indexer, LinearAttention, Mamba, Mla, base_dims
+from ckptkit.converters.megatron.argument import Argument, never, of_model
+from ckptkit.converters.megatron.argument_table import ARGUMENTS, BY_NAME
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.planner import dims_of
+from ckptkit.verify.checks.config.arguments import differing, mismatches
 
 CONFIG = {
     "hidden_size": 64,

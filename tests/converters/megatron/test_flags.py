@@ -16,8 +16,8 @@ from support.messages import text_with
 
 from ckptkit.app.api import model_arguments
 from ckptkit.app.cli import cli
-from converters.megatron.arguments import launch_flags, megatron_args, pattern
-from converters.planner import dims_of
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args, pattern
+from ckptkit.converters.planner import dims_of
 
 QWEN3_30B_A3B, GLM_4_5, GEMMA_3_27B = (
     dict(load(name).config) for name in ("Qwen/Qwen3-30B-A3B", "zai-org/GLM-4.5", "google/medgemma-27b-it")

@@ -18,12 +18,12 @@ from support.megatron_saves import SAVES, Save, save_with_megatron
 from support.nightly import collected, daily
 
 from ckptkit.app.api import convert, inspect
+from ckptkit.converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.planner import rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import locate
-from converters.megatron.parallel import ParallelSizes
-from converters.planner import rules_of
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" in how]
 

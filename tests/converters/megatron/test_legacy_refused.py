@@ -15,8 +15,8 @@ from support.megatron_saves import SAVES
 from support.messages import text_with
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.legacy import LegacyCheckpoint
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.legacy import LegacyCheckpoint
 
 
 def norm(state: State) -> None:

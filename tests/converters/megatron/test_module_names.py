@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support import models
 
-from converters.megatron.module_names import global_name
-from converters.planner import rules_of
+from ckptkit.converters.megatron.module_names import global_name
+from ckptkit.converters.planner import rules_of
 
 RULES = {rule.megatron for rule in rules_of(models.configs()["glm4_moe"].to_dict())}
 MTP = {rule.megatron for rule in rules_of(models.configs()["glm4_moe"].to_dict() | {"num_nextn_predict_layers": 2})}

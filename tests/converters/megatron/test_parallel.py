@@ -12,9 +12,16 @@ from families import CASES as CASES_OF_FAMILIES
 from support import models
 from support.megatron_sizes import refused_by_megatron
 
+from ckptkit.converters.megatron.parallel import (
+    ParallelSizes,
+    check_sizes,
+    default_etp,
+    padded_vocab,
+    refusals,
+    with_remainder,
+)
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, padded_vocab, refusals, with_remainder
-from converters.planner import dims_of
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 DIMS = dims_of(models.configs()["qwen2-tied"].to_dict())

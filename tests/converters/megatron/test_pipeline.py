@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.messages import text_with
 
+from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.pipeline import Pipeline
 
 Stages = tuple[tuple[tuple[int, ...], ...], ...]
 

@@ -18,6 +18,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from ckptkit.app.api import convert
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
+from ckptkit.converters.megatron import rank_cuts
+from ckptkit.converters.open import open_checkpoint
+from ckptkit.converters.planner import rules_of
 from ckptkit.core.extents import Reader
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
@@ -25,13 +28,10 @@ from ckptkit.formats.torch_dist.writer import TorchDistFiles
 from ckptkit.formats.torch_save import blob
 from ckptkit.storage import read as raw
 from ckptkit.transfer import copy as copying
-from converters.megatron import rank_cuts
-from converters.open import open_checkpoint
-from converters.planner import rules_of
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
 
 Streamed = Callable[[], list[raw.FileExtent]]
 # Where a rank's part begins, and its size.

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
+from ckptkit.converters.megatron.run_config import NEMO_MODEL, RUN_CONFIG, args_of, model_settings
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from converters.megatron.run_config import NEMO_MODEL, RUN_CONFIG, args_of, model_settings
-from converters.planner import dims_of
-from verify.checks.config.arguments import mismatches
-from verify.run import verify
+from ckptkit.verify.checks.config.arguments import mismatches
+from ckptkit.verify.run import verify
 
 # Models of GPTModel whose settings differ in kind: dense and not, latent attention, sinks, YaRN, linear attention.
 MODELS = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe-mtp", "deepseek_v3", "gpt_oss", "qwen3_next")

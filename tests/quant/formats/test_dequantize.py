@@ -26,11 +26,11 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from ckptkit.converters.foreign import MODELOPT_READ
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.foreign import MODELOPT_READ
-from quant.formats.dequantize import dequantized, described, format_of, modelopt_format
-from quant.formats.release import Floats
+from ckptkit.quant.formats.dequantize import dequantized, described, format_of, modelopt_format
+from ckptkit.quant.formats.release import Floats
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -541,7 +541,7 @@ def test_parts_of_nvfp4_that_do_not_fit(name: str, tensor: Tensor | None, messag
 
 
 def test_a_config_of_integers_and_floats_has_its_floats() -> None:
-    from quant.formats.compressed import compressed_floats
+    from ckptkit.quant.formats.compressed import compressed_floats
 
     content = float_groups("nvfp4-pack-quantized", NVFP4)
     content["config_groups"]["group_1"] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.dequantize import dequantized, described, format_of
+from ckptkit.quant.formats.dequantize import dequantized, described, format_of
 
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], Any]

@@ -14,9 +14,9 @@ from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from support.quant_weights import DTYPES, ct_packed, ct_scheme, hard_weights
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import dequantize, quantize
-from quant.formats.packing import pack, pack_zero_point, unpack, unpack_zero_point
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.grids import dequantize, quantize
+from ckptkit.quant.formats.packing import pack, pack_zero_point, unpack, unpack_zero_point
+from ckptkit.quant.formats.scheme import QuantScheme
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])

@@ -16,15 +16,15 @@ from support.quant_weights import DTYPES, hard_weights
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.grids import dequantize
-from quant.formats.grids import quantize as by_formula
-from quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
-from quant.formats.scheme import QuantScheme, quantization_config
-from quant.kernels.dispatch import quantize_pack
-from quant.planner import quantized as as_int4
-from quant.schemes.interface import Request
-from quant.schemes.w4a16 import StoredScheme, int4_scheme, requantize, stored_parts, stored_scheme
-from verify.run import verify
+from ckptkit.quant.formats.grids import dequantize
+from ckptkit.quant.formats.grids import quantize as by_formula
+from ckptkit.quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
+from ckptkit.quant.kernels.dispatch import quantize_pack
+from ckptkit.quant.planner import quantized as as_int4
+from ckptkit.quant.schemes.interface import Request
+from ckptkit.quant.schemes.w4a16 import StoredScheme, int4_scheme, requantize, stored_parts, stored_scheme
+from ckptkit.verify.run import verify
 
 SCHEMES = [
     QuantScheme(32, "qmax7"),

@@ -18,10 +18,10 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from quant.formats.compressed import judged_format, stated_scheme, usual_int4
-from quant.formats.scheme import QuantScheme, quantization_config, read_scheme
-from quant.planner import quantize_step
-from quant.schemes.w4a16 import PackedWeights
+from ckptkit.quant.formats.compressed import judged_format, stated_scheme, usual_int4
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config, read_scheme
+from ckptkit.quant.planner import quantize_step
+from ckptkit.quant.schemes.w4a16 import PackedWeights
 
 KIMI = quantization(["lm_head", "re:.*self_attn.*"])
 

@@ -14,11 +14,11 @@ from support.quantized import small_groups_allowed
 
 from ckptkit.app.api import inspect, quantize
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import dequantize
-from quant.formats.grids import quantize as by_formula
-from quant.formats.packing import check_zero_point_layout, for_sglang_experts, is_expert, pack_zero_point
-from quant.formats.scheme import QuantScheme
-from verify.evidence.plain import plain
+from ckptkit.quant.formats.grids import dequantize
+from ckptkit.quant.formats.grids import quantize as by_formula
+from ckptkit.quant.formats.packing import check_zero_point_layout, for_sglang_experts, is_expert, pack_zero_point
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.evidence.plain import plain
 
 ASYMMETRIC = QuantScheme(32, "minmax", (), symmetric=False)
 ROWS = QuantScheme(None, "minmax", (), symmetric=False)

@@ -19,15 +19,15 @@ from support.published import quantization
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from ckptkit.converters.by_class import built_class, built_from, family_from
+from ckptkit.converters.class_in_transformers import build, describe
+from ckptkit.converters.hf_names import tail
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from converters.by_class import built_class, built_from, family_from
-from converters.class_in_transformers import build, describe
-from converters.hf_names import tail
-from converters.registry import FAMILIES
-from quant.ignore.names import Matrix, matrices_named, matrices_of
-from quant.ignore.reading import read_all
-from quant.ignore.tree import ClassTree, class_tree, config_for_class, family_tree, release_of
+from ckptkit.quant.ignore.names import Matrix, matrices_named, matrices_of
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.tree import ClassTree, class_tree, config_for_class, family_tree, release_of
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = {name: config_of(case) for name, case in HF_CASES.items()}
@@ -176,7 +176,7 @@ def test_an_unknown_model_type_has_no_class_tree() -> None:
 def test_modules_of_a_family_are_told_without_torch(tmp_path: Path) -> None:
     (tmp_path / "configs.json").write_text(json.dumps([CONFIGS[name] for name in PACKABLE]))
     code = (
-        "import json, sys; from quant.ignore.tree import class_tree\n"
+        "import json, sys; from ckptkit.quant.ignore.tree import class_tree\n"
         "trees = [class_tree(config) for config in json.load(open(sys.argv[1]))]\n"
         "print(len(trees), sorted({'torch', 'transformers', 'compressed_tensors'} & sys.modules.keys()))"
     )

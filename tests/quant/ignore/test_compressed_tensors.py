@@ -20,11 +20,11 @@ from support.published import GLM, KIMI, MINIMAX, PUBLISHED, QWEN, quantization,
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.groups import Target, group_of, groups_of, targets_of
-from quant.ignore.names import Matrix, matrices_named, names_in_vllm
-from quant.ignore.reading import read_all
-from quant.ignore.tree import class_tree
-from quant.patterns import check_entries
+from ckptkit.quant.formats.groups import Target, group_of, groups_of, targets_of
+from ckptkit.quant.ignore.names import Matrix, matrices_named, names_in_vllm
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.quant.patterns import check_entries
 
 TESTS = Path(__file__).parents[2]
 PLACES = ("quant/ignore", "quant/online", "mutations", "reports", "support", "faults")

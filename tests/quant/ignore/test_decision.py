@@ -17,14 +17,14 @@ from support.installed import release
 from support.messages import text_with
 from support.published import GLM, KIMI, KIMI_LIST, QWEN, kimi_names
 
+from ckptkit.converters.planner import dims_of, expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from converters.planner import dims_of, expected_hf
-from quant.formats.scheme import QuantScheme, quantization_config
-from quant.ignore.readers import ALL_READERS
-from quant.ignore.select import default_ignore, packed_modules, resolve
-from quant.ignore.tiles import check_tiles, unrunnable
-from quant.ignore.tree import class_tree
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
+from ckptkit.quant.ignore.readers import ALL_READERS
+from ckptkit.quant.ignore.select import default_ignore, packed_modules, resolve
+from ckptkit.quant.ignore.tiles import check_tiles, unrunnable
+from ckptkit.quant.ignore.tree import class_tree
 
 NOT_INT4 = (
     "bailing_moe",

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from support.published import KIMI, QWEN
 
-from quant.ignore.names import matrices_named
-from quant.ignore.readers import INT4_READERS
-from quant.ignore.reading import read_all
-from quant.ignore.select import default_ignore
-from quant.ignore.tree import class_tree
+from ckptkit.quant.ignore.names import matrices_named
+from ckptkit.quant.ignore.readers import INT4_READERS
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.select import default_ignore
+from ckptkit.quant.ignore.tree import class_tree
 
 QWEN2 = {key: value for key, value in QWEN.items() if key not in ("num_experts", "moe_intermediate_size")} | {
     "model_type": "qwen2",

@@ -32,10 +32,10 @@ import ckptkit
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from quant.ignore.lint import LintReport, lines, lint
-from quant.ignore.readers import SGLANG, VLLM
-from quant.ignore.tree import class_tree
-from verify.evidence.agreement import agreement
+from ckptkit.quant.ignore.lint import LintReport, lines, lint
+from ckptkit.quant.ignore.readers import SGLANG, VLLM
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.verify.evidence.agreement import agreement
 
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 DRAFT = r"re:model\.(layers\.4|decoder)\..*"

@@ -14,16 +14,16 @@ from families import CASES, case
 from families.table import config_of
 from support import published
 
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.formats.hf.shard import read_shard
-from converters.registry import FAMILIES
-from quant.ignore import subject
-from quant.ignore.lint import lint
-from quant.ignore.readers import SGLANG, VLLM
-from quant.ignore.subject import open_subject
-from quant.ignore.tree import class_tree
-from verify.evidence.agreement import agreement
+from ckptkit.quant.ignore import subject
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.ignore.readers import SGLANG, VLLM
+from ckptkit.quant.ignore.subject import open_subject
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.verify.evidence.agreement import agreement
 
 
 def drafts(path: Path) -> set[str]:

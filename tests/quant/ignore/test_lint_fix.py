@@ -13,7 +13,7 @@ from support import published
 from torch import nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PretrainedConfig
 
-from quant.ignore.lint import LintReport, lint
+from ckptkit.quant.ignore.lint import LintReport, lint
 
 # Language models cut to a few layers beside their towers as released: the release, layers, Linear layers of the tower.
 MODELS = {

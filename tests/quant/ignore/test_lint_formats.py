@@ -20,8 +20,8 @@ from support.published import EXPERTS, GLM, LAYERS, PUBLISHED, QWEN, restored
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.ignore.lint import LintReport, lint
-from quant.ignore.readers import SGLANG, TRANSFORMERS, VLLM
+from ckptkit.quant.ignore.lint import LintReport, lint
+from ckptkit.quant.ignore.readers import SGLANG, TRANSFORMERS, VLLM
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 MXFP8 = {"quant_method": "mxfp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [1, 32]}

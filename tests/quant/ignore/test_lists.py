@@ -18,9 +18,9 @@ from support.published import GLM, KIMI, QWEN
 from support.vllm_answers import ask
 from support.vllm_runs import release as vllm_release
 
-from quant.ignore import matching as rules
-from quant.ignore.names import Matrix, matrices_named
-from quant.ignore.readers import (
+from ckptkit.quant.ignore import matching as rules
+from ckptkit.quant.ignore.names import Matrix, matrices_named
+from ckptkit.quant.ignore.readers import (
     KEYS,
     LISTS,
     Method,
@@ -31,8 +31,8 @@ from quant.ignore.readers import (
     slime_fp8,
     verl_fp8,
 )
-from quant.ignore.reading import read_list
-from quant.ignore.tree import class_tree
+from ckptkit.quant.ignore.reading import read_list
+from ckptkit.quant.ignore.tree import class_tree
 
 L3, L5 = "model.layers.3", "model.layers.5"
 READERS: Sequence[tuple[str, rules.Rule]] = (

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.installed import release
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme, quantization_config
-from quant.ignore.matching import Names, Rule, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
-from quant.ignore.names import Matrix, names_in_vllm, names_of_layer
-from quant.ignore.readers import ALL_READERS, INT4_READERS, readers_of
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
+from ckptkit.quant.ignore.matching import Names, Rule, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
+from ckptkit.quant.ignore.names import Matrix, names_in_vllm, names_of_layer
+from ckptkit.quant.ignore.readers import ALL_READERS, INT4_READERS, readers_of
 
 L0 = "model.layers.0"
 

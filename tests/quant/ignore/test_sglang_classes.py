@@ -13,12 +13,12 @@ from families.table import config_of
 from support import sglang_layers
 from support.installed import release
 
-from converters.hf_names import FUSED
-from converters.registry import FAMILIES
-from quant.engines.registry import engine_class
-from quant.formats.groups import RUN_BY_TRANSFORMERS
-from quant.ignore.names import matrices_named, names_of_layer
-from quant.ignore.tree import class_tree
+from ckptkit.converters.hf_names import FUSED
+from ckptkit.converters.registry import FAMILIES
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.groups import RUN_BY_TRANSFORMERS
+from ckptkit.quant.ignore.names import matrices_named, names_of_layer
+from ckptkit.quant.ignore.tree import class_tree
 
 pytestmark = pytest.mark.sglang
 

@@ -12,11 +12,11 @@ from support.published import GLM, QWEN, quantization, write
 from support.vllm_answers import ask
 from support.vllm_runs import release
 
-from quant.formats.groups import Target
-from quant.ignore.names import matrices_named
-from quant.ignore.readers import VLLM
-from quant.ignore.reading import read_all
-from quant.ignore.tree import class_tree
+from ckptkit.quant.formats.groups import Target
+from ckptkit.quant.ignore.names import matrices_named
+from ckptkit.quant.ignore.readers import VLLM
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.tree import class_tree
 
 QKV = [f"model.layers.0.self_attn.{one}_proj" for one in "qkv"]
 LISTS = [

@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
-from quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
-from quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
+from ckptkit.quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 # One block each: weights, and by the writer the scale's bits and the codes, from runs of the writers' own code.

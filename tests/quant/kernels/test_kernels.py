@@ -1,4 +1,4 @@
-"""The one-pass CPU kernel, bit for bit against the formulas of `quant.formats.grids`, and the error that it reports."""
+"""The one-pass CPU kernel against the formulas of `ckptkit.quant.formats.grids`, bit for bit, and its error."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from support.quant_weights import DTYPES, hard_weights
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import quantize
-from quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
-from quant.formats.scheme import QuantScheme
-from quant.kernels import cpu
-from quant.kernels.dispatch import quantize_pack
-from quant.kernels.float_roundings import Fp8Weight
-from quant.kernels.floats import quantize_fp8, quantize_mxfp4
-from quant.kernels.rounding_error import float_error, int4_error
-from quant.schemes.interface import SquaredError
+from ckptkit.quant.formats.grids import quantize
+from ckptkit.quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.kernels import cpu
+from ckptkit.quant.kernels.dispatch import quantize_pack
+from ckptkit.quant.kernels.float_roundings import Fp8Weight
+from ckptkit.quant.kernels.floats import quantize_fp8, quantize_mxfp4
+from ckptkit.quant.kernels.rounding_error import float_error, int4_error
+from ckptkit.quant.schemes.interface import SquaredError
 
 GRIDS = [("qmax7", True), ("minmax", True), ("minmax", False)]
 
 
 def by_formula(weight: torch.Tensor, scheme: QuantScheme) -> Packed:
-    """What `quant.formats.grids` says, packed."""
+    """What `ckptkit.quant.formats.grids` says, packed."""
     codes, scale, zero_point = quantize(weight, scheme)
     return Packed(pack(codes), scale, None if zero_point is None else pack_zero_point(zero_point))
 

@@ -16,14 +16,14 @@ from support.engine_models import saved
 from support.online_model import GLM, GROUP, KIMI, QWEN, config, flat, names_of, quantizer, release, same
 from torch import Tensor
 
-import quant.online.form
+import ckptkit.quant.online.form
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import INDEX, HfCheckpoint
-from quant.formats.scheme import QuantScheme
-from quant.online.quantizer import OnlineQuantizer
-from quant.online.trainer_hooks import UpdateCheck, quantize_params
-from quant.schemes.floats import FloatScheme
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.online.quantizer import OnlineQuantizer
+from ckptkit.quant.online.trainer_hooks import UpdateCheck, quantize_params
+from ckptkit.quant.schemes.floats import FloatScheme
 
 
 def test_parts_come_in_order_and_are_what_compressed_tensors_makes() -> None:
@@ -80,7 +80,9 @@ def test_a_grid_that_the_config_does_not_say_can_be_given() -> None:
 def test_a_layers_experts_come_in_one_bucket_from_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[str]] = []
     monkeypatch.setattr(
-        quant.online.form, "quantize_pack", lambda weights, scheme, names: calls.append(names) or [*map(Fake, weights)]
+        ckptkit.quant.online.form,
+        "quantize_pack",
+        lambda weights, scheme, names: calls.append(names) or [*map(Fake, weights)],
     )
     tensors = release()
     # Experts of both layers in turn, each layer's last: only then is a bucket due.

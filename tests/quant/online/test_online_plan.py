@@ -21,14 +21,14 @@ from support.online_model import GROUP, config, names_of, same
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.formats.grids import quantize
-from quant.formats.packing import pack
-from quant.formats.scheme import QuantScheme
-from quant.kernels.floats import quantize_fp8
-from quant.online.cuda import looks_like
-from quant.online.form import Fp8Form, Int4Form
-from quant.online.quantizer import OnlineQuantizer
-from quant.online.served import Served
+from ckptkit.quant.formats.grids import quantize
+from ckptkit.quant.formats.packing import pack
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.kernels.floats import quantize_fp8
+from ckptkit.quant.online.cuda import looks_like
+from ckptkit.quant.online.form import Fp8Form, Int4Form
+from ckptkit.quant.online.quantizer import OnlineQuantizer
+from ckptkit.quant.online.served import Served
 
 pytest.importorskip("triton")
 
@@ -91,7 +91,7 @@ def fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many matrices each launch took; no launch needs a GPU."""
-    from quant.online import cuda as online_cuda
+    from ckptkit.quant.online import cuda as online_cuda
 
     found: list[int] = []
     for form, formula in ((Int4Form, int4), (Fp8Form, fp8)):

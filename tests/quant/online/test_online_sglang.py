@@ -19,9 +19,9 @@ from support.messages import text_with
 from support.sglang_runs import int4_config
 
 from ckptkit.app.api import quantize
-from quant.formats import grids
-from quant.formats.packing import for_sglang_experts, pack_zero_point
-from quant.formats.scheme import QuantScheme, quantization_config
+from ckptkit.quant.formats import grids
+from ckptkit.quant.formats.packing import for_sglang_experts, pack_zero_point
+from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
 
 pytestmark = pytest.mark.sglang
 

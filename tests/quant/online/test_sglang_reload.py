@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ckptkit.core.errors import CkptkitError
-from quant.online.sglang_reload import begin, end
+from ckptkit.quant.online.sglang_reload import begin, end
 
 
 class Scheme:

@@ -27,11 +27,11 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.ignore.lint import lint
-from quant.schemes.floats import FloatScheme
-from verify.core.report import Report
-from verify.evidence.extremes import same_bytes
-from verify.run import verify
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.evidence.extremes import same_bytes
+from ckptkit.verify.run import verify
 
 LAYERS = range(6)
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import UnsupportedError, UsageError
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 pytestmark = [
     pytest.mark.usefixtures("peft_here"),
@@ -405,7 +405,9 @@ def test_names_that_the_base_may_only_spell_otherwise_are_inconclusive(
 
     path = of_kind("nested", root)
     targets = ["q_proj", "down_proj"]
-    monkeypatch.setattr("verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get)  # PEFT knows them
+    monkeypatch.setattr(
+        "ckptkit.verify.checks.adapters.lora.find_spec", {"torch": 1, "transformers": 1}.get
+    )  # PEFT knows them
     report = verify(edited(path, tmp_path / "adapter", in_the_tower, target_modules=targets), source=path / "base")
     assert ({one.code for one in report.findings}, report.status) == ({"CK137"}, "inconclusive")
     assert any("spell" in reason for reason in report.reasons)

@@ -22,15 +22,15 @@ from support.megatron_layouts import EXPERTS, judge, two_of
 from support.nightly import daily
 
 from ckptkit.app.api import convert, quantize
-from converters.planner import dims_of
-from converters.registry import FAMILIES
-from quant.formats.scheme import QuantScheme
-from verify.core.report import Report
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses.megatron.run import run_megatron
+from ckptkit.converters.planner import dims_of
+from ckptkit.converters.registry import FAMILIES
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.megatron.run import run_megatron
 
 Made = dict[str, Path]
 

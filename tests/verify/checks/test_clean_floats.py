@@ -18,13 +18,13 @@ from safetensors import safe_open
 from support.sglang_sizes import widened
 
 from ckptkit.app.api import inspect, quantize
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.errors import CkptkitError
-from converters.registry import FAMILIES
-from quant.engines.registry import engine_class
-from quant.ignore.lint import lint
-from quant.schemes.floats import FloatScheme
-from quant.schemes.registry import NAMES
-from verify.run import verify
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.quant.schemes.registry import NAMES
+from ckptkit.verify.run import verify
 
 CODES = ("F8_E4M3", "U8")
 

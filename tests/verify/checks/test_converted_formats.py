@@ -17,8 +17,8 @@ from support.nightly import daily
 
 import ckptkit
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.dequantize import dequantized
-from verify.run import verify
+from ckptkit.quant.formats.dequantize import dequantized
+from ckptkit.verify.run import verify
 
 # The format of the source, and what is made of its weights.
 PAIRS = (

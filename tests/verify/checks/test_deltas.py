@@ -34,9 +34,9 @@ from ckptkit import CkptkitError
 from ckptkit.app.api import convert
 from ckptkit.app.inspection import inspect
 from ckptkit.core.errors import UsageError
-from verify.checks.deltas.deltas import count_not_finite
-from verify.core.report import Finding
-from verify.diff.diff import diff
+from ckptkit.verify.checks.deltas.deltas import count_not_finite
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.diff.diff import diff
 
 MIXED = ("xor", "overwrite") * 3
 NORM = "model.norm.weight"  # changed by odd steps

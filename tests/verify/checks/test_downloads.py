@@ -21,10 +21,10 @@ from support.messages import text_with
 from ckptkit.app.inspection import inspect
 from ckptkit.formats.hf.hub_cache import downloads_in
 from ckptkit.storage.file_hash import FileHash
-from verify.evidence import reading
-from verify.evidence.both_sides import BothSides
-from verify.evidence.reading import alternating, look
-from verify.run import verify
+from ckptkit.verify.evidence import reading
+from ckptkit.verify.evidence.both_sides import BothSides
+from ckptkit.verify.evidence.reading import alternating, look
+from ckptkit.verify.run import verify
 
 NAME, FUSED, MODEL = "qwen2-untied", "qwen3_moe", "org/model"
 

@@ -16,10 +16,10 @@ from support.messages import text_with
 from torch import Tensor
 
 from ckptkit.app.api import convert, inspect, quantize
+from ckptkit.converters.draft import is_draft
 from ckptkit.core.errors import UnsupportedError, UsageError
-from converters.draft import is_draft
-from quant.formats.scheme import QuantScheme
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.run import verify
 
 Change = Callable[[dict[str, Tensor]], object]
 

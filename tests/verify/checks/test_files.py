@@ -19,8 +19,8 @@ from support.messages import text_with
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.reports.text import headline
-from verify.run import verify
+from ckptkit.verify.reports.text import headline
+from ckptkit.verify.run import verify
 
 INDEX = "model.safetensors.index.json"
 
@@ -171,11 +171,11 @@ def test_a_distcp_file_that_nothing_names(fresh_megatron: PathOf, only: OnlyFind
 
 
 def test_megatron_may_pad_the_vocabulary_and_nothing_else(releases: PathOf, tmp_path: Path) -> None:
+    from ckptkit.converters.planner import to_megatron
     from ckptkit.core.specs import TensorSpec
     from ckptkit.formats.hf.reader import HfCheckpoint
     from ckptkit.formats.torch_dist.writer import TorchDistFiles
     from ckptkit.transfer.files import FilesWriter
-    from converters.planner import to_megatron
 
     view = to_megatron(HfCheckpoint(releases("qwen2-tied")), "test")
     padded = {"embedding.word_embeddings.weight": (384, 128), "decoder.final_layernorm.weight": (130,)}

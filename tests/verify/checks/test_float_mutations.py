@@ -21,8 +21,8 @@ from support import floats, quantized
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.installed import release
 
-from verify.core.report import Finding
-from verify.run import verify
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.run import verify
 
 MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 

@@ -16,8 +16,8 @@ from support import models, quantized
 from support.fixture_types import CopyOf, PathOf
 from torch import Tensor
 
-from verify.core.report import Report
-from verify.run import verify
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"

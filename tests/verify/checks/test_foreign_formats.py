@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 Parts = Callable[[str, Tensor], Mapping[str, Tensor]]
 

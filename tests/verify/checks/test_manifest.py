@@ -20,11 +20,11 @@ from torch import Tensor
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
+from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import read_manifest
-from quant.formats.scheme import QuantScheme
-from verify.evidence.extremes import extremes
-from verify.run import verify
+from ckptkit.verify.evidence.extremes import extremes
+from ckptkit.verify.run import verify
 
 UP = "model.layers.3.mlp.up_proj.weight"
 

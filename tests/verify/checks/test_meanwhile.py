@@ -12,10 +12,10 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.fingerprint import ChangedError
-from verify import run
-from verify.core.subject import Subject
-from verify.diff.diff import diff
-from verify.run import verify
+from ckptkit.verify import run
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.diff.diff import diff
+from ckptkit.verify.run import verify
 
 
 def log(path: Path) -> None:

@@ -19,12 +19,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_dist.training_state import is_flattened, is_padding, unflatten
-from verify.checks.values.optimizer import has_optimizer, masters_round, optimizer_sound, optimizer_whole
-from verify.core.check import Tally
-from verify.core.report import Finding
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.run import verify
+from ckptkit.verify.checks.values.optimizer import has_optimizer, masters_round, optimizer_sound, optimizer_whole
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.run import verify
 
 CODES = ["CK114", "CK115", "CK116", "CK117"]
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]

@@ -17,10 +17,10 @@ from support.models import edit, tensors
 from support.quantized import int4, rewrite, write
 from torch import Tensor
 
-from quant.formats.modelopt import differing_configs
-from quant.ignore.lint import lint
-from verify.core.report import Finding
-from verify.run import verify
+from ckptkit.quant.formats.modelopt import differing_configs
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.run import verify
 
 ATTENTION, MLP = "model.layers.3.self_attn", "model.layers.4.mlp"
 SCHEME = {"num_bits": 4, "symmetric": True, "strategy": "group", "group_size": 32}

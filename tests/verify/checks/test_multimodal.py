@@ -21,11 +21,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ckptkit
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from quant.ignore import tiles
-from quant.ignore.tiles import fused_in_transformers
-from quant.schemes.w4a16 import int4_scheme
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.ignore import tiles
+from ckptkit.quant.ignore.tiles import fused_in_transformers
+from ckptkit.quant.schemes.w4a16 import int4_scheme
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 # Test models with a vision tower, and how the names of what is beside their language model begin.
 TOWERS = {

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert, inspect
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from verify.core.check import Check, Tally
-from verify.core.issue import Issue
-from verify.core.run import run_checks
-from verify.core.subject import Subject
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.verify.core.check import Check, Tally
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"

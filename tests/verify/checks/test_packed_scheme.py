@@ -16,7 +16,7 @@ from support.messages import text_with
 from support.quantized import small_groups_allowed
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
+from ckptkit.quant.formats.scheme import QuantScheme
 
 EXPERT = "model.layers.5.mlp.experts.11"
 ATTENTION = "model.layers.3.self_attn"

@@ -13,8 +13,8 @@ from support.libraries import ask_here
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from verify.evidence.side.processors import processor_differences
-from verify.evidence.side_files import SideDifference, SideFiles
+from ckptkit.verify.evidence.side.processors import processor_differences
+from ckptkit.verify.evidence.side_files import SideDifference, SideFiles
 
 Files = Mapping[str, Any]
 Compare = Callable[..., list[SideDifference]]

@@ -12,9 +12,9 @@ import pytest
 from releases.record import load
 from support.messages import text_with
 
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.planner import dims_of
-from verify.checks.config.arguments import hint_of, mismatches
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.planner import dims_of
+from ckptkit.verify.checks.config.arguments import hint_of, mismatches
 
 Config = dict[str, Any]
 _WORDS = {word: word for word in ["RMSNorm", "rope", "yarn", "softmax", "sigmoid", "learnable"]}

@@ -19,11 +19,11 @@ from support.messages import text_with
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from verify.core.report import Finding, Report
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 K26_LIST = [
     "re:.*self_attn.*",

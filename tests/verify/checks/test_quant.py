@@ -22,15 +22,15 @@ from torch import Tensor
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.packing import for_sglang_experts
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from quant.planner import quantized as as_int4
-from quant.schemes.interface import Request
-from quant.schemes.w4a16 import int4_scheme
-from verify.evidence.packed import Int4Format
-from verify.evidence.rounding import bound_in_steps, group_distances
-from verify.run import verify
+from ckptkit.quant.formats.packing import for_sglang_experts
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.planner import quantized as as_int4
+from ckptkit.quant.schemes.interface import Request
+from ckptkit.quant.schemes.w4a16 import int4_scheme
+from ckptkit.verify.evidence.packed import Int4Format
+from ckptkit.verify.evidence.rounding import bound_in_steps, group_distances
+from ckptkit.verify.run import verify
 
 EXPERT = "model.layers.5.mlp.experts.11.down_proj"
 

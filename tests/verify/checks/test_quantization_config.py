@@ -17,10 +17,10 @@ from support.messages import text_with
 from support.quantized import one_target, widen
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 
 @pytest.fixture(scope="module")

@@ -20,10 +20,10 @@ from support.messages import text_with
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from verify.checks.headers.renamed import renamed
-from verify.core.report import Finding, Report
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.verify.checks.headers.renamed import renamed
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 Change = Callable[[str], str | None]
 Renamed = Callable[..., Path]

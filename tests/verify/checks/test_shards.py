@@ -17,7 +17,7 @@ from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from support.forking import run_script
 from support.messages import text_with
 
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 INDEX = "model.safetensors.index.json"
 

@@ -16,12 +16,12 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
-from verify.core.skip import CannotCheck
-from verify.evidence.side import templates
-from verify.evidence.side.compare import text_differences
-from verify.evidence.side_files import SideFiles
-from verify.witnesses.process.exit_report import ExitReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence.side import templates
+from ckptkit.verify.evidence.side.compare import text_differences
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
+from ckptkit.verify.witnesses.runner import Answer
 
 # Of 352 rows: 350 words, and two special tokens behind them.
 WORDS = {f"w{number}": number for number in range(350)}

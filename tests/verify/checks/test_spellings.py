@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from quant.engines.transformers_class import TIES, TieFlag
-from verify.run import verify
+from ckptkit.quant.engines.transformers_class import TIES, TieFlag
+from ckptkit.verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 

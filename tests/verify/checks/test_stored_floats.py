@@ -14,7 +14,7 @@ from support.messages import text_with
 from support.nightly import daily
 from torch import Tensor
 
-from verify.run import verify
+from ckptkit.verify.run import verify
 
 MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 CHECKS = ("CK301", "CK303", "CK304", "CK305", "CK306", "CK308")

@@ -17,10 +17,10 @@ from support.tied import NAMES, add, one_bit_off, with_head
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
-from verify.core.report import Report
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 HEAD, EMBEDDING = NAMES["qwen2-tied"]
 

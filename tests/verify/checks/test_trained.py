@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import UsageError
-from verify.core.report import Report
-from verify.run import verify
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
 
 LAYER = "model.layers.5."
 QUERY, OUTPUT = f"{LAYER}self_attn.q_proj.weight", f"{LAYER}self_attn.o_proj.weight"

@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from verify.run import verify
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.run import verify
 
 # Where what is changed is: keys of quantization_config.
 GROUP = ("config_groups", "group_0")

@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from support.other_models import class_for, save_small, small_config
 
 from ckptkit.app.cli import cli
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.specs import TensorSpec
-from converters.registry import FAMILIES
-from verify.run import verify
-from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.reference.job import NamesJob, NamesReport
-from verify.witnesses.reference.names import load_names, run
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
+from ckptkit.verify.witnesses.reference.names import load_names, run
 
 # Outside our families: language models dense and with experts, encoders, classifiers, vision, audio.
 TYPES = (

@@ -26,16 +26,16 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from ckptkit.app.api import quantize
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.formats.torch_dist.writer import TorchDistFiles
+from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.transfer.copy import copy
 from ckptkit.transfer.files import FilesWriter
-from quant.formats.scheme import QuantScheme
-from verify.checks.values import values
-from verify.core.check import Tally
-from verify.core.report import Report
-from verify.core.subject import Subject
-from verify.evidence.extremes import extremes, same_bytes
-from verify.reports.text import headline
-from verify.run import verify
+from ckptkit.verify.checks.values import values
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.extremes import extremes, same_bytes
+from ckptkit.verify.reports.text import headline
+from ckptkit.verify.run import verify
 
 BIAS = "model.layers.{}.mlp.gate.e_score_correction_bias"
 

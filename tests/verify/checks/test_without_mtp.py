@@ -19,19 +19,19 @@ from support.nightly import daily
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import convert, model_arguments, quantize
+from ckptkit.converters.planner import rules_of
 from ckptkit.formats.hf.reader import INDEX
-from converters.planner import rules_of
-from quant.formats.scheme import QuantScheme
-from quant.ignore.lint import lint
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.report import Finding, Report
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.launch.preflight import preflight
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses.megatron.run import run_megatron
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.megatron.run import run_megatron
 
 # Groups of 32 do not divide the 72 columns of the shared expert in the test model.
 IGNORE = (r"re:.*\.shared_expert\.down_proj(\.weight)?$",)

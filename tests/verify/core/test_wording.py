@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verify.evidence.moved import Stages, moved_layers, repeated
+from ckptkit.verify.evidence.moved import Stages, moved_layers, repeated
 
 ORDER = "layers {0,4,7} stand in another order: 0 holds the values of 4, 4 those of 7, 7 those of 0"
 

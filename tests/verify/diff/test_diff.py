@@ -13,10 +13,10 @@ from support.messages import text_with
 from torch import Tensor
 
 from ckptkit.core.checkpoint import Checkpoint
-from verify.diff.diff import compare_checkpoints
-from verify.diff.result import Diff
-from verify.diff.sides import Sides
-from verify.diff.text import diff_lines, verdict
+from ckptkit.verify.diff.diff import compare_checkpoints
+from ckptkit.verify.diff.result import Diff
+from ckptkit.verify.diff.sides import Sides
+from ckptkit.verify.diff.text import diff_lines, verdict
 
 UNKNOWN = {"model_type": "of no family"}
 LAYER = "model.layers.{}.mlp.{}.weight"
@@ -103,7 +103,7 @@ def test_nan_in_one_side_is_counted_and_leaves_finite_numbers() -> None:
 
 
 def test_differences_longer_than_a_piece_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.evidence.compare._PIECE", 7)
+    monkeypatch.setattr("ckptkit.verify.evidence.compare._PIECE", 7)
     a = random(100)
     b = a.clone()
     b[::10] += 1
@@ -187,7 +187,7 @@ class Watched(models.InMemory):
 
 
 def test_memory_holds_a_few_groups_and_no_tensor_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verify.evidence.both_sides.cores", lambda: 2)
+    monkeypatch.setattr("ckptkit.verify.evidence.both_sides.cores", lambda: 2)
     a = {f"model.layers.{index}.w": random(4, 4, seed=index) for index in range(200)}
     b = {f"model.layers.{index}.w": random(4, 4, seed=(index + 3) % 400) for index in range(200)}
     found = found_of(Watched(UNKNOWN, a), Watched(UNKNOWN, b))

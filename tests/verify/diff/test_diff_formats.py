@@ -20,10 +20,10 @@ from support.tied import with_head
 import ckptkit
 from ckptkit import CkptkitError
 from ckptkit.app.api import convert, quantize
-from quant.formats.scheme import QuantScheme
-from verify.diff.diff import diff
-from verify.diff.result import Diff
-from verify.diff.text import diff_lines
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.diff.diff import diff
+from ckptkit.verify.diff.result import Diff
+from ckptkit.verify.diff.text import diff_lines
 
 UNKNOWN = {"model_type": "of no family"}
 

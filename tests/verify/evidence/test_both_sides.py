@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from support.fixture_types import PathOf
 
+from ckptkit.converters.open import open_checkpoint
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.open import open_checkpoint
-from verify.evidence import both_sides
-from verify.evidence.both_sides import Both, BothSides
-from verify.evidence.extremes import extremes
-from verify.evidence.reading import as_hf_view
+from ckptkit.verify.evidence import both_sides
+from ckptkit.verify.evidence.both_sides import Both, BothSides
+from ckptkit.verify.evidence.extremes import extremes
+from ckptkit.verify.evidence.reading import as_hf_view
 
 NAME = "model.embed_tokens.weight"
 
@@ -22,7 +22,7 @@ NAME = "model.embed_tokens.weight"
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix is so large that it is read in pieces, of a few rows."""
     monkeypatch.setattr(both_sides, "ARENA", 0)
-    monkeypatch.setattr("verify.evidence.extremes._PIECE_BYTES", 1024)
+    monkeypatch.setattr("ckptkit.verify.evidence.extremes._PIECE_BYTES", 1024)
     monkeypatch.setattr(both_sides, "BUFFER", 2048)
 
 

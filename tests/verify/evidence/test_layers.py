@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.messages import text_with
 
-from verify.evidence.moved import Stages, moved_layers, repeated
+from ckptkit.verify.evidence.moved import Stages, moved_layers, repeated
 
 TWELVE = Stages(12)  # layers of a pipeline that nobody knows
 HALVES = Stages(12, {0: [range(6)], 1: [range(6, 12)]})

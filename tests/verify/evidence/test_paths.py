@@ -10,11 +10,11 @@ import pytest
 from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.core.errors import CkptkitError
-from verify.checks.witnesses.megatron import _never_asked_for
-from verify.core.subject import Subject
-from verify.launch.preflight import preflight
-from verify.run import verify
-from verify.witnesses.megatron.job import RankReport
+from ckptkit.verify.checks.witnesses.megatron import _never_asked_for
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.megatron.job import RankReport
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from support.megatron_saves import SAVES
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.read import FileExtent
-from verify.evidence.files import HfFiles
-from verify.evidence.samples import MAX_TENSORS, SamplePair, chosen, samples_of
+from ckptkit.verify.evidence.files import HfFiles
+from ckptkit.verify.evidence.samples import MAX_TENSORS, SamplePair, chosen, samples_of
 
 TORCH_DIST = [label for label, (_, how) in SAVES.items() if not how.get("legacy")]
 

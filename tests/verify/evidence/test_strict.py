@@ -13,11 +13,11 @@ from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
-from verify.core import check as checks
-from verify.core.check import Check, Tally
-from verify.core.report import Finding
-from verify.core.subject import Subject
-from verify.run import verify
+from ckptkit.verify.core import check as checks
+from ckptkit.verify.core.check import Check, Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.run import verify
 
 REASON = "common.pt Megatron"
 

@@ -14,8 +14,8 @@ from support.messages import text_with
 from support.models import edit_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from verify.core.report import Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
 
 NAME, OTHER = "qwen2-untied", "qwen3-untied"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 from support.messages import text_with
 
-import verify.launch.ask_trainer
+import ckptkit.verify.launch.ask_trainer
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import UsageError
-from verify.core.report import Finding, Report
-from verify.launch.preflight import preflight
-from verify.launch.words import LaunchText, Word
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.words import LaunchText, Word
 
 STUB = """
 import argparse, os, sys
@@ -119,7 +119,7 @@ def test_what_the_trainer_raises_is_its_refusal(
 def test_what_is_no_refusal_is_inconclusive(
     validation: str, imports: str, says: str, asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify.launch.ask_trainer, "_LIMIT_S", 20.0)
+    monkeypatch.setattr(ckptkit.verify.launch.ask_trainer, "_LIMIT_S", 20.0)
     report = asked(RIGHT, validation, imports)
     (reason,) = reasons(report)
     assert refused(report) == []

@@ -14,9 +14,9 @@ from support.fixture_types import CopyOf, OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
-from verify.core.report import Finding, Report
-from verify.launch.preflight import preflight
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.launch.preflight import preflight
 
 ENGINE = "--rollout-num-gpus-per-engine"
 

@@ -12,16 +12,16 @@ from pathlib import Path
 import pytest
 from support.messages import text_with
 
+from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.pipeline import Pipeline
-from verify.launch.preflight import preflight
-from verify.launch.python.launcher import read_launcher
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.files import compose
-from verify.launch.settings.tree import read_yaml
-from verify.launch.shell.read import read_script
-from verify.launch.words import LaunchText
-from verify.triage.triage import triage
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.python.launcher import read_launcher
+from ckptkit.verify.launch.settings.config import Config, UnresolvedError
+from ckptkit.verify.launch.settings.files import compose
+from ckptkit.verify.launch.settings.tree import read_yaml
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.words import LaunchText
+from ckptkit.verify.triage.triage import triage
 
 TRAIN = "\npython3 train.py --load /ckpt --hf-checkpoint /hf $A\n"
 DOUBLED = "A=xxxxxxxxxx\n" + "A=$A$A\n" * 40

@@ -11,11 +11,11 @@ from support.fixture_types import OnlyFinding, PathOf
 from support.launch_words import arguments_of
 from support.messages import text_with
 
+from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.core.errors import CkptkitError
-from converters.megatron.pipeline import Pipeline
-from verify.launch.arguments import LaunchArguments
-from verify.launch.preflight import preflight
-from verify.run import verify
+from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.run import verify
 
 # As launch scripts for GLM-4.5 have it: 92 layers over 7 stages.
 GLM45 = shlex.split(

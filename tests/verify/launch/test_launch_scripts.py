@@ -15,14 +15,14 @@ from support.messages import text_with
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from verify.core.check import all_checks
-from verify.core.report import Finding, Report
-from verify.core.run import run_checks
-from verify.core.subject import Subject
-from verify.launch.job import Launch
-from verify.launch.preflight import preflight
-from verify.launch.shell.read import read_script
-from verify.launch.stacks.which import read_job
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.job import Launch
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.stacks.which import read_job
 
 LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722", "CK745", "CK746")
 

@@ -9,13 +9,13 @@ import pytest
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.job import Launch
-from verify.launch.settings.config import Config, UnresolvedError
-from verify.launch.settings.files import compose
-from verify.launch.settings.overrides import applied
-from verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
-from verify.launch.stacks.which import read_job
-from verify.launch.words import LaunchText, UnresolvedWord, Word
+from ckptkit.verify.launch.job import Launch
+from ckptkit.verify.launch.settings.config import Config, UnresolvedError
+from ckptkit.verify.launch.settings.files import compose
+from ckptkit.verify.launch.settings.overrides import applied
+from ckptkit.verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
+from ckptkit.verify.launch.stacks.which import read_job
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 
 TEXT = """
 a: 1

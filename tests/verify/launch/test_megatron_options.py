@@ -9,8 +9,8 @@ from importlib.util import find_spec
 import pytest
 from support.processes import python
 
-from converters.megatron.argument_table import ARGUMENTS
-from verify.launch.options.tables import MODEL, SWITCHES
+from ckptkit.converters.megatron.argument_table import ARGUMENTS
+from ckptkit.verify.launch.options.tables import MODEL, SWITCHES
 
 # Prints every field of Megatron's configurations with its annotation and default, and GPTModel's rope_scaling_factor.
 ASK = """

@@ -18,8 +18,8 @@ from support.messages import text_with
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from verify.core.report import Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen2-untied"
 REPOSITORY = "some-org/Some-Model_1.5"

@@ -12,9 +12,9 @@ import pytest
 from support.forking import run_in_engine
 from support.processes import python
 
-from verify.launch.options import names as lists
-from verify.launch.options.names import names, trainer_options, trainer_switches
-from verify.launch.options.tables import GPUS, MODEL, PATHS, RUN, SWITCHES
+from ckptkit.verify.launch.options import names as lists
+from ckptkit.verify.launch.options.names import names, trainer_options, trainer_switches
+from ckptkit.verify.launch.options.tables import GPUS, MODEL, PATHS, RUN, SWITCHES
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(lists.__file__).parent / "names"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verify.core.report import Finding
-from verify.launch.preflight import preflight
-from verify.launch.shell.read import read_script
-from verify.launch.stacks.sizes import across_nodes
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.stacks.sizes import across_nodes
 
 
 def placed(words: str) -> list[Finding]:

@@ -18,9 +18,9 @@ from support.processes import python
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
-from verify.launch.preflight import preflight
-from verify.launch.shell.read import read_script
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.shell.read import read_script
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "glm4_moe"
@@ -383,7 +383,7 @@ def test_nothing_given_is_bad_usage() -> None:
 # Runs preflight with these options, and writes which checks ran and the names of all modules that are there.
 RUN = """
 import json, sys
-from verify.launch.preflight import preflight
+from ckptkit.verify.launch.preflight import preflight
 report = preflight(**json.load(sys.stdin))
 print(json.dumps([[one.code for one in report.checks if one.status != "skipped"], list(sys.modules)]))
 """

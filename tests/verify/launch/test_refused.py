@@ -9,15 +9,15 @@ import pytest
 from support.fixture_types import PathOf
 from support.launch_scripts import write_config
 
-from verify.core.check import all_checks
-from verify.core.report import Finding
-from verify.core.run import run_checks
-from verify.core.subject import Subject
-from verify.launch.job import Launch
-from verify.launch.options.names import trainer_options
-from verify.launch.preflight import preflight
-from verify.launch.stacks.which import read_job
-from verify.launch.words import LaunchText, Word
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.job import Launch
+from ckptkit.verify.launch.options.names import trainer_options
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.stacks.which import read_job
+from ckptkit.verify.launch.words import LaunchText, Word
 
 TRAINER = "--rollout-batch-size 16 --n-samples-per-prompt 8 --num-rollout 100 --ref-load /models/megatron"
 MIXTURE = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 8"

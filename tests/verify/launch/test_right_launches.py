@@ -16,7 +16,7 @@ from support.processes import python
 
 from ckptkit.app.api import convert, model_arguments
 from ckptkit.app.cli import cli
-from converters.megatron.arguments import launch_flags
+from ckptkit.converters.megatron.arguments import launch_flags
 
 NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
 DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0"
@@ -170,5 +170,5 @@ def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf,
     done = python("-c", RUN, json.dumps(commands))
     modules = set(json.loads(done.stderr.splitlines()[-1]))
     assert done.stdout.count('"status": "passed",\n  "reasons"') == len(STACKS)
-    assert {"verify.launch.stacks.roll", "verify.evidence.samples"} <= modules
+    assert {"ckptkit.verify.launch.stacks.roll", "ckptkit.verify.evidence.samples"} <= modules
     assert modules & {"torch", "transformers", "compressed_tensors", "numba", "hydra", "omegaconf"} == set()

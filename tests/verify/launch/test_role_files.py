@@ -10,8 +10,8 @@ from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from verify.core.report import Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
 TRACKER = "latest_checkpointed_iteration.txt"

@@ -16,9 +16,9 @@ from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import convert, make_manifest, quantize
-from quant.formats.scheme import QuantScheme
-from verify.core.report import CheckResult, Report
-from verify.launch.preflight import preflight
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import CheckResult, Report
+from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
 TRACKER = "latest_checkpointed_iteration.txt"

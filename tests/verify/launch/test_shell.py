@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from support.messages import text_with
 
-from verify.launch.shell.read import read_script
-from verify.launch.words import UnresolvedWord, known_words
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.words import UnresolvedWord, known_words
 
 # What bash would have to run, or ask the machine, to know; the word as it stands, and why.
 UNKNOWN = [

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.shell.read import read_script
-from verify.launch.words import LaunchText, UnresolvedWord
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord
 
 BASH = shutil.which("bash")
 PRINT = "python3() { shift; printf '%s\\0' \"$@\"; }\n"

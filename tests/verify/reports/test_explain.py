@@ -7,10 +7,10 @@ import re
 import pytest
 
 from ckptkit.core.errors import CkptkitError
-from verify.core.catalogue import retired_codes, rows
-from verify.core.check import all_checks
-from verify.explain import explain
-from verify.witnesses.registry import ENGINES
+from ckptkit.verify.core.catalogue import retired_codes, rows
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.explain import explain
+from ckptkit.verify.witnesses.registry import ENGINES
 
 
 def test_every_code_is_known_once_and_in_order() -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from ckptkit.core.findings_text import plain
 from ckptkit.core.printable import json_text, printable
-from verify.core.report import CheckResult, Finding, Report
-from verify.reports import report_text
-from verify.reports.render import report_lines
+from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.reports import report_text
+from ckptkit.verify.reports.render import report_lines
 
 # What each does where it is not escaped, and what must stand in its place on one line.
 HOSTILE = {

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from ckptkit.core.specs import summarize
-from verify.core.report import CheckResult, Finding, Report
-from verify.reports import report_text, write_report
-from verify.reports.heat import Measured, heat_map
-from verify.reports.html import layer_map, stages
-from verify.reports.text import duration
+from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.reports import report_text, write_report
+from ckptkit.verify.reports.heat import Measured, heat_map
+from ckptkit.verify.reports.html import layer_map, stages
+from ckptkit.verify.reports.text import duration
 
 LAYERS, EXPERTS = 100, 200
 

@@ -15,15 +15,15 @@ from rich.console import Console
 from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
-from verify.core.check import Check, Run, Tally
-from verify.core.report import CheckResult, Finding, Report, Severity
-from verify.core.run import run_checks
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.reports import report_text as text_in
-from verify.reports.render import render
-from verify.reports.text import headline, said_of
-from verify.run import verify, with_causes
+from ckptkit.verify.core.check import Check, Run, Tally
+from ckptkit.verify.core.report import CheckResult, Finding, Report, Severity
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.reports import report_text as text_in
+from ckptkit.verify.reports.render import render
+from ckptkit.verify.reports.text import headline, said_of
+from ckptkit.verify.run import verify, with_causes
 
 BIAS, SHARD = "model.layers.{2..11}.mlp.gate.e_score_correction_bias", "/data/model-00001.safetensors"
 FINDING = Finding("CK203", "float32", "bfloat16", "convert again", BIAS, 10, SHARD, "tp0pp1")

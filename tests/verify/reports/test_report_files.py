@@ -15,8 +15,8 @@ from support.fixture_types import PathOf
 
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from verify.core.report import CheckResult, Finding, Report
-from verify.reports import FORMATS, fault_of, report_text, write_report
+from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.reports import FORMATS, fault_of, report_text, write_report
 
 BIAS = "model.layers.{2..11}.mlp.gate.bias"
 REPORT = Report(

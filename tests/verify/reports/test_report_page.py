@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support import browser
 
-from verify.core.report import CheckResult, Finding, Report
-from verify.reports import write_report
+from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.reports import write_report
 
 pytestmark = pytest.mark.skipif(browser.found() is None, reason=f"none of {', '.join(browser.NAMES)} is on PATH")
 

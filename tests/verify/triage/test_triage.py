@@ -18,10 +18,10 @@ from support.processes import python
 import ckptkit
 from ckptkit import CkptkitError
 from ckptkit.app.cli.verb import VERBS
-from verify.core.check import all_checks
-from verify.triage.scan import Found
-from verify.triage.symptom import PHASES, TABLE
-from verify.triage.triage import Triage, triage, triage_lines
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.triage.scan import Found
+from ckptkit.verify.triage.symptom import PHASES, TABLE
+from ckptkit.verify.triage.triage import Triage, triage, triage_lines
 
 # Lines of logs in the form in which the programs print them; paths, names and numbers are ours. Source: the messages of
 # Megatron-LM `training/checkpointing.py` and `core/dist_checkpointing`, slime and miles `backends/megatron_utils`,
@@ -296,9 +296,11 @@ def test_triage_imports_nothing_heavy(tmp_path: Path) -> None:
     log.write_text("text\n")
     code = "import sys, ckptkit; ckptkit.triage(sys.argv[1:]); print(sorted(sys.modules))"
     loaded = python("-c", code, log).stdout
-    assert "verify.triage.scan" in loaded
+    assert "ckptkit.verify.triage.scan" in loaded
     assert not {
-        name for name in ("torch", "transformers", "converters", "quant", "verify.run") if f"'{name}'" in loaded
+        name
+        for name in ("torch", "transformers", *(f"ckptkit.{one}" for one in ("converters", "quant", "verify.run")))
+        if f"'{name}'" in loaded
     }
 
 

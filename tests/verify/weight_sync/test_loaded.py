@@ -11,7 +11,7 @@ from torch import nn
 
 from ckptkit import CkptkitError
 from ckptkit.hooks import before_log_prob
-from verify.weight_sync.loaded import locate_loaded, parameters_asked_for
+from ckptkit.verify.weight_sync.loaded import locate_loaded, parameters_asked_for
 
 
 def root(path: Path, tracker: str, *iterations: str) -> Path:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ckptkit import CkptkitError
 from ckptkit.hooks import WeightSyncCheck
-from verify.weight_sync import messages, vllm
+from ckptkit.verify.weight_sync import messages, vllm
 
 # By hand: embedding, output layer and last norm; five for each layer's attention and norms; two of a dense MLP, or a
 # router and two of experts.
@@ -570,7 +570,7 @@ def test_kernel_sums_as_torch_does() -> None:
     pytest.importorskip("triton")
     code = """
 import torch
-from verify.weight_sync import triton_digest, vllm
+from ckptkit.verify.weight_sync import triton_digest, vllm
 for count in (1, 8, 4095, 4096, 9000):
     words = torch.randint(-(1 << 63), (1 << 63) - 1, (count,))
     total = torch.full((1,), words.nbytes)

@@ -15,9 +15,9 @@ from support.rollout_files import Sample
 from support.sglang_runs import Case, checked, run_cases
 
 from ckptkit.core.errors import CkptkitError
-from verify.witnesses import runner
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses import runner
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 
 @dataclass(frozen=True)

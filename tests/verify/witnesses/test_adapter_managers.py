@@ -15,12 +15,12 @@ from support.forking import run_in_engine
 from support.vllm_answers import ask
 from torch import Tensor
 
+from ckptkit.converters.adapter import Adapter
+from ckptkit.converters.family import ModelFamily
+from ckptkit.converters.registry import FAMILIES
 from ckptkit.formats.hf.adapter import AdapterFiles
-from converters.adapter import Adapter
-from converters.family import ModelFamily
-from converters.registry import FAMILIES
-from quant.engines.registry import engine_class
-from verify.evidence.plain import plain
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.verify.evidence.plain import plain
 
 pytestmark = pytest.mark.timeout(900)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

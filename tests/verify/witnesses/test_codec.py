@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from ckptkit.core.errors import UsageError
-from verify.core.check import LOOKS_AT, NEEDS, WITNESSES, all_checks
-from verify.options import VerifyOptions
-from verify.witnesses.process.codec import load_record, save
-from verify.witnesses.registry import ENGINES, live_engine, programs_not_asked, with_implied
+from ckptkit.verify.core.check import LOOKS_AT, NEEDS, WITNESSES, all_checks
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.process.codec import load_record, save
+from ckptkit.verify.witnesses.registry import ENGINES, live_engine, programs_not_asked, with_implied
 
 
 class Place(NamedTuple):

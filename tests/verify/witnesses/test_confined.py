@@ -16,12 +16,12 @@ from hostile.planted import plant, ran
 from support.processes import environment as of_tests
 from support.sglang_runs import refusal
 
-from verify.witnesses import runner
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.loading.run import outcome
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.sandbox import environment
-from verify.witnesses.runner import read_answer, run_ranks
+from ckptkit.verify.witnesses import runner
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.loading.run import outcome
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.process.sandbox import environment
+from ckptkit.verify.witnesses.runner import read_answer, run_ranks
 
 WITNESS = "support.confined_witness"
 
@@ -84,7 +84,7 @@ def test_a_witness_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "job-0.json").write_text(json.dumps({"do": "hang"}))
     code = (
         "import sys; from pathlib import Path\n"
-        "from verify.witnesses.process.sandbox import environment, start_confined\n"
+        "from ckptkit.verify.witnesses.process.sandbox import environment, start_confined\n"
         "folder = Path(sys.argv[1])\n"
         f"process = start_confined({WITNESS!r}, [folder / 'job-0.json'], folder / 'log', environment())\n"
         "(folder / 'part').write_text(str(process.pid)); (folder / 'part').rename(folder / 'pid')\n"

@@ -13,8 +13,8 @@ from families import HF_CASES, case
 from support.drafts import KINDS, made_draft, save_draft, tensors_of
 from support.forking import run_in_engine
 
-from converters.draft import draft_of
-from quant.engines.drafts import has_class
+from ckptkit.converters.draft import draft_of
+from ckptkit.quant.engines.drafts import has_class
 
 pytestmark = pytest.mark.timeout(900)
 ODD = {

@@ -20,26 +20,26 @@ from transformers import AutoModelForCausalLM
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
-from verify.checks.witnesses import engine as engine_checks
-from verify.core.check import all_checks
-from verify.core.run import Outcome, run_checks
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses import runner
-from verify.witnesses.live import process
-from verify.witnesses.live import run as engine_run
-from verify.witnesses.live.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Reload
-from verify.witnesses.live.run import EngineRun
-from verify.witnesses.loading.job import ONE_RANK
-from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
-from verify.witnesses.reference.job import Judged, Reference, ReferenceJob
-from verify.witnesses.reference.process import run as run_reference
-from verify.witnesses.reference.run import prompts_of
-from verify.witnesses.runner import last_words
-from verify.witnesses.sglang.live import readback
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.checks.witnesses import engine as engine_checks
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses import runner
+from ckptkit.verify.witnesses.live import process
+from ckptkit.verify.witnesses.live import run as engine_run
+from ckptkit.verify.witnesses.live.job import AGAIN, FIRST, RESUMED, EngineJob, EngineReport, Reload
+from ckptkit.verify.witnesses.live.run import EngineRun
+from ckptkit.verify.witnesses.loading.job import ONE_RANK
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
+from ckptkit.verify.witnesses.reference.job import Judged, Reference, ReferenceJob
+from ckptkit.verify.witnesses.reference.process import run as run_reference
+from ckptkit.verify.witnesses.reference.run import prompts_of
+from ckptkit.verify.witnesses.runner import last_words
+from ckptkit.verify.witnesses.sglang.live import readback
 
 ASKED = frozenset({"engine", "update", "release-resume", "logits"})
 CODES = ("CK511", "CK512", "CK513", "CK601")

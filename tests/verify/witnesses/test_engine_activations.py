@@ -15,13 +15,13 @@ from support.engine_models import saved
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.api import quantize
-from quant.schemes.floats import FloatScheme
-from verify.core.skip import CannotCheck
-from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
-from verify.witnesses.reference.distance import mean_gap
-from verify.witnesses.reference.job import Reference, ReferenceJob
-from verify.witnesses.reference.process import as_hf, in_fp8, reference_model, run
+from ckptkit.quant.schemes.floats import FloatScheme
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.reference.activations import group_of, rounded, rounded_inputs
+from ckptkit.verify.witnesses.reference.distance import mean_gap
+from ckptkit.verify.witnesses.reference.job import Reference, ReferenceJob
+from ckptkit.verify.witnesses.reference.process import as_hf, in_fp8, reference_model, run
 
 PROMPT = torch.randint(3, 1000, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -17,12 +17,12 @@ from support import models
 from torch import Tensor, nn
 
 from ckptkit.core.errors import CkptkitError
-from quant.online import sglang_reload
-from verify.witnesses.live.job import EngineJob
-from verify.witnesses.live.server import RefusedByEngine
-from verify.witnesses.sglang.live import server as server_module
-from verify.witnesses.sglang.live.readback import POISON, RECORD
-from verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start_engine
+from ckptkit.quant.online import sglang_reload
+from ckptkit.verify.witnesses.live.job import EngineJob
+from ckptkit.verify.witnesses.live.server import RefusedByEngine
+from ckptkit.verify.witnesses.sglang.live import server as server_module
+from ckptkit.verify.witnesses.sglang.live.readback import POISON, RECORD
+from ckptkit.verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start_engine
 
 Answer = tuple[bool, str]
 

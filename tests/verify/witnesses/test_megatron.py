@@ -19,18 +19,18 @@ from transformers import Qwen3MoeConfig
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.checks.config.config import parallel_sizes_divide
-from verify.checks.witnesses.megatron import right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses import runner
-from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.process import interpreter
-from verify.witnesses.runner import failure_messages
+from ckptkit.verify.checks.config.config import parallel_sizes_divide
+from ckptkit.verify.checks.witnesses.megatron import right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses import runner
+from ckptkit.verify.witnesses.megatron import run as megatron_run
+from ckptkit.verify.witnesses.megatron.run import run_megatron
+from ckptkit.verify.witnesses.process import interpreter
+from ckptkit.verify.witnesses.runner import failure_messages
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")

@@ -23,14 +23,14 @@ from support.nightly import daily
 from support.processes import environment
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_release
+from ckptkit.converters.planner import dims_of, own_dialect, rules_of
 from ckptkit.core.errors import UsageError
-from converters.megatron.hybrid_model import gpt_only, hybrid_dims, needs_release
-from converters.planner import dims_of, own_dialect, rules_of
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import MegatronOptions, VerifyOptions
-from verify.run import verify
-from verify.witnesses.megatron.run import run_megatron
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.megatron.run import run_megatron
 
 require_megatron()
 
@@ -98,9 +98,9 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
 
 # Prints for each kind of layer whether its norm is a module of its own.
 OWN_SPEC = """
-from verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 with importing_megatron():
-    from verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK
+    from ckptkit.verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK
     from megatron.core.transformer.identity_op import IdentityOp
 layers = vars(ENGINE_STACK.submodules)
 for field in ("attention_layer", "gdn_layer", "mla_layer", "mlp_layer", "moe_layer"):

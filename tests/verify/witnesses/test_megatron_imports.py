@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.processes import environment
 
-from verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 
 NO_DRIVER = "raise OSError('libcuda.so.1: cannot open shared object file')\n"
 # Packages that megatron-core imports where they are installed, with what each says without a GPU or its libraries.
@@ -76,6 +76,6 @@ def test_megatron_is_imported_although_every_optional_package_is_broken(tmp_path
     for name, text in BROKEN.items():
         install(tmp_path, name, text)
     path = f"{tmp_path}:{environment()['PYTHONPATH']}"
-    command = [sys.executable, "-W", "ignore", "-c", "from verify.witnesses.megatron import process"]
+    command = [sys.executable, "-W", "ignore", "-c", "from ckptkit.verify.witnesses.megatron import process"]
     ran = subprocess.run(command, env=environment(PYTHONPATH=path), capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -19,14 +19,14 @@ from transformers import PretrainedConfig
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.core.check import Tally
-from verify.core.report import Finding
-from verify.core.subject import Subject
-from verify.options import MegatronOptions, VerifyOptions
-from verify.run import verify
-from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
-from verify.witnesses.megatron.run import run_megatron, sizes_of
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.megatron import run as megatron_run
+from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
+from ckptkit.verify.witnesses.megatron.run import run_megatron, sizes_of
 
 in_megatron = pytest.mark.usefixtures("served")
 

@@ -19,16 +19,16 @@ from support.messages import text_with
 from support.processes import environment
 
 from ckptkit.app.cli import cli
-from converters.megatron.parallel import ParallelSizes
-from converters.planner import dims_of
-from verify.checks.witnesses import behaviour
-from verify.core.check import all_checks
-from verify.core.run import Outcome, run_checks
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses.megatron import run as megatron_run
-from verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron
-from verify.witnesses.reference.job import Judged, Reference
+from ckptkit.converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.planner import dims_of
+from ckptkit.verify.checks.witnesses import behaviour
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.megatron import run as megatron_run
+from ckptkit.verify.witnesses.megatron.run import Computed, MegatronRun, run_megatron
+from ckptkit.verify.witnesses.reference.job import Judged, Reference
 
 require_megatron()
 

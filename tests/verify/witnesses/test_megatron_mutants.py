@@ -11,11 +11,11 @@ from mutations.edits import edit_stored
 from support.fixture_types import PathOf
 from support.messages import text_with
 
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.report import Finding
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
 
 pytestmark = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 

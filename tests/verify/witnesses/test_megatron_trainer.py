@@ -17,13 +17,13 @@ from support.megatron_layouts import CHECKS, judge
 from support.messages import text_with
 
 from ckptkit.app.api import convert
-from verify.core.check import Tally
-from verify.core.report import Finding
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import MegatronOptions, VerifyOptions
-from verify.witnesses.megatron.run import run_megatron
-from verify.witnesses.process import interpreter
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import MegatronOptions, VerifyOptions
+from ckptkit.verify.witnesses.megatron.run import run_megatron
+from ckptkit.verify.witnesses.process import interpreter
 
 TRACKER = "latest_checkpointed_iteration.txt"
 needs_loader = pytest.mark.skipif(

@@ -17,16 +17,16 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from ckptkit.app.cli import cli
-from verify.checks.witnesses import behaviour
-from verify.core.check import all_checks
-from verify.core.run import Outcome, run_checks
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses.reference import run as reference_run
-from verify.witnesses.reference.job import Predicted, Reference
-from verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of
+from ckptkit.verify.checks.witnesses import behaviour
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.reference import run as reference_run
+from ckptkit.verify.witnesses.reference.job import Predicted, Reference
+from ckptkit.verify.witnesses.reference.prediction import TEXTS, bits_a_byte, predicted, texts_of, tokenizer_of
 
 LOGITS = frozenset({"logits"})
 # As SmolLM2-135M-Instruct measures, and the same with the first norm of every layer less one.

@@ -14,10 +14,10 @@ from support.quantized import fp8_blocks as quantized_blocks
 from support.quantized import int4
 from torch import Tensor, nn
 
-from verify.witnesses.loading.engine import ModelBuild
-from verify.witnesses.loading.examine import examine
-from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import (
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
+from ckptkit.verify.witnesses.loading.examine import examine
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.loading.layouts.layout import (
     LayerOutcome,
     Layout,
     not_kept,
@@ -25,10 +25,10 @@ from verify.witnesses.loading.layouts.layout import (
     swapped_halves,
     unknown_layout,
 )
-from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
-from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
-from verify.witnesses.process.exit_report import PhaseLog
-from verify.witnesses.sglang import adapter
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
+from ckptkit.verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.witnesses.sglang import adapter
 
 BLOCK = (16, 16)
 PAIR = [("weight", "weight_scale_inv")]

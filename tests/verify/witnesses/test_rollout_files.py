@@ -16,7 +16,7 @@ from support.messages import text_with
 from support.rollout_files import Sample, write
 
 from ckptkit.core.errors import CkptkitError
-from verify.witnesses.rollouts.recorded import read_recording
+from ckptkit.verify.witnesses.rollouts.recorded import read_recording
 
 
 def sample(**fields: Any) -> Sample:

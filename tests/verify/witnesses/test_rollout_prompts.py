@@ -12,7 +12,7 @@ from support import rollout_files
 from support.messages import text_with
 from support.rollout_files import Sample, ids_of, write
 
-from verify.core.report import CheckResult, Finding
+from ckptkit.verify.core.report import CheckResult, Finding
 
 ASKED = [{"role": "user", "content": "hello"}]
 RENDERED = "<bos>hello<eos>A"

@@ -19,15 +19,15 @@ from support.rollout_files import COUNT, PROMPT, RESPONSE, Sample, log_probs_of,
 from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
-from verify.checks.witnesses.rollout import gap
-from verify.core.report import CheckResult, Finding
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses.rollouts import run as rollout_run
-from verify.witnesses.rollouts.recorded import read_recording
-from verify.witnesses.rollouts.run import parts_of
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.checks.witnesses.rollout import gap
+from ckptkit.verify.core.report import CheckResult, Finding
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.rollouts import run as rollout_run
+from ckptkit.verify.witnesses.rollouts.recorded import read_recording
+from ckptkit.verify.witnesses.rollouts.run import parts_of
 
 Alone = Callable[..., tuple[CheckResult | None, list[Finding]]]
 

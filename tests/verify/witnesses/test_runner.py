@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.messages import text_with
 
-from verify.core.skip import CannotCheck
-from verify.witnesses.process.codec import save
-from verify.witnesses.process.exit_report import ExitReport, exit_report_path
-from verify.witnesses.runner import Answer, read_answer
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.witnesses.process.codec import save
+from ckptkit.verify.witnesses.process.exit_report import ExitReport, exit_report_path
+from ckptkit.verify.witnesses.runner import Answer, read_answer
 
 
 @dataclass(frozen=True)

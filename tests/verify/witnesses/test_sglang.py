@@ -19,17 +19,17 @@ from support.sglang_runs import Case, Judged, int4_config, online_int4, refusal,
 
 from ckptkit.app.api import quantize
 from ckptkit.formats.hf.reader import INDEX
-from quant.formats.scheme import QuantScheme
-from verify.checks.witnesses.loading import KEEP_ROUTER
-from verify.core.check import all_checks
-from verify.core.report import Finding
-from verify.core.run import run_checks
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses import runner
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses import runner
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = pytest.mark.sglang
 

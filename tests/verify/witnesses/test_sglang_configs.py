@@ -17,9 +17,9 @@ from support.installed import release
 from support.messages import text_with
 from support.sglang_runs import Case, Cases, Runs, refusal, reported
 
-from verify.checks.config.spellings import keys_of
-from verify.checks.witnesses.loading import why_refused
-from verify.witnesses.sglang.facts import SGLANG
+from ckptkit.verify.checks.config.spellings import keys_of
+from ckptkit.verify.checks.witnesses.loading import why_refused
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 Config = dict[str, Any]

@@ -27,12 +27,12 @@ from support.sglang_runs import (
 )
 from torch import Tensor
 
-from quant.ignore.lint import lint
-from quant.ignore.readers import VLLM
-from verify.checks.witnesses.loading import KEEP_ROUTER
-from verify.run import verify
-from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.runner import Answer
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.ignore.readers import VLLM
+from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 

@@ -13,8 +13,8 @@ from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
 from support.sglang_matrix import CLEAN, judged
 from support.sglang_runs import LOST_PARTS, Case, Cases, Runs, clean, reported
 
-from verify.checks.witnesses.loading import why_no_scale
-from verify.witnesses.sglang.facts import SGLANG
+from ckptkit.verify.checks.witnesses.loading import why_no_scale
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 

@@ -19,9 +19,9 @@ from support.sglang_runs import Case, Cases, Judged, Runs, online_int4, refusal,
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
-from quant.ignore.lint import lint
-from verify.checks.witnesses.loading import keep_router
-from verify.run import verify
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.verify.checks.witnesses.loading import keep_router
+from ckptkit.verify.run import verify
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 

@@ -15,15 +15,15 @@ from support.messages import text_with
 from support.sglang_runs import answered
 from torch import nn
 
-from verify.checks.witnesses.loading import repacked
-from verify.core.check import Tally
-from verify.core.subject import Subject
-from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome
-from verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
-from verify.witnesses.loading.run import run_engine_load
-from verify.witnesses.sglang.adapter import layout
-from verify.witnesses.sglang.facts import SGLANG
+from ckptkit.verify.checks.witnesses.loading import repacked
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.loading.layouts.layout import Compare, LayerOutcome
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
+from ckptkit.verify.witnesses.loading.run import run_engine_load
+from ckptkit.verify.witnesses.sglang.adapter import layout
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
 
 def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:

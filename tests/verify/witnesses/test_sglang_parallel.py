@@ -18,10 +18,10 @@ from support.sglang_runs import Case as Load
 from torch import Tensor
 
 from ckptkit.app.api import convert
-from verify.run import verify
-from verify.witnesses.loading.job import EngineSizes, LoadReport
-from verify.witnesses.process.codec import load_record
-from verify.witnesses.runner import Answer
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
+from ckptkit.verify.witnesses.process.codec import load_record
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
@@ -247,7 +247,9 @@ def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
     sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1})
-    monkeypatch.setattr("verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: answered(loaded))
+    monkeypatch.setattr(
+        "ckptkit.verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: answered(loaded)
+    )
     report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
     (check,) = (one for one in report.checks if one.code == "CK507")
     assert check.status == "skipped"

@@ -17,22 +17,22 @@ from support.sglang_runs import answered, int4_config
 
 from ckptkit.app.api import convert
 from ckptkit.core.errors import CkptkitError
-from verify.checks.witnesses.loading import none_dropped
-from verify.core.check import Tally, all_checks
-from verify.core.run import run_checks
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses import runner
-from verify.witnesses.loading.bits import difference, poison, poisoned
-from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.job import DROPPED, LoadReport, Observation
-from verify.witnesses.loading.run import run_engine_load
-from verify.witnesses.process.interpreter import Interpreter
-from verify.witnesses.runner import Answer, last_words
-from verify.witnesses.sglang.adapter import left_empty
-from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.vllm.adapter import left_empty as vllm_left_empty
+from ckptkit.verify.checks.witnesses.loading import none_dropped
+from ckptkit.verify.core.check import Tally, all_checks
+from ckptkit.verify.core.run import run_checks
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses import runner
+from ckptkit.verify.witnesses.loading.bits import difference, poison, poisoned
+from ckptkit.verify.witnesses.loading.compare import Loaded
+from ckptkit.verify.witnesses.loading.job import DROPPED, LoadReport, Observation
+from ckptkit.verify.witnesses.loading.run import run_engine_load
+from ckptkit.verify.witnesses.process.interpreter import Interpreter
+from ckptkit.verify.witnesses.runner import Answer, last_words
+from ckptkit.verify.witnesses.sglang.adapter import left_empty
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
+from ckptkit.verify.witnesses.vllm.adapter import left_empty as vllm_left_empty
 
 GLM = models.configs()["glm4_moe"].to_dict()
 L = "model.layers.4."

@@ -12,14 +12,14 @@ from families import HF_CASES
 from support.messages import text_with
 from torch import Tensor, nn
 
-from verify.witnesses.loading.bits import difference, poison
-from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.engine import ModelBuild
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.loading.placement import Placement
-from verify.witnesses.loading.region import Region, covered
-from verify.witnesses.loading.trace import Trace
-from verify.witnesses.sglang import adapter
+from ckptkit.verify.witnesses.loading.bits import difference, poison
+from ckptkit.verify.witnesses.loading.compare import Loaded
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.loading.placement import Placement
+from ckptkit.verify.witnesses.loading.region import Region, covered
+from ckptkit.verify.witnesses.loading.trace import Trace
+from ckptkit.verify.witnesses.sglang import adapter
 
 Weights = Iterator[tuple[str, Tensor]]
 Loader = Callable[[dict[str, Tensor], Weights], object]

@@ -10,11 +10,11 @@ from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
-from quant.formats.scheme import QuantScheme
-from verify.core.report import Report
-from verify.run import verify
-from verify.witnesses.loading import run as sglang_run
-from verify.witnesses.process.interpreter import Interpreter
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading import run as sglang_run
+from ckptkit.verify.witnesses.process.interpreter import Interpreter
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300), pytest.mark.usefixtures("served_sglang")]
 

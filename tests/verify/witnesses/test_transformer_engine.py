@@ -18,15 +18,15 @@ from support.processes import environment
 from torch.distributed.checkpoint.metadata import Metadata
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.hybrid_model import gpt_only, needs_release
+from ckptkit.converters.planner import dims_of
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.megatron.hybrid_model import gpt_only, needs_release
-from converters.planner import dims_of
-from verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
-from verify.core.check import Tally
-from verify.core.report import Finding
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses.megatron import run as megatron_run
+from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.megatron import run as megatron_run
 
 pytestmark = pytest.mark.skipif(
     find_spec("transformer_engine") is None or find_spec("megatron") is None,

@@ -10,12 +10,19 @@ import pytest
 import torch
 from support.messages import text_with
 
-from verify.witnesses.process.exit_report import ExitReport, Phase, PhaseLog, exit_report_of, how_it_ended, is_verdict
-from verify.witnesses.sglang.adapter import BUILD, LOAD, REPACK, SET_UP
-from verify.witnesses.vllm.adapter import BUILD as VLLM_BUILD
-from verify.witnesses.vllm.adapter import BUILD_WITHOUT_GPU
-from verify.witnesses.vllm.adapter import LOAD as VLLM_LOAD
-from verify.witnesses.vllm.adapter import SET_UP as VLLM_SET_UP
+from ckptkit.verify.witnesses.process.exit_report import (
+    ExitReport,
+    Phase,
+    PhaseLog,
+    exit_report_of,
+    how_it_ended,
+    is_verdict,
+)
+from ckptkit.verify.witnesses.sglang.adapter import BUILD, LOAD, REPACK, SET_UP
+from ckptkit.verify.witnesses.vllm.adapter import BUILD as VLLM_BUILD
+from ckptkit.verify.witnesses.vllm.adapter import BUILD_WITHOUT_GPU
+from ckptkit.verify.witnesses.vllm.adapter import LOAD as VLLM_LOAD
+from ckptkit.verify.witnesses.vllm.adapter import SET_UP as VLLM_SET_UP
 
 MEGATRON_LOAD = Phase("loading the weights", ("megatron", "torch"))
 Call = Callable[..., Any]
@@ -198,9 +205,9 @@ def test_what_torch_raises_below_the_record_of_writes_is_sglangs() -> None:
     torch_raises = raising(
         "torch._ops", "raise RuntimeError('The size of tensor a (640) must match the size of tensor b (352)')"
     )
-    around = calling("verify.witnesses.sglang.writes", torch_raises, "__torch_dispatch__")
+    around = calling("ckptkit.verify.witnesses.sglang.writes", torch_raises, "__torch_dispatch__")
     assert is_verdict(error_of(calling(OURS, calling(MODEL, around))), LOAD)
-    own = raising("verify.witnesses.sglang.writes", name="__torch_dispatch__")
+    own = raising("ckptkit.verify.witnesses.sglang.writes", name="__torch_dispatch__")
     assert not is_verdict(error_of(calling(OURS, calling(MODEL, own))), LOAD)
 
 

@@ -11,30 +11,30 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from ckptkit.converters.adapter import FLAT, Adapter
+from ckptkit.converters.config.values import integer, number
+from ckptkit.converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.hf.adapter import ADAPTER_CONFIG, AdapterFiles, is_adapter
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
 from ckptkit.formats.hf.side_files import without_quantization
-from converters.adapter import FLAT, Adapter
-from converters.config.values import integer, number
-from converters.lora_settings import FACTOR, ROOT, RULES_OF, LoraSettings, idle_reason, pairs_in
-from quant.engines.registry import engine_class
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.compare import compare
-from verify.evidence.folding import EXPERT
-from verify.evidence.plain import plain
-from verify.quirks import Quirk, quirk
-from verify.witnesses.reference.job import NamesJob, NamesReport
-from verify.witnesses.runner import START_S, Answer, ask_meanwhile
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.compare import compare
+from ckptkit.verify.evidence.folding import EXPERT
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.quirks import Quirk, quirk
+from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
+from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
 _AGAIN = "export the adapter again from the run"
 _AS_IT_RAN = f"write {ADAPTER_CONFIG} as the run had it, or export the adapter again from the run"
 _MERGE_IT = "merge it (`ckptkit convert BASE DST --merge ADAPTER`), or serve it with another engine"
-_WITNESS = "verify.witnesses.reference.adapter"
+_WITNESS = "ckptkit.verify.witnesses.reference.adapter"
 _ONLY_LOADED = ("bias", "fan_in_fan_out")  # fields that PEFT is asked about, and that `--merge` does not apply
 
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from converters.config.dims import ModelDims
-from converters.megatron.argument import Args, Argument, OfModel, always, of_model
-from converters.megatron.argument_table import ARGUMENTS, BY_NAME
-from converters.megatron.argument_values import not_latent
-from converters.megatron.arguments import comparable_args
-from converters.megatron.hybrid_model import (
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.argument import Args, Argument, OfModel, always, of_model
+from ckptkit.converters.megatron.argument_table import ARGUMENTS, BY_NAME
+from ckptkit.converters.megatron.argument_values import not_latent
+from ckptkit.converters.megatron.arguments import comparable_args
+from ckptkit.converters.megatron.hybrid_model import (
     SAID_BY_THE_PATTERN,
     as_gpt_args,
     hybrid_pattern,

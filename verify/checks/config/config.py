@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Final, TypeVar
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.config.values import rope_of
+from ckptkit.converters.megatron.arguments import comparable_args
+from ckptkit.converters.megatron.parallel import ParallelSizes, refusals, with_remainder
+from ckptkit.converters.megatron.pipeline import Pipeline
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
-from converters.config.dims import ModelDims
-from converters.config.values import rope_of
-from converters.megatron.arguments import comparable_args
-from converters.megatron.parallel import ParallelSizes, refusals, with_remainder
-from converters.megatron.pipeline import Pipeline
-from converters.planner import dims_of
-from verify.checks.config.arguments import compared, hint_of, mismatches
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.evidence.expected import is_of_no_family, require_config, stated_config_of
-from verify.evidence.folding import chunk_ranges
-from verify.evidence.reading import read_values
-from verify.launch.words import at_places, first_file
+from ckptkit.verify.checks.config.arguments import compared, hint_of, mismatches
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import is_of_no_family, require_config, stated_config_of
+from ckptkit.verify.evidence.folding import chunk_ranges
+from ckptkit.verify.evidence.reading import read_values
+from ckptkit.verify.launch.words import at_places, first_file
 
 # Keys whose value is an object of settings of the language model.
 _NESTED = ("text_config", "rope_parameters", "rope_scaling")

@@ -8,18 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.values import flag, language_part
+from ckptkit.converters.registry import FAMILIES, family_of
 from ckptkit.core.errors import CkptkitError
-from converters.config.values import flag, language_part
-from converters.registry import FAMILIES, family_of
-from quant.engines.registry import engine_class
-from quant.engines.transformers_class import TIED, TIES, TieFlag
-from verify.checks.config.tokenizer import side_of
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import stated_config_of
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.engines.transformers_class import TIED, TIES, TieFlag
+from ckptkit.verify.checks.config.tokenizer import side_of
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import stated_config_of
 
 # How the names of an output layer end, in HF and in Megatron.
 _HEADS = ("lm_head.weight", "output_layer.weight")

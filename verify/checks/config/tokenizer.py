@@ -9,20 +9,20 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.values import language_part
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
-from converters.config.values import language_part
-from converters.planner import dims_of
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import is_of_no_family, require_config
-from verify.evidence.side.compare import side_differences
-from verify.evidence.side.texts import TextJob, ask_library
-from verify.evidence.side.tokenizers import ONLY_NEW
-from verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import is_of_no_family, require_config
+from ckptkit.verify.evidence.side.compare import side_differences
+from ckptkit.verify.evidence.side.texts import TextJob, ask_library
+from ckptkit.verify.evidence.side.tokenizers import ONLY_NEW
+from ckptkit.verify.evidence.side_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG, SideFiles
 
 
 def side_of(subject: Subject) -> SideFiles:

@@ -15,12 +15,12 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.both_sides import threads
-from verify.evidence.folding import by_key
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.both_sides import threads
+from ckptkit.verify.evidence.folding import by_key
 
 if TYPE_CHECKING:
     from torch import Tensor

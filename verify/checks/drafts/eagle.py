@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptkit.converters.config.values import integer
+from ckptkit.converters.draft import EMBEDDING, FUSION, TOKENS, USED, Draft, draft_of, is_draft, target_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
-from converters.config.values import integer
-from converters.draft import EMBEDDING, FUSION, TOKENS, USED, Draft, draft_of, is_draft, target_of
-from quant.engines.drafts import has_class, random_head, registries, unfilled
-from verify.core.check import Tally, check
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.extremes import same_bytes
-from verify.evidence.plain import plain
-from verify.quirks import quirk
+from ckptkit.quant.engines.drafts import has_class, random_head, registries, unfilled
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.extremes import same_bytes
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.quirks import quirk
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -6,19 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptkit.converters.foreign import refuse_foreign
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_save.records import Dtype
-from converters.foreign import refuse_foreign
-from quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
-from verify.checks.headers.files import file_of_tensor, names_of
-from verify.checks.quantization.quantization_config import undeclared_of
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.subject import Subject
-from verify.evidence.expected import (
+from ckptkit.quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
+from ckptkit.verify.checks.headers.files import file_of_tensor, names_of
+from ckptkit.verify.checks.quantization.quantization_config import undeclared_of
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import (
     Expected,
     expected_of,
     has_floats,
@@ -27,8 +27,8 @@ from verify.evidence.expected import (
     refuse_stated,
     usable_config,
 )
-from verify.evidence.floats.stored import parts_in_floats
-from verify.evidence.packed import int4_format_of
+from ckptkit.verify.evidence.floats.stored import parts_in_floats
+from ckptkit.verify.evidence.packed import int4_format_of
 
 _EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
 # Float32 state of linear attention and of Mamba mixers that releases store in bfloat16 all the same (Qwen3-Next,

@@ -15,13 +15,13 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, format_links
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
-from verify.evidence.files import HfFiles
-from verify.evidence.folding import by_key, group_by_pattern
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
+from ckptkit.verify.evidence.files import HfFiles
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 
 _NUMBER = re.compile(r"\d+")
 

@@ -13,13 +13,13 @@ from ckptkit.core.dtypes import ITEMSIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP
-from verify.checks.headers.files import names_of
-from verify.checks.headers.torch_dist import only_megatron
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.folding import LAYER, MTP_LAYER, by_key
+from ckptkit.verify.checks.headers.files import names_of
+from ckptkit.verify.checks.headers.torch_dist import only_megatron
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.folding import LAYER, MTP_LAYER, by_key
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")
 # Linear layers whose `_extra_state` both the local and the Transformer Engine spec ask for.

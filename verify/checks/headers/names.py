@@ -11,24 +11,24 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.config.values import language_part
+from ckptkit.converters.passthrough import lost_towers
+from ckptkit.converters.planner import dims_of
+from ckptkit.converters.registry import family_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.hf.reader import INDEX, SINGLE
 from ckptkit.formats.hf.side_files import describe_quantization
-from converters.config.dims import ModelDims
-from converters.config.values import language_part
-from converters.passthrough import lost_towers
-from converters.planner import dims_of
-from converters.registry import family_of
-from quant.formats.part_names import PACKED, SCALE, SHAPE
-from verify.checks.headers.files import names_of, only_hf
-from verify.checks.headers.renamed import renamed_of
-from verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
-from verify.core.check import Tally, check
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import (
+from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
+from ckptkit.verify.checks.headers.files import names_of, only_hf
+from ckptkit.verify.checks.headers.renamed import renamed_of
+from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
     expected_of,
@@ -38,8 +38,8 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
-from verify.evidence.files import HfFiles
-from verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
+from ckptkit.verify.evidence.files import HfFiles
+from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, layer_of, layers_of
 
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from verify.core.subject import Subject, once
-from verify.evidence.expected import expected_of, spelling_of
-from verify.evidence.folding import by_key
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import expected_of, spelling_of
+from ckptkit.verify.evidence.folding import by_key
 
 _SAVED = "save it again, from"
 # What wrappers put into names, and what to save instead.

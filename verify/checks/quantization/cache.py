@@ -8,19 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckptkit.converters.hf_names import layer_of
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import stated_quantization
-from converters.hf_names import layer_of
-from converters.planner import dims_of
-from quant.formats.groups import is_cache_calibrated
-from quant.ignore.readers import BY_CLASS, severity_of_all, worst
-from verify.core.check import Tally
-from verify.core.issue import Issue, warning_if
-from verify.core.report import Severity
-from verify.core.subject import Subject
-from verify.evidence.expected import usable_config
-from verify.evidence.folding import group_by_pattern
+from ckptkit.quant.formats.groups import is_cache_calibrated
+from ckptkit.quant.ignore.readers import BY_CLASS, severity_of_all, worst
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.folding import group_by_pattern
 
 # As compressed-tensors, ModelOpt and AutoFP8 name them.
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")

@@ -5,28 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 
+from ckptkit.converters.hf_names import FUSED
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import fold
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.hf_names import FUSED
-from quant.formats.floats.layout import E4M3
-from quant.formats.part_names import INT4_ENDINGS
-from quant.formats.release import StoredWeight, wrong_scale
-from quant.ignore.agree import described
-from quant.ignore.readers import named_in_lists, refuses_own_format
-from quant.ignore.subject import open_subject
-from verify.checks.headers.files import names_of
-from verify.checks.quantization.quantization_config import misread_floats
-from verify.core.check import Tally
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.evidence.expected import usable_config
-from verify.evidence.extremes import same_bytes
-from verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
-from verify.evidence.folding import by_key, group_by_pattern
-from verify.quirks import quirk
+from ckptkit.quant.formats.floats.layout import E4M3
+from ckptkit.quant.formats.part_names import INT4_ENDINGS
+from ckptkit.quant.formats.release import StoredWeight, wrong_scale
+from ckptkit.quant.ignore.agree import described
+from ckptkit.quant.ignore.readers import named_in_lists, refuses_own_format
+from ckptkit.quant.ignore.subject import open_subject
+from ckptkit.verify.checks.headers.files import names_of
+from ckptkit.verify.checks.quantization.quantization_config import misread_floats
+from ckptkit.verify.core.check import Tally
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.extremes import same_bytes
+from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern
+from ckptkit.verify.quirks import quirk
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")

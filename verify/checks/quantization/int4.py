@@ -7,33 +7,39 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ckptkit.converters.planner import dims_of, expected_hf, rules_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
-from converters.planner import dims_of, expected_hf, rules_of
-from quant.formats.groups import Group, groups_of, targets_of
-from quant.formats.packing import is_expert
-from quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
-from quant.formats.scheme import listed
-from quant.ignore.agree import NOTHING_PACKED
-from quant.ignore.names import matrices_of, spell
-from quant.ignore.readers import BY_CLASS, counting
-from quant.ignore.reading import read_all
-from quant.ignore.tiles import UNPACKED, fused_in_transformers
-from quant.ignore.tree import class_tree
-from verify.checks.headers.renamed import renamed_of
-from verify.checks.quantization.cache import cache_scales
-from verify.checks.quantization.floats import float_lists, float_parts, float_scales, forbidden_floats, stores_floats
-from verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.agreement import agreement
-from verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
-from verify.evidence.floats.stored import stored_floats_of
-from verify.evidence.folding import group_by_pattern
-from verify.evidence.packed import (
+from ckptkit.quant.formats.groups import Group, groups_of, targets_of
+from ckptkit.quant.formats.packing import is_expert
+from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
+from ckptkit.quant.formats.scheme import listed
+from ckptkit.quant.ignore.agree import NOTHING_PACKED
+from ckptkit.quant.ignore.names import matrices_of, spell
+from ckptkit.quant.ignore.readers import BY_CLASS, counting
+from ckptkit.quant.ignore.reading import read_all
+from ckptkit.quant.ignore.tiles import UNPACKED, fused_in_transformers
+from ckptkit.quant.ignore.tree import class_tree
+from ckptkit.verify.checks.headers.renamed import renamed_of
+from ckptkit.verify.checks.quantization.cache import cache_scales
+from ckptkit.verify.checks.quantization.floats import (
+    float_lists,
+    float_parts,
+    float_scales,
+    forbidden_floats,
+    stores_floats,
+)
+from ckptkit.verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.agreement import agreement
+from ckptkit.verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
+from ckptkit.verify.evidence.floats.stored import stored_floats_of
+from ckptkit.verify.evidence.folding import group_by_pattern
+from ckptkit.verify.evidence.packed import (
     Int4Format,
     Scale,
     int4_format,
@@ -42,7 +48,7 @@ from verify.evidence.packed import (
     part_shapes,
     read_scales,
 )
-from verify.evidence.rounding import keeps_scales, names_grid
+from ckptkit.verify.evidence.rounding import keeps_scales, names_grid
 
 _NEVER = {"output_layer.weight": "the output layer", "shared_experts.gate_weight": "the shared expert's gate"}
 _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
@@ -133,8 +139,8 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
 
-    What the readers that count would load or send wrongly is an error (`quant.ignore.readers.severity_of`). Where
-    the files are as these read the list, and only others take it otherwise, that is a warning with the portable
+    What the readers that count would load or send wrongly is an error (`ckptkit.quant.ignore.readers.severity_of`).
+    Where the files are as these read the list, and only others take it otherwise, that is a warning with the portable
     spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
     """
     if renamed_of(subject) is not None:
@@ -193,7 +199,7 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
 
 def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | CannotCheck:
     """Releases in FP8 and MXFP4 pack nothing; of an unknown format nobody can say what should be packed."""
-    from quant.formats.dequantize import format_of as stored_format
+    from ckptkit.quant.formats.dequantize import format_of as stored_format
 
     try:
         stored_format(config)

@@ -11,18 +11,18 @@ from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.reader import MODELOPT_CONFIG, read_json
 from ckptkit.formats.hf.side_files import is_quantized, quantization_of, stated_quantization
-from quant.formats.compressed import stated_scheme
-from quant.formats.dequantize import floats_of
-from quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
-from quant.formats.modelopt import TWO_CONFIGS, differing_configs, flattened
-from quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
-from quant.ignore.readers import BY_CLASS, severity_of, severity_of_all, worst
-from quant.patterns import check_entries
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject, once
-from verify.evidence.expected import usable_config
-from verify.evidence.packed import int4_format_of
+from ckptkit.quant.formats.compressed import stated_scheme
+from ckptkit.quant.formats.dequantize import floats_of
+from ckptkit.quant.formats.groups import PACKED_BITS, Group, group_of, groups_of, refusals, rounded
+from ckptkit.quant.formats.modelopt import TWO_CONFIGS, differing_configs, flattened
+from ckptkit.quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
+from ckptkit.quant.ignore.readers import BY_CLASS, severity_of, severity_of_all, worst
+from ckptkit.quant.patterns import check_entries
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import usable_config
+from ckptkit.verify.evidence.packed import int4_format_of
 
 _FORMATS = (FORMAT, "mixed-precision")
 # How integers are rounded: with these values they are judged.
@@ -199,8 +199,8 @@ def _are_judged(config: Mapping[str, Any]) -> bool:
     """Whether the groups are judged though they are not the usual one.
 
     They have 8 bits, are told apart by `targets`, or there are FP8 or scales of a cache in addition. Readers then find
-    each module's group by its name (`quant.ignore.reading`). Raises CkptkitError for groups and entries that cannot
-    be read.
+    each module's group by its name (`ckptkit.quant.ignore.reading`). Raises CkptkitError for groups and entries that
+    cannot be read.
     """
     content, groups = quantization_of(config), groups_of(config)
     if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:

@@ -8,31 +8,31 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
+from ckptkit.converters.hf_names import FUSED, GATE_UP, LATENT_DOWN, QKV
+from ckptkit.converters.planner import expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization
-from converters.hf_names import FUSED, GATE_UP, LATENT_DOWN, QKV
-from converters.planner import expected_hf
-from quant.formats.groups import groups_of
-from quant.formats.packing import is_expert
-from quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
-from quant.ignore import tiles
-from quant.ignore.tree import ClassTree, class_tree
-from verify.checks.headers.files import names_of
-from verify.checks.quantization.floats import float_pairs, stores_floats
-from verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
-from verify.checks.values.source import values_kept
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import is_quantized, require_config, usable_config
-from verify.evidence.floats.rounding import float_rounding_of, float_weights
-from verify.evidence.floats.stored import float_scales_of, stored_floats_of
-from verify.evidence.folding import by_key, group_by_pattern
-from verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, read_scales
-from verify.evidence.rounding import grid_of, is_gptq, rounding_of
-from verify.quirks import quirk
+from ckptkit.quant.formats.groups import groups_of
+from ckptkit.quant.formats.packing import is_expert
+from ckptkit.quant.formats.part_names import PACKED, SCALE, ZERO_POINT, packed_in
+from ckptkit.quant.ignore import tiles
+from ckptkit.quant.ignore.tree import ClassTree, class_tree
+from ckptkit.verify.checks.headers.files import names_of
+from ckptkit.verify.checks.quantization.floats import float_pairs, stores_floats
+from ckptkit.verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
+from ckptkit.verify.checks.values.source import values_kept
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import is_quantized, require_config, usable_config
+from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
+from ckptkit.verify.evidence.floats.stored import float_scales_of, stored_floats_of
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern
+from ckptkit.verify.evidence.packed import Int4Format, int4_format_in, int4_format_of, read_scales
+from ckptkit.verify.evidence.rounding import grid_of, is_gptq, rounding_of
+from ckptkit.verify.quirks import quirk
 
 # Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (LATENT_DOWN, QKV, GATE_UP, ("w1", "w3"))
@@ -50,7 +50,7 @@ def _quantized_and_kept(subject: Subject) -> None:
 
 @check("CK305", needs=("source",), explained_by=("CK202", "CK204", "CK205", "CK304"), applies_to=_quantized_and_kept)
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every quantized weight against the source; `verify.evidence.rounding` and `floats.rounding` derive the bounds."""
+    """Every quantized weight against the source, within bounds of `evidence/rounding.py` and `floats/rounding.py`."""
     plain = subject.source is not None and not is_quantized(subject.source.config)
     packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats_near_source(subject, tally) if plain and not packed else _int4_near_source(subject, tally)
@@ -223,7 +223,7 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK307", preflight=True, applies_to=_cut_for_sglang)
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant.ignore.tiles`).
+    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant/ignore/tiles.py`).
 
     On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
     """

@@ -12,12 +12,12 @@ from ckptkit.core.progress import progress
 from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
-from verify.checks.headers.files import file_of_tensor
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.evidence.reading import downloads, file_hashes, read_values, stored_values
+from ckptkit.verify.checks.headers.files import file_of_tensor
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
 
 @check("CK120", stage="headers", applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"))

@@ -7,14 +7,14 @@ from collections.abc import Collection, Iterator
 
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
-from verify.checks.headers.files import names_of
-from verify.checks.values.values import counted
-from verify.core.check import Tally, check
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.folding import by_key, group_by_pattern
-from verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
+from ckptkit.verify.checks.headers.files import names_of
+from ckptkit.verify.checks.values.values import counted
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern
+from ckptkit.verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 
 # Arguments with which weights are kept in fewer bits than they are saved in, so that they are no rounded masters.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")

@@ -12,16 +12,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from statistics import median
 
+from ckptkit.converters.adapter import Adapter
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
-from converters.adapter import Adapter
-from quant.formats.part_names import PACKED, packed_in
-from verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.subject import Subject
-from verify.evidence.compare import TensorDiff
-from verify.evidence.expected import (
+from ckptkit.quant.formats.part_names import PACKED, packed_in
+from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.compare import TensorDiff
+from ckptkit.verify.evidence.expected import (
     Expected,
     expected_of,
     fp32_names,
@@ -30,12 +30,12 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
-from verify.evidence.extremes import Extremes, digest_of, same_bytes
-from verify.evidence.floats.rounding import float_weights
-from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
-from verify.evidence.moved import explain_moves, stages_of
-from verify.evidence.packed import int4_format_of
-from verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
+from ckptkit.verify.evidence.extremes import Extremes, digest_of, same_bytes
+from ckptkit.verify.evidence.floats.rounding import float_weights
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
+from ckptkit.verify.evidence.moved import explain_moves, stages_of
+from ckptkit.verify.evidence.packed import int4_format_of
+from ckptkit.verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
 
 _FLOATS = frozenset({*COMPUTED, "float64"})
 # Of tensors, and of kinds of them, that differ where another model is compared; and more kinds than one block has.

@@ -23,20 +23,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from pathlib import Path
 
+from ckptkit.converters.planner import dims_of, rules_of
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import ranges
 from ckptkit.formats import yaml_text
+from ckptkit.quant.formats.floats.layout import SCALE_ENDINGS
+from ckptkit.quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from ckptkit.storage.regular import read_regular
-from converters.planner import dims_of, rules_of
-from quant.formats.floats.layout import SCALE_ENDINGS
-from quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue, warning_if
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.evidence.expected import (
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import (
     Expected,
     expected_of,
     is_cache_scale,
@@ -45,12 +45,12 @@ from verify.evidence.expected import (
     tied_head_of,
     usable_config,
 )
-from verify.evidence.extremes import Extremes
-from verify.evidence.floats.stored import parts_in_floats, scales_in_floats
-from verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
-from verify.evidence.moved import repeated, stages_of
-from verify.evidence.reading import Values, read_values
-from verify.quirks import quirks
+from ckptkit.verify.evidence.extremes import Extremes
+from ckptkit.verify.evidence.floats.stored import parts_in_floats, scales_in_floats
+from ckptkit.verify.evidence.folding import by_key, group_by_pattern, layer_of, layers_of, pattern_of
+from ckptkit.verify.evidence.moved import repeated, stages_of
+from ckptkit.verify.evidence.reading import Values, read_values
+from ckptkit.verify.quirks import quirks
 
 # Where in its file a tensor lies, in the message that says why it cannot be read.
 _AT_BYTE = re.compile(r" at byte \d+(?=: )")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verify.checks.witnesses.megatron import finished, ranks_named
-from verify.core.check import Tally, check
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import config_of
-from verify.evidence.side_files import TOKENIZER
-from verify.witnesses.live.run import run_engine_reference
-from verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
-from verify.witnesses.reference.run import prompts_of, run_prediction
+from ckptkit.verify.checks.witnesses.megatron import finished, ranks_named
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.evidence.side_files import TOKENIZER
+from ckptkit.verify.witnesses.live.run import run_engine_reference
+from ckptkit.verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
+from ckptkit.verify.witnesses.reference.run import prompts_of, run_prediction
 
 
 def _in_transformers(subject: Subject) -> None:
@@ -30,7 +30,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Needs no GPU and no engine. Weights that look untrained are not judged.
     """
-    from verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
+    from ckptkit.verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
     with_engine = "engine" in subject.against
     reference = (run_engine_reference if with_engine else run_prediction)(subject)
@@ -74,7 +74,7 @@ def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What one run shows."""
-    from verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
+    from ckptkit.verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
 
     answers = [answer for judged in run.answers.values() for answer in judged]
     broken, count = not_finite_logprobs(answers)

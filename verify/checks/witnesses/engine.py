@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from verify.core.check import Tally, check
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject
-from verify.evidence.folding import group_by_pattern
-from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
-from verify.witnesses.live.run import (
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.folding import group_by_pattern
+from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
+from ckptkit.verify.witnesses.live.run import (
     EngineRun,
     no_second_load,
     run_draft_engine,
@@ -19,7 +19,7 @@ from verify.witnesses.live.run import (
     run_engine_reference,
     running_engine,
 )
-from verify.witnesses.runner import inconclusive
+from ckptkit.verify.witnesses.runner import inconclusive
 
 DECODING = "with speculative decoding"
 _OF_THE_CACHE = (
@@ -32,7 +32,7 @@ FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md has what sou
 @check("CK511", stage="engine", needs=("engine",))
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
-    from verify.witnesses.reference.distance import not_finite_logprobs
+    from ckptkit.verify.witnesses.reference.distance import not_finite_logprobs
 
     run = run_engine(subject)
     report = run.require_report()
@@ -130,7 +130,7 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
 @check("CK601", stage="behaviour", needs=("engine", "logits"))
 def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Log-probabilities of fixed prompts, one of 4096 tokens, against transformers, in units of the format's noise."""
-    from verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
+    from ckptkit.verify.witnesses.reference.distance import best_tokens, distance, not_finite_logprobs
 
     passes = run_engine(subject).require_report().passes
     if not_finite_logprobs(passes[FIRST])[0]:

@@ -9,21 +9,21 @@ from functools import partial, update_wrapper
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.converters.config.values import language_part
+from ckptkit.converters.passthrough import lost_towers
+from ckptkit.converters.planner import dims_of, expected_hf
 from ckptkit.core.specs import summarize
-from converters.config.values import language_part
-from converters.passthrough import lost_towers
-from converters.planner import dims_of, expected_hf
-from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
-from quant.ignore.names import spell
-from verify.checks.config.config import is_parallel
-from verify.checks.config.spellings import in_words, keys_of
-from verify.core.catalogue import wording_of
-from verify.core.check import AppliesTo, Run, Tally, check, where
-from verify.core.issue import Issue
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import (
+from ckptkit.quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
+from ckptkit.quant.ignore.names import spell
+from ckptkit.verify.checks.config.config import is_parallel
+from ckptkit.verify.checks.config.spellings import in_words, keys_of
+from ckptkit.verify.core.catalogue import wording_of
+from ckptkit.verify.core.check import AppliesTo, Run, Tally, check, where
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import (
     config_of,
     is_cache_scale,
     is_quantized,
@@ -31,20 +31,20 @@ from verify.evidence.expected import (
     usable_config,
     weights_of,
 )
-from verify.evidence.folding import LAYER, group_by_pattern
-from verify.quirks import quirks
-from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.loading.job import NUMBER, LoadReport, Observation
-from verify.witnesses.loading.names import of_draft, routers
-from verify.witnesses.loading.run import engine_sizes, interpreter_of, run_engine_load
-from verify.witnesses.process.exit_report import ExitReport
-from verify.witnesses.registry import ENGINES
-from verify.witnesses.runner import inconclusive
+from ckptkit.verify.evidence.folding import LAYER, group_by_pattern
+from ckptkit.verify.quirks import quirks
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
+from ckptkit.verify.witnesses.loading.job import NUMBER, LoadReport, Observation
+from ckptkit.verify.witnesses.loading.names import of_draft, routers
+from ckptkit.verify.witnesses.loading.run import engine_sizes, interpreter_of, run_engine_load
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
+from ckptkit.verify.witnesses.registry import ENGINES
+from ckptkit.verify.witnesses.runner import inconclusive
 
 if TYPE_CHECKING:  # each adapter is held to the protocol
-    from verify.witnesses.loading.engine import Engine
-    from verify.witnesses.sglang import adapter as sglang
-    from verify.witnesses.vllm import adapter as vllm
+    from ckptkit.verify.witnesses.loading.engine import Engine
+    from ckptkit.verify.witnesses.sglang import adapter as sglang
+    from ckptkit.verify.witnesses.vllm import adapter as vllm
 
     _ADAPTERS: tuple[Engine, ...] = (sglang, vllm)
 

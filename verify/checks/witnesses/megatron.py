@@ -7,19 +7,19 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from ckptkit.converters.planner import dims_of, rules_in
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
-from converters.planner import dims_of, rules_in
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject, once
-from verify.evidence.expected import config_of
-from verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
-from verify.evidence.moved import AGAIN, Stages, explain_moves
-from verify.witnesses.megatron.job import Box, RankReport, TensorSeen
-from verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
+from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
+from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
+from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
 _ROUTER_BIAS = ".router.expert_bias"
 

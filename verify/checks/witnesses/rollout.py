@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptkit.converters.config.values import language_part
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.config.values import language_part
-from verify.checks.witnesses.engine import FURTHEST
-from verify.core.check import Tally, check, where
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import config_of
-from verify.evidence.side_files import SideFiles
-from verify.witnesses.reference.activations import rounds_activations
-from verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
-from verify.witnesses.rollouts.run import (
+from ckptkit.verify.checks.witnesses.engine import FURTHEST
+from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.witnesses.reference.activations import rounds_activations
+from ckptkit.verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
+from ckptkit.verify.witnesses.rollouts.run import (
     Recomputed,
     recorded_prompts,
     recording_of,

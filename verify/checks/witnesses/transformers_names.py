@@ -7,24 +7,24 @@ from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 
+from ckptkit.converters.by_class import built_class
+from ckptkit.converters.experts import fuse
 from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
-from converters.by_class import built_class
-from converters.experts import fuse
-from verify.checks.headers.files import names_of
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.expected import expected_of, is_of_no_family
-from verify.evidence.extremes import same_bytes
-from verify.evidence.folding import by_key, pattern_of
-from verify.evidence.plain import plain
-from verify.witnesses.reference.job import NamesJob, NamesReport
-from verify.witnesses.runner import START_S, Answer, ask_meanwhile
+from ckptkit.verify.checks.headers.files import names_of
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import expected_of, is_of_no_family
+from ckptkit.verify.evidence.extremes import same_bytes
+from ckptkit.verify.evidence.folding import by_key, pattern_of
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport
+from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 
-_WITNESS = "verify.witnesses.reference.names"
+_WITNESS = "ckptkit.verify.witnesses.reference.names"
 
 
 def _is_asked(subject: Subject) -> None:

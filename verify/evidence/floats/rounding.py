@@ -32,15 +32,15 @@ from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import Plan, Step, View, identity
 from ckptkit.core.specs import TensorSpec
-from quant.formats.dequantize import format_of
-from quant.formats.floats.layout import E4M3, Layout
-from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
-from quant.formats.release import Floats, Release, StoredWeight, step_of
-from verify.core.subject import Subject, once
-from verify.evidence.both_sides import common_groups, threads
-from verify.evidence.compare import rows_named
-from verify.evidence.expected import is_quantized, weights_of
-from verify.evidence.reading import as_hf_view, source_as_hf
+from ckptkit.quant.formats.dequantize import format_of
+from ckptkit.quant.formats.floats.layout import E4M3, Layout
+from ckptkit.quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV
+from ckptkit.quant.formats.release import Floats, Release, StoredWeight, step_of
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.both_sides import common_groups, threads
+from ckptkit.verify.evidence.compare import rows_named
+from ckptkit.verify.evidence.expected import is_quantized, weights_of
+from ckptkit.verify.evidence.reading import as_hf_view, source_as_hf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -190,7 +190,7 @@ def _part_step(step: Step, stored: StoredWeight, part: int) -> Step:
     assert shape is not None  # `step_of` has refused it
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        from quant.formats.floats.decode import factors, spread, values
+        from ckptkit.quant.formats.floats.decode import factors, spread, values
 
         if part == 0:
             found = values(layout, tensors[0])

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
-from quant.formats.dequantize import floats_of
-from quant.formats.release import Floats, StoredWeight, wrong_scale
-from verify.core.subject import Subject, once
-from verify.evidence.extremes import digest_of
+from ckptkit.quant.formats.dequantize import floats_of
+from ckptkit.quant.formats.release import Floats, StoredWeight, wrong_scale
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.extremes import digest_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,7 +71,7 @@ def float_scales_of(subject: Subject) -> list[FloatScales]:
 def _scales_of(checkpoint: Checkpoint, stored: StoredWeight) -> FloatScales:
     import torch
 
-    from quant.formats.floats.decode import as_float
+    from ckptkit.quant.formats.floats.decode import as_float
 
     names = [stored.scale, *([stored.second] if stored.second else []), *stored.inputs]
     read = checkpoint.read([name for name in names if name in checkpoint.specs])
@@ -116,7 +116,7 @@ def _silenced(checkpoint: Checkpoint, stored: StoredWeight, zero: Tensor) -> int
     """Blocks whose codes are not all zero while their scale is, `zero` in the order of the scales."""
     import torch
 
-    from quant.formats.floats.decode import values
+    from ckptkit.quant.formats.floats.decode import values
 
     layout, shape = stored.layout, stored.shape
     assert shape is not None  # its scale fits

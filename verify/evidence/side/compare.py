@@ -7,12 +7,12 @@ from typing import Any
 
 from ckptkit.core.json_text import parse
 from ckptkit.core.printable import shortened
-from verify.core.skip import CannotCheck
-from verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
-from verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
-from verify.evidence.side.texts import first_apart, strings_in
-from verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
-from verify.evidence.side_files import (
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence.side.processors import PREPROCESSOR, VIDEO, processor_differences
+from ckptkit.verify.evidence.side.templates import RenderedTemplates, is_refusal, render_templates
+from ckptkit.verify.evidence.side.texts import first_apart, strings_in
+from ckptkit.verify.evidence.side.tokenizers import SPECIAL, tokenizer_differences
+from ckptkit.verify.evidence.side_files import (
     GENERATION,
     PROCESSOR_CONFIG,
     TOKENIZER_CONFIG,

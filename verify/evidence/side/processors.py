@@ -1,7 +1,7 @@
 """Compares settings of the processors of images, videos and sound, wherever a release of transformers saves them.
 
-As a program, `python -m verify.evidence.side.processors JOB.json`, it has the installed transformers build those of two
-sides. No code of a checkpoint runs.
+As a program, `python -m ckptkit.verify.evidence.side.processors JOB.json`, it has the installed transformers build
+those of two sides. No code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, of_keys
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.runner import ask
+from ckptkit.verify.evidence.side_files import PROCESSOR_CONFIG, SideDifference, SideFiles, of_keys
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.runner import ask
 
 PREPROCESSOR, VIDEO = "preprocessor_config.json", "video_preprocessor_config.json"
 VIDEO_PART = "video_processor"

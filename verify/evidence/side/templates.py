@@ -1,6 +1,7 @@
 """What chat templates make of conversations, in the sandboxed environment that transformers renders them in.
 
-As a program, `python -m verify.evidence.side.templates JOB.json`, it renders them. Nothing but the templates runs.
+As a program, `python -m ckptkit.verify.evidence.side.templates JOB.json`, it renders them. Nothing but the templates
+runs.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from ckptkit.core.errors import words_of
-from verify.witnesses.process.exit_report import PhaseLog, run_job
-from verify.witnesses.runner import ask
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog, run_job
+from ckptkit.verify.witnesses.runner import ask
 
 _LIMIT_S = 60
 _REFUSED = "refused by"

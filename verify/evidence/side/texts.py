@@ -1,6 +1,6 @@
 """What the installed `tokenizers` and transformers make of texts with two tokenizers.
 
-As a program, `python -m verify.evidence.side.texts JOB.json`, it loads both. No code of a checkpoint is run.
+As a program, `python -m ckptkit.verify.evidence.side.texts JOB.json`, it loads both. No code of a checkpoint is run.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.printable import shortened
-from verify.evidence.side_files import TOKENIZER
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.runner import ask
+from ckptkit.verify.evidence.side_files import TOKENIZER
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.runner import ask
 
 LIBRARIES = ("tokenizers", "transformers")
 _LOADING_HERE = "loading the tokenizer"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck
-from verify.evidence.side.texts import TextAnswer, ask_libraries, first_other
-from verify.evidence.side_files import (
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence.side.texts import TextAnswer, ask_libraries, first_other
+from ckptkit.verify.evidence.side_files import (
     ADDED_TOKENS,
     MERGES,
     SETTINGS_FILES,

@@ -8,25 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.megatron.arguments import comparable_args
+from ckptkit.converters.megatron.hybrid_model import PATTERNS, gpt_only, stored_pattern
+from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import is_legacy
-from converters.megatron.arguments import comparable_args
-from converters.megatron.hybrid_model import PATTERNS, gpt_only, stored_pattern
-from converters.planner import dims_of
-from verify.checks.config.arguments import differing, mismatches
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.report import Severity
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import expected_of
-from verify.evidence.folding import LAYER
-from verify.evidence.side_files import SideFiles
-from verify.launch.checks.engine import engine_config, job_of
-from verify.launch.job import Job
-from verify.launch.options.argv import options_of
-from verify.launch.sides import ENGINE, Side
-from verify.quirks import quirk
+from ckptkit.verify.checks.config.arguments import differing, mismatches
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import expected_of
+from ckptkit.verify.evidence.folding import LAYER
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.launch.checks.engine import engine_config, job_of
+from ckptkit.verify.launch.job import Job
+from ckptkit.verify.launch.options.argv import options_of
+from ckptkit.verify.launch.sides import ENGINE, Side
+from ckptkit.verify.quirks import quirk
 
 # slime and miles make a critic's output layer anew where its shape is another one.
 _OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")

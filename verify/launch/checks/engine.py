@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.registry import named_family_of
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from converters.config.dims import ModelDims
-from converters.registry import named_family_of
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.side_files import SideFiles
-from verify.launch.job import Job
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.launch.job import Job
 
 
 def job_of(subject: Subject) -> Job:

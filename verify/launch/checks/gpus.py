@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.converters.config.dims import ModelDims
 from ckptkit.formats.hf.side_files import quantization_of
-from converters.config.dims import ModelDims
-from verify.core.check import Tally, check
-from verify.core.issue import Issue, warning_if
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.launch.checks.engine import engine_config, engine_dims, job_of
-from verify.launch.stacks.sizes import Cut, GpuPlacement
-from verify.launch.words import at_places, first_file
-from verify.quirks import quirk
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue, warning_if
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.checks.engine import engine_config, engine_dims, job_of
+from ckptkit.verify.launch.stacks.sizes import Cut, GpuPlacement
+from ckptkit.verify.launch.words import at_places, first_file
+from ckptkit.verify.quirks import quirk
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from converters.blocks.latent_attention import WITHOUT_FLAG
-from converters.config.dims import ModelDims
-from converters.megatron.arguments import LLAMA3_FACTOR, comparable_args
-from verify.checks.config.arguments import compared, mismatches
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of
-from verify.launch.job import Job
-from verify.launch.options.arguments import Arguments
-from verify.launch.options.argv import options_of
-from verify.launch.options.tables import MODULES
+from ckptkit.converters.blocks.latent_attention import WITHOUT_FLAG
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.arguments import LLAMA3_FACTOR, comparable_args
+from ckptkit.verify.checks.config.arguments import compared, mismatches
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.launch.checks.engine import engine_config, engine_dims, engine_directory, job_of
+from ckptkit.verify.launch.job import Job
+from ckptkit.verify.launch.options.arguments import Arguments
+from ckptkit.verify.launch.options.argv import options_of
+from ckptkit.verify.launch.options.tables import MODULES
 
 # Options that change what an argument of another name comes to.
 _DECIDED_BY: Mapping[str, tuple[str, ...]] = {

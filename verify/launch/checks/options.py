@@ -6,19 +6,19 @@ import re
 from collections.abc import Iterator
 from itertools import islice
 
-from converters.config.values import language_part
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.side_files import SideFiles
-from verify.launch.checks.engine import engine_config, engine_directory, job_of
-from verify.launch.job import Job
-from verify.launch.options.arguments import Arguments
-from verify.launch.options.argv import last, options_of
-from verify.launch.options.names import engine_settings, nearest
-from verify.launch.options.tables import OPTIONS
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.converters.config.values import language_part
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.launch.checks.engine import engine_config, engine_directory, job_of
+from ckptkit.verify.launch.job import Job
+from ckptkit.verify.launch.options.arguments import Arguments
+from ckptkit.verify.launch.options.argv import last, options_of
+from ckptkit.verify.launch.options.names import engine_settings, nearest
+from ckptkit.verify.launch.options.tables import OPTIONS
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 # Letters that may differ, in a short name and in a long one.
 _FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4

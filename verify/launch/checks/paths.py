@@ -7,15 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import weights_of
-from verify.evidence.folding import by_key
-from verify.launch.checks.engine import engine_config, job_of
-from verify.launch.job import Job
-from verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import weights_of
+from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.launch.checks.engine import engine_config, job_of
+from ckptkit.verify.launch.job import Job
+from ckptkit.verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
 
 # The fact that lists the words of a launch that matter and are not read.
 NOT_READ = "not read"

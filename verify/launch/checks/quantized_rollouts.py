@@ -9,20 +9,20 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
-from quant.formats.compressed import stated_scheme
-from quant.online.served import served
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.expected import is_quantized, weights_of
-from verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
-from verify.launch.checks.engine import engine_config, engine_directory, job_of
-from verify.launch.job import Job
-from verify.launch.options.argv import Option, last, options_of
-from verify.launch.sides import ENGINE
-from verify.launch.words import Word, at_places, first_file
+from ckptkit.quant.formats.compressed import stated_scheme
+from ckptkit.quant.online.served import served
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.expected import is_quantized, weights_of
+from ckptkit.verify.launch.arguments import QAT_FLAG, QAT_GROUP, LaunchArguments
+from ckptkit.verify.launch.checks.engine import engine_config, engine_directory, job_of
+from ckptkit.verify.launch.job import Job
+from ckptkit.verify.launch.options.argv import Option, last, options_of
+from ckptkit.verify.launch.sides import ENGINE
+from ckptkit.verify.launch.words import Word, at_places, first_file
 
 # What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
 _TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}

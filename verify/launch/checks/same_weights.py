@@ -7,23 +7,23 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from ckptkit.converters.ops.basic import Copy
+from ckptkit.converters.planner import dialect_of, dims_of, mappings_of
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import MANIFEST, Location, locate
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.storage.digest import TensorDigest
 from ckptkit.transfer.manifest import file_digest, read_manifest
-from converters.ops.basic import Copy
-from converters.planner import dialect_of, dims_of, mappings_of
-from converters.stored import as_stored
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.report import Severity
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.samples import SamplePair, Stored, samples_of
-from verify.launch.checks.architecture import of_two_models
-from verify.launch.checks.engine import engine_config, job_of
-from verify.launch.sides import ENGINE, Side, is_trained
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.samples import SamplePair, Stored, samples_of
+from ckptkit.verify.launch.checks.architecture import of_two_models
+from ckptkit.verify.launch.checks.engine import engine_config, job_of
+from ckptkit.verify.launch.sides import ENGINE, Side, is_trained
 
 # Facts for the verdict: what was compared of weights, and a line for each two sides that could not be.
 COMPARED, NOT_COMPARED = "weights compared", "weights not compared"

@@ -8,21 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.values import class_of, language_part
+from ckptkit.converters.draft import FUSION, is_draft, sizes_of, target_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import require_own_files
 from ckptkit.formats.hf.reader import read_config
-from converters.config.values import class_of, language_part
-from converters.draft import FUSION, is_draft, sizes_of, target_of
-from quant.engines.drafts import registries
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.folding import LAYER
-from verify.launch.checks.engine import engine_config, job_of
-from verify.launch.options.speculative import Speculation
-from verify.launch.words import UnresolvedWord
-from verify.quirks import quirks
+from ckptkit.quant.engines.drafts import registries
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.folding import LAYER
+from ckptkit.verify.launch.checks.engine import engine_config, job_of
+from ckptkit.verify.launch.options.speculative import Speculation
+from ckptkit.verify.launch.words import UnresolvedWord
+from ckptkit.verify.quirks import quirks
 
 # What configs call the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.errors import CkptkitError
-from verify.core.check import Tally, check
-from verify.core.issue import Issue
-from verify.core.report import Severity
-from verify.core.skip import NotApplicable
-from verify.core.subject import Subject
-from verify.evidence.side.compare import text_differences
-from verify.evidence.side_files import SideFiles
-from verify.launch.checks.engine import engine_directory, job_of
-from verify.launch.options.argv import last, options_of
-from verify.launch.sides import ENGINE
+from ckptkit.verify.core.check import Tally, check
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.skip import NotApplicable
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.evidence.side.compare import text_differences
+from ckptkit.verify.evidence.side_files import SideFiles
+from ckptkit.verify.launch.checks.engine import engine_directory, job_of
+from ckptkit.verify.launch.options.argv import last, options_of
+from ckptkit.verify.launch.sides import ENGINE
 
 # With these SGLang takes and gives token ids; options of slime and miles, and SGLang's own.
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptkit.converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
-from converters.config.bounds import MAX_LAYERS, MAX_RANKS, MAX_SIZE
-from verify.launch.options.argv import Option, options_of
-from verify.launch.options.tables import GPUS, MODEL, NUMBERS, TABLE, Kind, option_of
-from verify.launch.settings.settings import GivenValue, Settings
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.verify.launch.options.argv import Option, options_of
+from ckptkit.verify.launch.options.tables import GPUS, MODEL, NUMBERS, TABLE, Kind, option_of
+from ckptkit.verify.launch.settings.settings import GivenValue, Settings
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 _CHOICES = {
     "position_embedding_type": ("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),

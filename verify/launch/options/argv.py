@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 # What argparse takes for a value although it begins with a dash.
 _NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")

@@ -31,7 +31,7 @@ class Names:
 @cache
 def names(program: str) -> Names:
     """The list of a program: `slime`, `miles`, `megatron-lm`, `sglang`, `sglang-router`, `nemo-rl` or `roll`."""
-    text = files("verify.launch.options").joinpath(f"names/{program}.txt").read_text()
+    text = files("ckptkit.verify.launch.options").joinpath(f"names/{program}.txt").read_text()
     release, _, rest = text.partition("\n")
     valued, _, switches = rest.partition("\n\n")
     return Names(release.removeprefix("# "), frozenset(valued.split()), frozenset(switches.split()))

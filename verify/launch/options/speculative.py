@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from verify.launch.arguments import Server, server_of
-from verify.launch.options.arguments import Arguments
-from verify.launch.words import Word
+from ckptkit.verify.launch.arguments import Server, server_of
+from ckptkit.verify.launch.options.arguments import Arguments
+from ckptkit.verify.launch.words import Word
 
 if TYPE_CHECKING:
-    from verify.launch.settings.config import Config
+    from ckptkit.verify.launch.settings.config import Config
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from converters.megatron.argument_table import ARGUMENTS
-from verify.launch.options.lists import numbers
-from verify.launch.options.names import trainer_switches
+from ckptkit.converters.megatron.argument_table import ARGUMENTS
+from ckptkit.verify.launch.options.lists import numbers
+from ckptkit.verify.launch.options.names import trainer_switches
 
 _CHARACTERS = re.compile(r"[\[\]\d+*(), ]*")
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from verify.launch.python.values import (
+from ckptkit.verify.launch.python.values import (
     ENVIRONMENT,
     MAX_CHARACTERS,
     MISSING,

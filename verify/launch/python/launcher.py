@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.python.model_args import model_arguments
-from verify.launch.python.statements import Follower
-from verify.launch.python.values import (
+from ckptkit.verify.launch.python.model_args import model_arguments
+from ckptkit.verify.launch.python.statements import Follower
+from ckptkit.verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
     Class,
@@ -34,9 +34,9 @@ from verify.launch.python.values import (
     text_of,
     why_unread,
 )
-from verify.launch.shell.read import read_command
-from verify.launch.shell.values import Gap, ShellValue
-from verify.launch.words import LaunchText, UnresolvedWord, Word
+from ckptkit.verify.launch.shell.read import read_command
+from ckptkit.verify.launch.shell.values import Gap, ShellValue
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 
 _START = "execute_train"
 # They start processes, or read what the machine of the job has.

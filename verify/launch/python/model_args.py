@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verify.launch.python.statements import Follower
-from verify.launch.python.values import (
+from ckptkit.verify.launch.python.statements import Follower
+from ckptkit.verify.launch.python.values import (
     Module,
     PythonFunction,
     State,

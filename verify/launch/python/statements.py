@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.storage.regular import read_regular
-from verify.launch.python.expressions import Environment, Expressions, truth_of, unknown_expression
-from verify.launch.python.values import (
+from ckptkit.verify.launch.python.expressions import Environment, Expressions, truth_of, unknown_expression
+from ckptkit.verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
     Builtin,

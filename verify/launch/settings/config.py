@@ -17,9 +17,9 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.hub_cache import hub_model
-from verify.launch.settings.settings import GivenValue, Settings
-from verify.launch.settings.tree import NULL, Tree, flat_settings
-from verify.launch.words import UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.launch.settings.settings import GivenValue, Settings
+from ckptkit.verify.launch.settings.tree import NULL, Tree, flat_settings
+from ckptkit.verify.launch.words import UnresolvedWord, Word, is_new_at_start
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 # What is not text, and numbers that Python spells as they are written.

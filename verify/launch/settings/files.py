@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.settings.tree import NULL, Tree, merged_settings, read_yaml
-from verify.launch.words import Word
+from ckptkit.verify.launch.settings.tree import NULL, Tree, merged_settings, read_yaml
+from ckptkit.verify.launch.words import Word
 
 _MAX_DEPTH, _MAX_FILES = 20, 100
 _SELF = "_self_"

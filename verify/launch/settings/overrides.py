@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from verify.launch.settings.config import closing
-from verify.launch.settings.tree import NULL, Tree, merged_settings
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.verify.launch.settings.config import closing
+from ckptkit.verify.launch.settings.tree import NULL, Tree, merged_settings
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w.@/:-]*?(?:\[\d+\])*)(?:=(.*))?", re.DOTALL)
 

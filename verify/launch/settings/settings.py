@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verify.core.issue import Issue
-from verify.core.report import Severity
-from verify.launch.words import Word
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.core.report import Severity
+from ckptkit.verify.launch.words import Word
 
 
 @dataclass(frozen=True)

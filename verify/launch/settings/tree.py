@@ -10,7 +10,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats import yaml_text
 from ckptkit.formats.yaml_text import MAX_BYTES
 from ckptkit.storage.regular import read_regular
-from verify.launch.words import Word
+from ckptkit.verify.launch.words import Word
 
 Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Word"
 

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from verify.launch.python.model_args import TOOL, model_arguments
-from verify.launch.python.values import Unknown, pieces_of
-from verify.launch.shell.arithmetic import ArithmeticFault
-from verify.launch.shell.expand import calculate_in, script_directory, separators, unknown
-from verify.launch.shell.values import Gap, Shell, ShellValue, TooMuchError, Variable, together
+from ckptkit.verify.launch.python.model_args import TOOL, model_arguments
+from ckptkit.verify.launch.python.values import Unknown, pieces_of
+from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault
+from ckptkit.verify.launch.shell.expand import calculate_in, script_directory, separators, unknown
+from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, TooMuchError, Variable, together
 
 # True or False: whether the command succeeded; None: nobody knows.
 Result = bool | None

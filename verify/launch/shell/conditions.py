@@ -6,8 +6,8 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 
-from verify.launch.shell.operators import matches
-from verify.launch.shell.values import ShellValue
+from ckptkit.verify.launch.shell.operators import matches
+from ckptkit.verify.launch.shell.values import ShellValue
 
 _NUMBERS: dict[str, Callable[[int, int], bool]] = {
     "-eq": operator.eq,

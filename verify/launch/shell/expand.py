@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
-from verify.launch.shell.lexer import Lexer
-from verify.launch.shell.operators import changed_text
-from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
-from verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, ShellValue, TooMuchError, together
+from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
+from ckptkit.verify.launch.shell.lexer import Lexer
+from ckptkit.verify.launch.shell.operators import changed_text
+from ckptkit.verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
+from ckptkit.verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, ShellValue, TooMuchError, together
 
 # What arithmetic assigns to: `n = 1`, `n += 1`, `A[0]++`, `--n`.
 _ASSIGNED = re.compile(

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.shell.operators import unescaped
-from verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
+from ckptkit.verify.launch.shell.operators import unescaped
+from ckptkit.verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
 
 # Ends an unquoted word.
 _BREAKS = frozenset(" \t\n;&|<>()")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase, translate
 
-from verify.launch.shell.values import MAX_CHARACTERS
+from ckptkit.verify.launch.shell.values import MAX_CHARACTERS
 
 # Patterns that Python's fnmatch takes in another way than bash.
 _OTHERWISE = re.compile(r"[?*+@!]\(|\[\[?[:.=]|\\")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from verify.launch.shell import syntax
-from verify.launch.shell.lexer import Lexer
-from verify.launch.shell.syntax import Literal, Node, ShellWord
+from ckptkit.verify.launch.shell import syntax
+from ckptkit.verify.launch.shell.lexer import Lexer
+from ckptkit.verify.launch.shell.syntax import Literal, Node, ShellWord
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
 _REDIRECT = re.compile(r"\d*(?:&>>|&>|<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)(?!\()")

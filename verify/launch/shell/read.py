@@ -11,18 +11,18 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.storage.regular import read_regular
-from verify.core.issue import Issue
-from verify.launch.arguments import QAT_FLAG, QAT_GROUP
-from verify.launch.options.argv import Option, last, options_of
-from verify.launch.options.names import nearest
-from verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
-from verify.launch.shell.expand import BRACES
-from verify.launch.shell.parser import parse
-from verify.launch.shell.run import follow, substituted
-from verify.launch.shell.trainers import started_processes
-from verify.launch.shell.values import Gap, Shell, ShellValue, Start, TooMuchError, Variable, clipped
-from verify.launch.stacks.slime import unread
-from verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.arguments import QAT_FLAG, QAT_GROUP
+from ckptkit.verify.launch.options.argv import Option, last, options_of
+from ckptkit.verify.launch.options.names import nearest
+from ckptkit.verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
+from ckptkit.verify.launch.shell.expand import BRACES
+from ckptkit.verify.launch.shell.parser import parse
+from ckptkit.verify.launch.shell.run import follow, substituted
+from ckptkit.verify.launch.shell.trainers import started_processes
+from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, TooMuchError, Variable, clipped
+from ckptkit.verify.launch.stacks.slime import unread
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
 # Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.

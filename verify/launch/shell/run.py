@@ -14,17 +14,17 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.storage.regular import read_regular
-from verify.core.issue import Issue
-from verify.launch.shell import syntax
-from verify.launch.shell.arithmetic import ArithmeticFault
-from verify.launch.shell.commands import Result, filtered, known_command
-from verify.launch.shell.conditions import decide, opposite
-from verify.launch.shell.expand import BRACES, calculate_in, expand, joined, script_directory, unknown
-from verify.launch.shell.operators import matches
-from verify.launch.shell.parser import parse
-from verify.launch.shell.syntax import Node
-from verify.launch.shell.trainers import inner_script, start_of
-from verify.launch.shell.values import Gap, Shell, ShellValue, Variable, either_shell, together
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.shell import syntax
+from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault
+from ckptkit.verify.launch.shell.commands import Result, filtered, known_command
+from ckptkit.verify.launch.shell.conditions import decide, opposite
+from ckptkit.verify.launch.shell.expand import BRACES, calculate_in, expand, joined, script_directory, unknown
+from ckptkit.verify.launch.shell.operators import matches
+from ckptkit.verify.launch.shell.parser import parse
+from ckptkit.verify.launch.shell.syntax import Node
+from ckptkit.verify.launch.shell.trainers import inner_script, start_of
+from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Variable, either_shell, together
 
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _LOCAL = frozenset({"local", "declare", "typeset"})

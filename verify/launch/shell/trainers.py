@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from verify.launch.options.argv import options_of
-from verify.launch.shell.values import Shell, ShellValue, Start
-from verify.launch.words import Word
+from ckptkit.verify.launch.options.argv import options_of
+from ckptkit.verify.launch.shell.values import Shell, ShellValue, Start
+from ckptkit.verify.launch.words import Word
 
 # slime, miles, Megatron-LM, NeMo-RL and ROLL start a file, verl, its recipes, Relax and others a module.
 _FILE = re.compile(

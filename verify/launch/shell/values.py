@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
-from verify.core.issue import Issue
-from verify.launch.shell.syntax import Node, Substitution
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.shell.syntax import Node, Substitution
 
 # A script that needs more is not read to its end.
 MAX_STEPS = 20_000

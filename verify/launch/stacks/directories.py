@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from verify.launch.settings.config import Config
-from verify.launch.settings.tree import NULL
-from verify.launch.sides import HF, Side, hf_config_of, hf_directory, iterations_in, path_issue
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.settings.tree import NULL
+from ckptkit.verify.launch.sides import HF, Side, hf_config_of, hf_directory, iterations_in, path_issue
 
 
 def hf_side(role: str, settings: Config, key: str, why: str) -> Side | None:

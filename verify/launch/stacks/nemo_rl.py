@@ -19,15 +19,15 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
-from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack, TrainedAdapter
-from verify.launch.options.names import settings
-from verify.launch.options.speculative import of_settings
-from verify.launch.settings.config import Config
-from verify.launch.settings.tree import Tree
-from verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
-from verify.launch.stacks.directories import hf_side, teacher_sides
-from verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
+from ckptkit.verify.launch.options.names import settings
+from ckptkit.verify.launch.options.speculative import of_settings
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.settings.tree import Tree
+from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
+from ckptkit.verify.launch.stacks.directories import hf_side, teacher_sides
+from ckptkit.verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"

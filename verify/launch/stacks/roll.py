@@ -18,17 +18,17 @@ from functools import partial
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER
-from verify.core.issue import Issue
-from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack, TrainedAdapter
-from verify.launch.options.lists import numbers
-from verify.launch.options.names import settings
-from verify.launch.options.speculative import of_settings
-from verify.launch.settings.config import Config
-from verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import given, hf_side, teacher_sides
-from verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
-from verify.launch.words import UnresolvedWord
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
+from ckptkit.verify.launch.options.lists import numbers
+from ckptkit.verify.launch.options.names import settings
+from ckptkit.verify.launch.options.speculative import of_settings
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
+from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides
+from ckptkit.verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from verify.core.issue import Issue
-from verify.launch.arguments import LaunchArguments, Server, server_of
-from verify.launch.options.arguments import Arguments
-from verify.launch.options.tables import SIZES
-from verify.launch.settings.config import Config
-from verify.launch.sides import ENGINE, Side
-from verify.launch.words import Word, at_places, first_file, places_of
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.arguments import LaunchArguments, Server, server_of
+from ckptkit.verify.launch.options.arguments import Arguments
+from ckptkit.verify.launch.options.tables import SIZES
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.sides import ENGINE, Side
+from ckptkit.verify.launch.words import Word, at_places, first_file, places_of
 
 # The settings of a role's sizes.
 NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}

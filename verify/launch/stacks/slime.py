@@ -31,23 +31,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.values import class_of, language_part
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked_iteration, tracker_text
 from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from ckptkit.storage.tree import ForeignFileError
-from converters.config.values import class_of, language_part
-from verify.core.issue import Issue
-from verify.launch.arguments import LaunchArguments, launch_arguments
-from verify.launch.checks.engine import engine_config
-from verify.launch.job import Job, Launch, Stack, TrainedAdapter
-from verify.launch.options.arguments import Arguments, parse_arguments
-from verify.launch.options.argv import Option, last, options_of
-from verify.launch.options.names import names, trainer_options
-from verify.launch.options.speculative import of_options
-from verify.launch.options.tables import GPUS, READ, SIZES, option_of
-from verify.launch.settings.overrides import is_override
-from verify.launch.settings.tree import NULL, Tree, read_yaml
-from verify.launch.sides import (
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.arguments import LaunchArguments, launch_arguments
+from ckptkit.verify.launch.checks.engine import engine_config
+from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
+from ckptkit.verify.launch.options.arguments import Arguments, parse_arguments
+from ckptkit.verify.launch.options.argv import Option, last, options_of
+from ckptkit.verify.launch.options.names import names, trainer_options
+from ckptkit.verify.launch.options.speculative import of_options
+from ckptkit.verify.launch.options.tables import GPUS, READ, SIZES, option_of
+from ckptkit.verify.launch.settings.overrides import is_override
+from ckptkit.verify.launch.settings.tree import NULL, Tree, read_yaml
+from ckptkit.verify.launch.sides import (
     ENGINE,
     PathIssue,
     Side,
@@ -58,8 +58,8 @@ from verify.launch.sides import (
     iterations_in,
     path_issue,
 )
-from verify.launch.stacks.sizes import option_placement
-from verify.launch.words import LaunchText, UnresolvedWord, Word, known_words
+from ckptkit.verify.launch.stacks.sizes import option_placement
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, known_words
 
 # Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
 _RAW_WRAPPERS = frozenset({"kimi_vl", "kimi_k25", "qwen3_5", "qwen3_5_moe", "qwen3_6", "qwen3_6_moe", "inkling"})

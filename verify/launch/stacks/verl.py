@@ -18,15 +18,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
-from verify.core.issue import Issue
-from verify.launch.arguments import LaunchArguments
-from verify.launch.job import Job, Launch, Stack, TrainedAdapter
-from verify.launch.options.speculative import Speculation, of_settings
-from verify.launch.settings.config import Config
-from verify.launch.settings.tree import Tree
-from verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
-from verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
-from verify.launch.stacks.sizes import (
+from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
+from ckptkit.verify.launch.options.speculative import Speculation, of_settings
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.settings.tree import Tree
+from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
+from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
+from ckptkit.verify.launch.stacks.sizes import (
     NAMES,
     Cut,
     GpuGroup,

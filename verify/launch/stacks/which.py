@@ -9,15 +9,15 @@ from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.hub_cache import hub_model
-from verify.launch.job import Job, Launch
-from verify.launch.options.argv import last, options_of
-from verify.launch.settings.config import Config
-from verify.launch.settings.files import Composed, compose
-from verify.launch.settings.overrides import applied, is_override
-from verify.launch.settings.tree import flat_settings
-from verify.launch.stacks import nemo_rl, roll, slime, verl
-from verify.launch.stacks.others import set_up_by
-from verify.launch.words import LaunchText, UnresolvedWord, Word
+from ckptkit.verify.launch.job import Job, Launch
+from ckptkit.verify.launch.options.argv import last, options_of
+from ckptkit.verify.launch.settings.config import Config
+from ckptkit.verify.launch.settings.files import Composed, compose
+from ckptkit.verify.launch.settings.overrides import applied, is_override
+from ckptkit.verify.launch.settings.tree import flat_settings
+from ckptkit.verify.launch.stacks import nemo_rl, roll, slime, verl
+from ckptkit.verify.launch.stacks.others import set_up_by
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # How Hydra, NeMo-RL and ROLL are told their file of settings.
 _FOLDER = frozenset({"--config-path", "-cp", "--config-dir", "-cd", "--config_path"})

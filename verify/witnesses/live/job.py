@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.reference.job import Ids, Judged
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
+from ckptkit.verify.witnesses.reference.job import Ids, Judged
 
 FIRST, AGAIN = "after the start", "after the start, asked again"  # names of passes; others are steps
 RESUMED = "releasing, resuming and updating by tensor"  # the step's name

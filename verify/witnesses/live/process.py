@@ -1,4 +1,4 @@
-"""A live engine as a witness: `python -m verify.witnesses.live.process JOB.json` serves it and reports.
+"""A live engine as a witness: `python -m ckptkit.verify.witnesses.live.process JOB.json` serves it and reports.
 
 The engine answers the prompts; then, as asked, the whole checkpoint is pushed into it again through the requests that
 trainers use, and everything that it holds is read back and compared with what it held after its first load. The
@@ -20,10 +20,10 @@ import torch
 
 from ckptkit.core.errors import words_of
 from ckptkit.formats.hf.reader import HfCheckpoint
-from verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
-from verify.witnesses.live.server import LiveAdapter, NotTried, RefusedByEngine, Server
-from verify.witnesses.process.codec import save
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineJob, EngineReport, Reload
+from ckptkit.verify.witnesses.live.server import LiveAdapter, NotTried, RefusedByEngine, Server
+from ckptkit.verify.witnesses.process.codec import save
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
 
 
 def run(job: EngineJob, phases: PhaseLog) -> None:

@@ -13,7 +13,7 @@ from blake3 import blake3
 from torch import Tensor, nn
 
 from ckptkit.storage.buffers import bytes_of
-from verify.witnesses.loading.bits import poison
+from ckptkit.verify.witnesses.loading.bits import poison
 
 _CACHES = ("kv_cache",)  # attributes with what requests leave
 

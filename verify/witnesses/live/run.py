@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject, once
-from verify.evidence.expected import config_of
-from verify.witnesses.live.job import FIRST, EngineJob, EngineReport
-from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.loading.job import EngineSizes
-from verify.witnesses.loading.names import draft_names
-from verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
-from verify.witnesses.process.exit_report import ExitReport
-from verify.witnesses.reference.activations import group_of
-from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
-from verify.witnesses.reference.prediction import texts_of, tokenizer_of
-from verify.witnesses.reference.run import check_reference, prompts_of, run_reference
-from verify.witnesses.registry import live_engine
-from verify.witnesses.runner import ask, inconclusive, time_limit
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.witnesses.live.job import FIRST, EngineJob, EngineReport
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
+from ckptkit.verify.witnesses.loading.job import EngineSizes
+from ckptkit.verify.witnesses.loading.names import draft_names
+from ckptkit.verify.witnesses.loading.run import check_class, engine_sizes, interpreter_of, require
+from ckptkit.verify.witnesses.process.exit_report import ExitReport
+from ckptkit.verify.witnesses.reference.activations import group_of
+from ckptkit.verify.witnesses.reference.job import Ids, Reference, ReferenceJob
+from ckptkit.verify.witnesses.reference.prediction import texts_of, tokenizer_of
+from ckptkit.verify.witnesses.reference.run import check_reference, prompts_of, run_reference
+from ckptkit.verify.witnesses.registry import live_engine
+from ckptkit.verify.witnesses.runner import ask, inconclusive, time_limit
 
-_WITNESS = "verify.witnesses.live.process"
+_WITNESS = "ckptkit.verify.witnesses.live.process"
 _PASSES = 8  # over the weights, at most
 
 

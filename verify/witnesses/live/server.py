@@ -9,8 +9,8 @@ from typing import Protocol
 from torch import Tensor
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from verify.witnesses.live.job import EngineJob
-from verify.witnesses.reference.job import Judged
+from ckptkit.verify.witnesses.live.job import EngineJob
+from ckptkit.verify.witnesses.reference.job import Judged
 
 BUCKET_BYTES = 512 << 20
 Held = Mapping[str, tuple[str, int]]  # digest and bytes, by rank and name

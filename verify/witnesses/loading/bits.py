@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from verify.evidence.extremes import as_integers
+from ckptkit.verify.evidence.extremes import as_integers
 
 # By bytes an element. Floats: a NaN that no computation makes. Integers: an unlikely number. A file may hold it all the
 # same, so what still has the poison is compared with the file before it is called unwritten.

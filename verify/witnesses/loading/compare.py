@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from converters.hf_names import LATENT_DOWN
-from converters.ops.basic import ZeroPadded
-from converters.planner import copies_of, expected_hf
-from converters.registry import family_of
-from converters.stored import unused_names
-from quant.engines.registry import engine_class
-from quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
-from verify.evidence.folding import by_key
-from verify.witnesses.loading.bits import difference, poisoned
-from verify.witnesses.loading.engine import Engine, ModelBuild
-from verify.witnesses.loading.job import DROPPED, LoadReport, Observation
-from verify.witnesses.loading.names import draft_names, of_draft, padded_names, promised_names, routers
-from verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
-from verify.witnesses.loading.region import Region, covered
+from ckptkit.converters.hf_names import LATENT_DOWN
+from ckptkit.converters.ops.basic import ZeroPadded
+from ckptkit.converters.planner import copies_of, expected_hf
+from ckptkit.converters.registry import family_of
+from ckptkit.converters.stored import unused_names
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE_INV, WEIGHT_SHAPE
+from ckptkit.verify.evidence.folding import by_key
+from ckptkit.verify.witnesses.loading.bits import difference, poisoned
+from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild
+from ckptkit.verify.witnesses.loading.job import DROPPED, LoadReport, Observation
+from ckptkit.verify.witnesses.loading.names import draft_names, of_draft, padded_names, promised_names, routers
+from ckptkit.verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
+from ckptkit.verify.witnesses.loading.region import Region, covered
 
 _OF_QUANTIZED = (*INT4_ENDINGS, f".{WEIGHT_SCALE_INV}")
 _MATRICES = ("w13_", "w2_")  # of experts

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from converters.planner import dims_of
-from verify.evidence.folding import LAYER
-from verify.witnesses.loading.engine import ModelBuild
-from verify.witnesses.loading.names import of_draft
+from ckptkit.converters.planner import dims_of
+from ckptkit.verify.evidence.folding import LAYER
+from ckptkit.verify.witnesses.loading.engine import ModelBuild
+from ckptkit.verify.witnesses.loading.names import of_draft
 
 
 def without_shared(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verify.quirks import installed, quirks
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.quirks import installed, quirks
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from verify.witnesses.loading.layouts.layout import Layout
+    from ckptkit.verify.witnesses.loading.layouts.layout import Layout
 
 Weights = Iterator[tuple[str, "Tensor"]]
 # Gives tensors: all, or those whose names the function that it is called with accepts.
@@ -48,7 +48,7 @@ class EngineFacts:
     stages: bool = False  # it can be cut into pipeline stages
     attention_whole: bool = False  # each of its ranks can keep attention whole
     shares_experts: bool = True  # of its ranks fewer than all may keep whole experts, and cut those
-    live: str = ""  # the module that serves a checkpoint with it (`verify.witnesses.live.server.LiveAdapter`)
+    live: str = ""  # the module that serves a checkpoint with it (`ckptkit.verify.witnesses.live.server.LiveAdapter`)
     # Whether a checkpoint with these names needs the shared expert as one more routed expert.
     fuses_shared: Callable[[Iterable[str]], bool] = lambda names: False
     # Of the names of a checkpoint's tensors those that a running engine cannot load a second time.

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.printable import one_line
-from verify.witnesses.loading.bits import difference, poison
-from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.draft import without_shared
-from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
-from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
-from verify.witnesses.loading.names import draft_names
-from verify.witnesses.loading.placement import Placement
-from verify.witnesses.loading.trace import Trace
-from verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.loading.bits import difference, poison
+from ckptkit.verify.witnesses.loading.compare import Loaded
+from ckptkit.verify.witnesses.loading.draft import without_shared
+from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome, Layout
+from ckptkit.verify.witnesses.loading.names import draft_names
+from ckptkit.verify.witnesses.loading.placement import Placement
+from ckptkit.verify.witnesses.loading.trace import Trace
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 
 COMPARE = Phase("comparing what was loaded")
 

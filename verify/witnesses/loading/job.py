@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from verify.witnesses.loading.region import Region, covered
+from ckptkit.verify.witnesses.loading.region import Region, covered
 
 DROPPED = "it was given to load_weights and written nowhere"
 NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")

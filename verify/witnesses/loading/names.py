@@ -7,15 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from ckptkit.converters.ops.basic import ZeroPadded
+from ckptkit.converters.planner import expected_hf, rules_of
 from ckptkit.core.errors import CkptkitError
-from converters.ops.basic import ZeroPadded
-from converters.planner import expected_hf, rules_of
-from quant.engines.registry import engine_class
-from quant.formats.dequantize import format_of
-from quant.formats.floats.layout import Layout
-from quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
-from quant.formats.release import Floats
-from verify.evidence.expected import weights_of
+from ckptkit.quant.engines.registry import engine_class
+from ckptkit.quant.formats.dequantize import format_of
+from ckptkit.quant.formats.floats.layout import Layout
+from ckptkit.quant.formats.part_names import INT4_PARTS, WEIGHT_SCALE_INV
+from ckptkit.quant.formats.release import Floats
+from ckptkit.verify.evidence.expected import weights_of
 
 # The scale of a layer's inputs: of a Linear, or of experts.
 _OF_INPUTS = re.compile(r".+\.(?:w13_|w2_)?input(?:_global)?_scale")

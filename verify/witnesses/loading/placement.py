@@ -12,8 +12,8 @@ from itertools import accumulate, dropwhile
 import torch
 from torch import Tensor
 
-from verify.witnesses.loading.region import Region
-from verify.witnesses.loading.trace import Block, Source, Trace, Write, span
+from ckptkit.verify.witnesses.loading.region import Region
+from ckptkit.verify.witnesses.loading.trace import Block, Source, Trace, Write, span
 
 _NUMBER = re.compile(r"\d+")
 

@@ -1,4 +1,4 @@
-"""A real engine as a witness: `python -m verify.witnesses.loading.process JOB.json` loads a checkpoint and reports.
+"""A real engine as a witness: `python -m ckptkit.verify.witnesses.loading.process JOB.json` loads and reports.
 
 Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Afterwards three
 records are compared: which elements still hold the poison; where each part of each incoming tensor was written (seen
@@ -26,21 +26,21 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from ckptkit.converters.experts import is_fused, only_fused, unfuse
+from ckptkit.converters.open import open_megatron
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import View
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint, read_json
 from ckptkit.formats.hf.side_files import copy_files, side_files, write_config
-from converters.experts import is_fused, only_fused, unfuse
-from converters.open import open_megatron
-from verify.evidence.plain import as_release
-from verify.witnesses.loading.compare import Loaded
-from verify.witnesses.loading.draft import draft_build
-from verify.witnesses.loading.engine import Engine, ModelBuild, Weights
-from verify.witnesses.loading.examine import examine
-from verify.witnesses.loading.job import LoadJob
-from verify.witnesses.process.codec import load_record, save
-from verify.witnesses.process.exit_report import PhaseLog
+from ckptkit.verify.evidence.plain import as_release
+from ckptkit.verify.witnesses.loading.compare import Loaded
+from ckptkit.verify.witnesses.loading.draft import draft_build
+from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild, Weights
+from ckptkit.verify.witnesses.loading.examine import examine
+from ckptkit.verify.witnesses.loading.job import LoadJob
+from ckptkit.verify.witnesses.process.codec import load_record, save
+from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 
 Wanted = Callable[[str], bool]  # tells by its name whether a tensor is wanted
 

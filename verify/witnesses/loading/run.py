@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckptkit.converters.open import open_megatron
+from ckptkit.converters.passthrough import passthrough_beside
+from ckptkit.converters.registry import family_of
 from ckptkit.formats.hf.reader import read_config
-from converters.open import open_megatron
-from converters.passthrough import passthrough_beside
-from converters.registry import family_of
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject, once
-from verify.evidence.expected import config_of, is_quantized
-from verify.evidence.plain import plain
-from verify.witnesses.loading.engine import EngineFacts
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.runner import Answer, ask_ranks, time_limit
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import config_of, is_quantized
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes, LoadJob, LoadReport
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.runner import Answer, ask_ranks, time_limit
 
-_WITNESS = "verify.witnesses.loading.process"  # the module that ranks run
+_WITNESS = "ckptkit.verify.witnesses.loading.process"  # the module that ranks run
 
 
 @once

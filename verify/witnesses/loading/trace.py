@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from verify.witnesses.loading.region import Region
+from ckptkit.verify.witnesses.loading.region import Region
 
 # Operations that only move elements: run on the numbers of elements, they tell where each went.
 _MOVES = frozenset(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from converters.megatron.parallel import ParallelSizes
-from verify.witnesses.reference.job import Judged
+from ckptkit.converters.megatron.parallel import ParallelSizes
+from ckptkit.verify.witnesses.reference.job import Judged
 
 # `unwritten`: every element is still the poison set before loading. `unknown`: no rule, or nothing to compare with.
 Verdict = Literal["equal", "differs", "unwritten", "unknown"]

@@ -18,14 +18,14 @@ import torch._dynamo
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from converters.config.dims import ModelDims
-from converters.megatron.argument_table import BY_NAME
-from converters.megatron.argument_values import ones
-from converters.megatron.arguments import megatron_args
-from converters.megatron.hybrid_model import hybrid_dims, hybrid_pattern, with_stages
-from converters.megatron.parallel import ParallelSizes, padded_vocab
-from converters.planner import HYBRID, MCORE
-from verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.argument_table import BY_NAME
+from ckptkit.converters.megatron.argument_values import ones
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.converters.megatron.hybrid_model import hybrid_dims, hybrid_pattern, with_stages
+from ckptkit.converters.megatron.parallel import ParallelSizes, padded_vocab
+from ckptkit.converters.planner import HYBRID, MCORE
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 
 with importing_megatron():
     from megatron.core import parallel_state, tensor_parallel
@@ -38,8 +38,8 @@ with importing_megatron():
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from verify.witnesses.megatron.variants import VARIANTS
-    from verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK, hybrid_model, local_stack
+    from ckptkit.verify.witnesses.megatron.variants import VARIANTS
+    from ckptkit.verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK, hybrid_model, local_stack
 
 Chunk = Any  # a GPTModel or a HybridModel: their common base class has none of what is asked of both
 

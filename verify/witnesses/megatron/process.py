@@ -1,4 +1,4 @@
-"""Ranks of a real Megatron that load a checkpoint: `python -m verify.witnesses.megatron.process JOB.json...`.
+"""Ranks of a real Megatron that load a checkpoint: `python -m ckptkit.verify.witnesses.megatron.process JOB.json...`.
 
 A rank builds the model of its job, poisons every parameter, loads strictly with Megatron's own
 `dist_checkpointing`, and compares what it holds with the slices predicted from the reference. An exception ends it; the
@@ -19,24 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.module_names import global_name
+from ckptkit.converters.megatron.parallel import ParallelSizes
+from ckptkit.converters.open import open_megatron
+from ckptkit.converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_of, to_hf, to_megatron
+from ckptkit.converters.stored import as_stored
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.isolation import end_with_parent
 from ckptkit.formats.detect import locate
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
-from converters.config.dims import ModelDims
-from converters.megatron.module_names import global_name
-from converters.megatron.parallel import ParallelSizes
-from converters.open import open_megatron
-from converters.planner import HYBRID, MCORE, Rule, dialect_of, dims_of, rules_of, to_hf, to_megatron
-from converters.stored import as_stored
-from verify.evidence.plain import plain
-from verify.witnesses.loading.bits import poison
-from verify.witnesses.megatron.imports import importing_megatron
-from verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
-from verify.witnesses.megatron.slices import Position, compare_all, layers_of_chunk
-from verify.witnesses.process import codec
-from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.reference.job import Judged, judged_logits
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.witnesses.loading.bits import poison
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.verify.witnesses.megatron.job import RankJob, RankReport, TensorSeen
+from ckptkit.verify.witnesses.megatron.slices import Position, compare_all, layers_of_chunk
+from ckptkit.verify.witnesses.process import codec
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.reference.job import Judged, judged_logits
 
 with importing_megatron():
     from megatron.core import dist_checkpointing, parallel_state
@@ -44,8 +44,16 @@ with importing_megatron():
     from megatron.core.package_info import __version__
     from megatron.core.transformer.moe import moe_utils
 
-    from verify.witnesses.megatron.model import Chunk, MegatronBuild, build_chunks, connect, has_mtp, inputs_of, logits
-    from verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
+    from ckptkit.verify.witnesses.megatron.model import (
+        Chunk,
+        MegatronBuild,
+        build_chunks,
+        connect,
+        has_mtp,
+        inputs_of,
+        logits,
+    )
+    from ckptkit.verify.witnesses.megatron.recording_loader import WatchedLoad, connect_alone
 
 
 def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
@@ -175,7 +183,7 @@ def _load_as_trainer(
     chunks: list[Chunk], dims: ModelDims, job: RankJob, enter: Callable[[Phase], None], reader: WatchedLoad
 ) -> tuple[int, set[str], set[str], list[str]]:
     """As `load_chunks`, by Megatron-LM's own `load_checkpoint`, which raises for keys that the disk lacks."""
-    from verify.witnesses.megatron.trainer import arguments_for, import_loader, load_as_trainer, pretend_gpu
+    from ckptkit.verify.witnesses.megatron.trainer import arguments_for, import_loader, load_as_trainer, pretend_gpu
 
     enter(IMPORT)
     import_loader()
@@ -230,7 +238,7 @@ def _fork(jobs: Sequence[RankJob], folder: Path) -> None:
     }
     at_once = jobs[0].at_once or len(jobs)
     if jobs[0].trainer:
-        from verify.witnesses.megatron.trainer import import_loader
+        from ckptkit.verify.witnesses.megatron.trainer import import_loader
 
         import_loader()
     waiting, running = list(processes), dict[int, int]()

@@ -18,17 +18,17 @@ import torch
 from torch.distributed import checkpoint
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptkit.converters.megatron.parallel import ParallelSizes
 from ckptkit.formats.torch_dist.names import second_names
-from converters.megatron.parallel import ParallelSizes
-from verify.witnesses.megatron.imports import importing_megatron
-from verify.witnesses.megatron.job import Box
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.verify.witnesses.megatron.job import Box
 
 with importing_megatron():
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-    from verify.witnesses.megatron.model import lay_out, pretend_cuda
+    from ckptkit.verify.witnesses.megatron.model import lay_out, pretend_cuda
 
 
 class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]

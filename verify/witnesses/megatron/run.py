@@ -7,6 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.hybrid_model import hybrid_dims, needs_release
+from ckptkit.converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
+from ckptkit.converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
+from ckptkit.converters.registry import unwitnessed
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.specs import ranges
@@ -15,24 +20,19 @@ from ckptkit.formats.hf.side_files import main_dtype
 from ckptkit.formats.torch_dist.foreign_names import refuse_foreign_names
 from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.transfer.copy import cores
-from converters.config.dims import ModelDims
-from converters.megatron.hybrid_model import hybrid_dims, needs_release
-from converters.megatron.parallel import ParallelSizes, check_sizes, default_etp, with_chunks, with_remainder
-from converters.planner import HYBRID, MCORE, dialect_of, dims_of, to_megatron
-from converters.registry import unwitnessed
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject, once
-from verify.evidence.expected import config_of
-from verify.quirks import quirks
-from verify.witnesses.megatron.job import RankJob, RankReport
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.process.memory import free_memory
-from verify.witnesses.reference.job import Ids, Judged, Reference
-from verify.witnesses.reference.run import check_reference, judged_by_transformers
-from verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.quirks import quirks
+from ckptkit.verify.witnesses.megatron.job import RankJob, RankReport
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.process.memory import free_memory
+from ckptkit.verify.witnesses.reference.job import Ids, Judged, Reference
+from ckptkit.verify.witnesses.reference.run import check_reference, judged_by_transformers
+from ckptkit.verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
 
 _TRAINER = "Megatron-LM's load_checkpoint"
-_WITNESS = "verify.witnesses.megatron.process"  # the module that ranks run
+_WITNESS = "ckptkit.verify.witnesses.megatron.process"  # the module that ranks run
 _TOGETHER = 8  # ranks up to which a real process group is started
 _PROCESS = 700 << 20  # bytes that a rank has of its own beside weights: torch, Megatron and their buffers
 _COPIES = 2  # of a rank's weights, while Megatron puts gate and up together again
@@ -284,7 +284,7 @@ def run_megatron_logits(subject: Subject, prompts: Ids, dtype: str) -> Computed:
     Its layers are those of Megatron's own spec in float32, else Transformer Engine's where that is installed. Raises
     CannotCheck where either cannot say, which is not a verdict on the checkpoint, and as `run_megatron`.
     """
-    from verify.witnesses.reference.distance import not_finite_logprobs
+    from ckptkit.verify.witnesses.reference.distance import not_finite_logprobs
 
     sizes = sizes_of(subject)
     if reason := _not_computed(dims_of(config_of(subject))):

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ckptkit.converters.megatron.module_names import CUT_IN_LOCAL_SPEC
+from ckptkit.converters.ops.basic import Copy
+from ckptkit.converters.planner import Rule
 from ckptkit.core.checkpoint import Checkpoint
-from converters.megatron.module_names import CUT_IN_LOCAL_SPEC
-from converters.ops.basic import Copy
-from converters.planner import Rule
-from verify.evidence.compare import compare, rows_named
-from verify.evidence.extremes import digest_of, same_bytes
-from verify.evidence.folding import parts_apart, pattern_of
-from verify.witnesses.loading.bits import poisoned, unequal
-from verify.witnesses.megatron.job import TensorSeen
+from ckptkit.verify.evidence.compare import compare, rows_named
+from ckptkit.verify.evidence.extremes import digest_of, same_bytes
+from ckptkit.verify.evidence.folding import parts_apart, pattern_of
+from ckptkit.verify.witnesses.loading.bits import poisoned, unequal
+from ckptkit.verify.witnesses.megatron.job import TensorSeen
 
 _READ_BYTES = 4 << 30  # of the reference, in search of the tensor whose values stand in the wrong place
 

@@ -18,13 +18,13 @@ from unittest import mock
 
 import torch
 
-from converters.config.dims import ModelDims
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.planner import HYBRID, MCORE
-from verify.witnesses.megatron.imports import importing_megatron
-from verify.witnesses.megatron.job import RankJob
-from verify.witnesses.megatron.model import OnCpu, pretend_cuda
-from verify.witnesses.megatron.recording_loader import WatchedLoad
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.planner import HYBRID, MCORE
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.verify.witnesses.megatron.job import RankJob
+from ckptkit.verify.witnesses.megatron.model import OnCpu, pretend_cuda
+from ckptkit.verify.witnesses.megatron.recording_loader import WatchedLoad
 
 # Megatron-LM reads these of the GPU that it expects.
 _HOPPER = SimpleNamespace(major=9, minor=0, name="cpu", total_memory=0, multi_processor_count=1)

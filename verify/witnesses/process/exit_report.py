@@ -19,10 +19,10 @@ from typing import Any
 
 from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import one_line
-from verify.witnesses.process.codec import load_record, save
+from ckptkit.verify.witnesses.process.codec import load_record, save
 
 OVER_MEMORY = 256  # in place of an exit code: it was ended because of its memory
-_OURS = frozenset({"__main__", "ckptkit", "converters", "quant", "verify"})
+_OURS = frozenset({"__main__", "ckptkit"})
 # Functions of ckptkit that torch calls around other code: what is raised further in comes from that code.
 _AROUND_CALLS = frozenset({"__torch_dispatch__", "__torch_function__"})
 # By name, since this module is for processes without torch too.

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from ckptkit.core.errors import UsageError, words_of
 from ckptkit.core.isolation import PACKAGES_HOME, start_python
 from ckptkit.core.printable import one_line
-from verify.witnesses.process.sandbox import PACKAGES, environment
+from ckptkit.verify.witnesses.process.sandbox import environment
 
 _SECONDS = 120  # of a busy machine with its packages on a network's disk
 _ABSENT = 3  # an exit code
@@ -102,10 +102,9 @@ def python_of(program: str, given: Mapping[str, str]) -> str:
 
 
 def _travelling(scratch: Path) -> Path:
-    """A directory with ckptkit's packages and nothing of what is installed beside them."""
+    """A directory with the package ckptkit and nothing of what is installed beside them."""
     found = scratch / "path"
     found.mkdir(exist_ok=True)
-    for package in PACKAGES:
-        if not (found / package).exists():
-            (found / package).symlink_to(PACKAGES_HOME / package)
+    if not (found / "ckptkit").exists():
+        (found / "ckptkit").symlink_to(PACKAGES_HOME / "ckptkit")
     return found

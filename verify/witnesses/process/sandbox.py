@@ -1,8 +1,8 @@
 """Starts a witness so that it cannot outlive its parent, run a checkpoint's code, see secrets, reach the network, or
 hang silently.
 
-As a program, `python -m verify.witnesses.process.sandbox PARENT MODULE WORDS...`, it prepares its own process and then
-runs MODULE as `python -m` would. Linux only, as the witnesses are.
+As a program, `python -m ckptkit.verify.witnesses.process.sandbox PARENT MODULE WORDS...`, it prepares its own process
+and then runs MODULE as `python -m` would. Linux only, as the witnesses are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from pathlib import Path
 
 from ckptkit.core.isolation import end_with_parent, offline, start_python
 from ckptkit.core.printable import one_line
-from verify.witnesses.process.memory import session_members
+from ckptkit.verify.witnesses.process.memory import session_members
 
-PACKAGES = ("ckptkit", "converters", "quant", "verify")  # what a witness imports of ckptkit
 DUMP = signal.SIGUSR1  # asks a witness for the Python stacks of its threads
 _DUMP_S = 1.0
 _FRAMES = 3

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError
-from verify.core.skip import CannotCheck
+from ckptkit.verify.core.skip import CannotCheck
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

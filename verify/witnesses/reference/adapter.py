@@ -1,7 +1,7 @@
 """Which tensors of an adapter PEFT loads into the class of its base, and which it misses. No value is read.
 
-As a program, `python -m verify.witnesses.reference.adapter JOB.json`. transformers builds the class on the meta device,
-and PEFT adds the adapter of adapter_config.json to it and loads tensors of the stored names and shapes.
+As a program, `python -m ckptkit.verify.witnesses.reference.adapter JOB.json`. transformers builds the class on the meta
+device, and PEFT adds the adapter of adapter_config.json to it and loads tensors of the stored names and shapes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from peft.utils.other import get_pattern_key
 from transformers.models.auto import modeling_auto
 
+from ckptkit.converters.class_in_transformers import class_for, config_for, hub_offline
+from ckptkit.converters.lora_settings import APPLIED, FIELDS
 from ckptkit.core.specs import TensorSpec
-from converters.class_in_transformers import class_for, config_for, hub_offline
-from converters.lora_settings import APPLIED, FIELDS
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
-from verify.witnesses.reference.names import answer
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
+from ckptkit.verify.witnesses.reference.names import answer
 
 LOAD = Phase("loading the adapter in PEFT", speakers=("peft",))
 # Fields besides those that are applied in a merge: nothing else of adapter_config.json reaches PEFT, which imports

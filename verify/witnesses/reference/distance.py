@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verify.witnesses.reference.job import Judged
+from ckptkit.verify.witnesses.reference.job import Judged
 
 
 @dataclass(frozen=True)

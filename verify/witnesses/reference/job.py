@@ -62,7 +62,7 @@ class Predicted:
     """How well a model predicts fixed texts."""
 
     losses: Sequence[float]  # of each text, the sum of -ln p over its tokens but the first
-    structure: float  # of the median matrix (`verify.witnesses.reference.prediction`): trained weights have more
+    structure: float  # of the median matrix (see `prediction.py`): trained weights have more
 
 
 @dataclass(frozen=True)

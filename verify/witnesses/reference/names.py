@@ -1,7 +1,7 @@
 """Which tensors transformers' own class misses, does not know, or has in another shape. No value is read.
 
-As a program, `python -m verify.witnesses.reference.names JOB.json`. The class is built on the meta device and loads
-tensors of the stored names and shapes through transformers' own renaming, as `from_pretrained` does.
+As a program, `python -m ckptkit.verify.witnesses.reference.names JOB.json`. The class is built on the meta device and
+loads tensors of the stored names and shapes through transformers' own renaming, as `from_pretrained` does.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import transformers
 from transformers import modeling_utils
 
+from ckptkit.converters.class_in_transformers import class_for, config_for, hub_offline, is_model
 from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from converters.class_in_transformers import class_for, config_for, hub_offline, is_model
-from verify.witnesses.process.exit_report import Phase, PhaseLog, described_error, is_verdict, run_job
-from verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, described_error, is_verdict, run_job
+from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
 BUILD = Phase("building the class in transformers", deciders=("transformers", "huggingface_hub"))
 

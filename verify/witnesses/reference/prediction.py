@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ckptkit.converters.config.values import language_part
 from ckptkit.core.errors import words_of
-from converters.config.values import language_part
-from verify.core.skip import CannotCheck
-from verify.evidence.side_files import TOKENIZER
-from verify.witnesses.reference.job import Ids, Predicted
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.evidence.side_files import TOKENIZER
+from ckptkit.verify.witnesses.reference.job import Ids, Predicted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""transformers' log-probabilities for a witness's: `python -m verify.witnesses.reference.process JOB.json`.
+"""transformers' log-probabilities for a witness's: `python -m ckptkit.verify.witnesses.reference.process JOB.json`.
 
 Runs the checkpoint, dequantized where it is quantized, in the dtype in which an engine computes and in float32. The
 difference of these two is the noise of the dtype, against which the answers of a witness are judged.
@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ckptkit.converters.open import open_megatron
+from ckptkit.converters.planner import to_hf
 from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.plan import View
@@ -20,15 +22,13 @@ from ckptkit.core.specs import summarize
 from ckptkit.formats.detect import locate
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.side_files import without_quantization
-from converters.open import open_megatron
-from converters.planner import to_hf
-from quant.engines.transformers_class import SETTINGS
-from quant.formats.floats.layout import E4M3
-from verify.evidence.plain import plain
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.reference.activations import rounded_inputs
-from verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob, judged_logits
-from verify.witnesses.reference.prediction import predicted
+from ckptkit.quant.engines.transformers_class import SETTINGS
+from ckptkit.quant.formats.floats.layout import E4M3
+from ckptkit.verify.evidence.plain import plain
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.reference.activations import rounded_inputs
+from ckptkit.verify.witnesses.reference.job import Ids, Judged, Reference, ReferenceJob, judged_logits
+from ckptkit.verify.witnesses.reference.prediction import predicted
 
 LOAD = Phase("loading the checkpoint into transformers")
 COMPUTE = Phase("computing log-probabilities in transformers")

@@ -8,20 +8,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptkit.converters.config.values import language_part
+from ckptkit.converters.planner import expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.progress import size
-from converters.config.values import language_part
-from converters.planner import expected_hf
-from quant.engines.transformers_class import unlike_transformers
-from verify.core.skip import CannotCheck
-from verify.core.subject import Subject, once
-from verify.evidence.expected import config_of, is_quantized
-from verify.witnesses.process.memory import free_memory, memory_limit
-from verify.witnesses.reference.job import Ids, Reference, ReferenceJob
-from verify.witnesses.reference.prediction import texts_of, tokenizer_of
-from verify.witnesses.runner import ask, time_limit
+from ckptkit.quant.engines.transformers_class import unlike_transformers
+from ckptkit.verify.core.skip import CannotCheck
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import config_of, is_quantized
+from ckptkit.verify.witnesses.process.memory import free_memory, memory_limit
+from ckptkit.verify.witnesses.reference.job import Ids, Reference, ReferenceJob
+from ckptkit.verify.witnesses.reference.prediction import texts_of, tokenizer_of
+from ckptkit.verify.witnesses.runner import ask, time_limit
 
-_WITNESS = "verify.witnesses.reference.process"
+_WITNESS = "ckptkit.verify.witnesses.reference.process"
 _PASSES = 8  # over the weights, at most
 _OPERATIONS_A_SECOND = 2e10  # slower than any processor worth waiting for
 _SHORT, _LONG = 48, 4096  # tokens of a prompt

@@ -1,4 +1,4 @@
-"""Renders recorded prompts again in transformers: `python -m verify.witnesses.rollouts.process JOB.json`.
+"""Renders recorded prompts again in transformers: `python -m ckptkit.verify.witnesses.rollouts.process JOB.json`.
 
 Messages go through the tokenizer's own chat template, which transformers runs in a sandbox; text is tokenized as slime
 and miles do it, without further special tokens. No code of the checkpoint is run.
@@ -13,9 +13,9 @@ from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from ckptkit.core.errors import CkptkitError, words_of
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.rollouts.recorded import RecordedSample
-from verify.witnesses.rollouts.run import RenderedPrompts, Rendering, RolloutJob
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.rollouts.recorded import RecordedSample
+from ckptkit.verify.witnesses.rollouts.run import RenderedPrompts, Rendering, RolloutJob
 
 _BEFORE = 12  # tokens of context before the first difference
 # Options that a launch may give to the template and no file records (slime's --apply-chat-template-kwargs).

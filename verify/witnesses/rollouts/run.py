@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from converters.config.values import language_part
-from verify.core.skip import CannotCheck, NotApplicable
-from verify.core.subject import Subject, once
-from verify.evidence.expected import config_of
-from verify.witnesses.reference.job import ReferenceJob
-from verify.witnesses.reference.run import run_reference
-from verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
-from verify.witnesses.runner import START_S, ask
+from ckptkit.converters.config.values import language_part
+from ckptkit.verify.core.skip import CannotCheck, NotApplicable
+from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.evidence.expected import config_of
+from ckptkit.verify.witnesses.reference.job import ReferenceJob
+from ckptkit.verify.witnesses.reference.run import run_reference
+from ckptkit.verify.witnesses.rollouts.recorded import RecordedSample, Recording, read_recording
+from ckptkit.verify.witnesses.runner import START_S, ask
 
 _SAMPLES, _TOKENS, _MAX_TOKENS, _PROMPTS = 16, 16384, 4096, 64  # at most; _MAX_TOKENS are those of one sample
 # A part, and the log-probabilities of its response in transformers: in float32, and in the dtype of an engine.
@@ -132,5 +132,5 @@ def recorded_prompts(subject: Subject) -> Sequence[RecordedSample]:
 def run_templates(subject: Subject) -> Sequence[Rendering]:
     """The prompts as the checkpoint's own tokenizer renders them. Raises CannotCheck where it gives none."""
     job = RolloutJob(tokenizer_directory(subject).absolute(), recorded_prompts(subject))
-    answer = ask(job, "verify.witnesses.rollouts.process", RenderedPrompts, START_S)
+    answer = ask(job, "ckptkit.verify.witnesses.rollouts.process", RenderedPrompts, START_S)
     return answer.require("prompts could not be rendered").renderings

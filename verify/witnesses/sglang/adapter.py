@@ -21,18 +21,18 @@ from torch import nn
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import read_json
-from quant.formats.modelopt import flattened
-from quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
-from verify.quirks import installed, quirks
-from verify.witnesses.loading.engine import Loading, ModelBuild, Watch, Weights
-from verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from verify.witnesses.loading.layouts.layout import Layout, unknown_layout
-from verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
-from verify.witnesses.loading.layouts.values import fp8_blocks
-from verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
-from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.process.h100 import CAPABILITY
-from verify.witnesses.sglang.facts import SGLANG
+from ckptkit.quant.formats.modelopt import flattened
+from ckptkit.quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
+from ckptkit.verify.quirks import installed, quirks
+from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch, Weights
+from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout, unknown_layout
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
+from ckptkit.verify.witnesses.loading.layouts.values import fp8_blocks
+from ckptkit.verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.process.h100 import CAPABILITY
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
 FACTS = SGLANG
 # Where SGLang reads what was set up before.

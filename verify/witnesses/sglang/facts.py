@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from quant.formats.part_names import PACKED
-from verify.quirks import releases_of
-from verify.witnesses.loading.engine import EngineFacts
+from ckptkit.quant.formats.part_names import PACKED
+from ckptkit.verify.quirks import releases_of
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
 
 _SHARED = re.compile(r"(.+\.mlp)\.shared_experts\.((?:gate|up|down)_proj\.\w+)")
 
@@ -23,7 +23,7 @@ def fuses_shared(names: Iterable[str]) -> bool:
 
 def not_reloadable(names: Iterable[str]) -> list[str]:
     """The INT4 weights that SGLang cannot load a second time: those of other layers than routed experts."""
-    from quant.formats.packing import is_expert  # brings numpy with it
+    from ckptkit.quant.formats.packing import is_expert  # brings numpy with it
 
     known = list(names)
     joined = fuses_shared(known)
@@ -37,13 +37,13 @@ SGLANG = EngineFacts(
     codes="CK50",
     tested=releases_of("sglang"),
     install="pip install sglang",
-    adapter="verify.witnesses.sglang.adapter",
+    adapter="ckptkit.verify.witnesses.sglang.adapter",
     sizes="--ep divides --tp, there is no --pp",
     server="python -m sglang.launch_server",
     on_cpu="INT4 and FP8 are not repacked without one",
     attention_whole=True,
     hidden=("SGLANG_USE_CPU_ENGINE",),
-    live="verify.witnesses.sglang.live.server",
+    live="ckptkit.verify.witnesses.sglang.live.server",
     fuses_shared=fuses_shared,
     not_reloadable=not_reloadable,
     updates_draft=True,

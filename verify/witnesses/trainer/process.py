@@ -1,4 +1,4 @@
-"""Has a trainer parse and validate the words of a launch: `python -m verify.witnesses.trainer.process JOB.json`.
+"""Has a trainer parse and validate a launch: `python -m ckptkit.verify.witnesses.trainer.process JOB.json`.
 
 This executes code of the trainer, in a process without a GPU, without the network and without secrets. Code of a
 checkpoint is not run.
@@ -25,9 +25,9 @@ from unittest.mock import MagicMock, patch
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import one_line
-from verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
-from verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
-from verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_job
+from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
+from ckptkit.verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnswer, TrainerJob
 
 # What trainers import for other things than parsing; sglang_router has options of its own.
 _NOT_NEEDED = (

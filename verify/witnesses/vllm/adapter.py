@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from ckptkit.formats.hf.reader import read_json
-from verify.witnesses.loading.engine import Loading, ModelBuild, Watch
-from verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
-from verify.witnesses.process.exit_report import Phase, PhaseLog
-from verify.witnesses.vllm import platform
-from verify.witnesses.vllm.facts import QUIET, VLLM
-from verify.witnesses.vllm.layouts import layout, of_attention
-from verify.witnesses.vllm.platform import chosen_for as chosen_for
+from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch
+from ckptkit.verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
+from ckptkit.verify.witnesses.vllm import platform
+from ckptkit.verify.witnesses.vllm.facts import QUIET, VLLM
+from ckptkit.verify.witnesses.vllm.layouts import layout, of_attention
+from ckptkit.verify.witnesses.vllm.platform import chosen_for as chosen_for
 
 FACTS = VLLM
 # Where vLLM reads what was set up before, or looks for kernels.

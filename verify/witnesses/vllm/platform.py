@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
+from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 
 _DRIVER = "libcuda.so.1"
 _FUNCTIONS = ("cuDriverGetVersion", "cuGetProcAddress_v2", "cuInit", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")

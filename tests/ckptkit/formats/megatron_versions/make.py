@@ -34,7 +34,7 @@ import torch._dynamo
 from torch.distributed.tensor import DeviceMesh
 from torch.utils import cpp_extension
 
-from verify.witnesses.megatron.imports import importing_megatron
+from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 
 FLAGS = """
 --bf16 --num-layers 2 --hidden-size 16 --ffn-hidden-size 32 --num-attention-heads 4 --group-query-attention

@@ -13,12 +13,12 @@ import pytest
 from support.forking import run_in_engine
 from support.launch_scripts import quantized_launch, write_config
 
-from converters.config.dims import Mla, ModelDims
-from converters.planner import dims_of
-from verify.core.report import Finding
-from verify.launch.checks.gpus import engine_fit
-from verify.launch.preflight import preflight
-from verify.launch.stacks.sizes import Cut
+from ckptkit.converters.config.dims import Mla, ModelDims
+from ckptkit.converters.planner import dims_of
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.launch.checks.gpus import engine_fit
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.stacks.sizes import Cut
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # What CK722 calls the side of a layer, by words of its finding, and the layers of an engine that it stands for.

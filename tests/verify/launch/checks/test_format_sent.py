@@ -12,8 +12,8 @@ import torch
 from support.launch_scripts import quantized_launch
 from support.messages import text_with
 
-from verify.core.report import Finding
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.launch.preflight import preflight
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 

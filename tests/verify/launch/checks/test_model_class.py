@@ -14,11 +14,11 @@ from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
 from ckptkit.app.api import convert
+from ckptkit.converters.megatron.arguments import launch_flags, megatron_args
+from ckptkit.converters.planner import dims_of
 from ckptkit.formats.hf.reader import HfCheckpoint
-from converters.megatron.arguments import launch_flags, megatron_args
-from converters.planner import dims_of
-from verify.core.report import Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen2-untied"
 

@@ -10,8 +10,8 @@ import pytest
 from support.fixture_types import PathOf
 from support.messages import text_with
 
-from verify.core.report import Finding
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Finding
+from ckptkit.verify.launch.preflight import preflight
 
 STOPS = "--rollout-stop-token-ids"
 

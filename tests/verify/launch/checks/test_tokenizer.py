@@ -11,8 +11,8 @@ import pytest
 from support.fixture_types import PathOf
 from support.messages import text_with
 
-from verify.core.report import Finding, Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.launch.preflight import preflight
 
 WORDS = {f"w{number}": number for number in range(300)}
 ADDED = [{"id": 300, "content": "<end>", "special": True}, {"id": 301, "content": "<turn>", "special": True}]
@@ -107,7 +107,7 @@ def test_another_template_or_special_token_is_a_warning(
     file: str, content: Any, severity: str, actual: str, sides: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a base model beside its instruct sibling has it; ids of a text that differ are an error."""
-    monkeypatch.setattr("verify.evidence.side.tokenizers.ask_libraries", lambda *_: ([], "not asked"))
+    monkeypatch.setattr("ckptkit.verify.evidence.side.tokenizers.ask_libraries", lambda *_: ([], "not asked"))
     write(sides[1], file, content)
     (finding,) = found(sides)
     assert finding.severity == severity

@@ -10,8 +10,8 @@ from support.fixture_types import PathOf
 from support.messages import text_with
 
 from ckptkit.app.cli import cli
-from verify.launch.preflight import preflight
-from verify.launch.stacks.slime import overrides, unread
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.stacks.slime import overrides, unread
 
 # As slime's scripts launch it, with the environment that ray gets.
 SLIME = shlex.split(

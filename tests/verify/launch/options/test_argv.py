@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from verify.launch.options.arguments import parse_arguments
-from verify.launch.options.argv import last, options_of
-from verify.launch.words import UnresolvedWord, Word
+from ckptkit.verify.launch.options.arguments import parse_arguments
+from ckptkit.verify.launch.options.argv import last, options_of
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 MISSING = "expected one argument"
 

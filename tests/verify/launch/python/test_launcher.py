@@ -9,9 +9,9 @@ from support.messages import text_with
 from support.miles_checkout import printed_words, write_checkout
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.preflight import preflight
-from verify.launch.python.launcher import read_launcher
-from verify.launch.words import LaunchText, UnresolvedWord
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.python.launcher import read_launcher
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord
 
 LAUNCHER = """
 import re

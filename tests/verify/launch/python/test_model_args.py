@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from support.miles_checkout import MODELS, TOOL, printed, write_checkout
 
-from verify.launch.python.model_args import model_arguments
-from verify.launch.python.values import Text, Unknown
-from verify.launch.shell.read import read_script
+from ckptkit.verify.launch.python.model_args import model_arguments
+from ckptkit.verify.launch.python.values import Text, Unknown
+from ckptkit.verify.launch.shell.read import read_script
 
 VARIABLES = [{}, {"MODEL_ARGS_NUM_LAYERS": "5", "MODEL_ARGS_ROTARY_BASE": "5000000"}, {"MODEL_ARGS_NUM_LAYERS": ""}]
 

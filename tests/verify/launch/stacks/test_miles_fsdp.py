@@ -8,8 +8,8 @@ import pytest
 from support.fixture_types import PathOf
 from support.messages import text_with
 
-from verify.core.report import Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
 
 GPUS = "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate"
 

@@ -8,7 +8,7 @@ import pytest
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.preflight import preflight
+from ckptkit.verify.launch.preflight import preflight
 
 COMMANDS = {
     "ms-swift": [

@@ -10,7 +10,7 @@ from support.fixture_types import OnlyFinding, PathOf
 from support.launch_scripts import loads, passes
 from support.messages import text_with
 
-from verify.launch.preflight import preflight
+from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
 JOB = """

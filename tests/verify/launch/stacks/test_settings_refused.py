@@ -18,8 +18,8 @@ from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from verify.core.report import Finding, Report
-from verify.launch.preflight import preflight
+from ckptkit.verify.core.report import Finding, Report
+from ckptkit.verify.launch.preflight import preflight
 
 AR = "actor_rollout_ref"
 ACTOR, ROLLOUT = f"{AR}.actor", f"{AR}.rollout"

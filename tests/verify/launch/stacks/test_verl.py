@@ -12,7 +12,7 @@ from support.launch_scripts import loads, passes
 from support.messages import text_with
 
 from ckptkit.core.errors import CkptkitError
-from verify.launch.preflight import preflight
+from ckptkit.verify.launch.preflight import preflight
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NAME = "qwen3_moe"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from support.fixture_types import OnlyFinding, PathOf
 
-from verify.launch.preflight import preflight
-from verify.launch.shell.read import read_script
-from verify.launch.words import UnresolvedWord
+from ckptkit.verify.launch.preflight import preflight
+from ckptkit.verify.launch.shell.read import read_script
+from ckptkit.verify.launch.words import UnresolvedWord
 
 COMMON = """set -eou pipefail
 HERE=$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd)

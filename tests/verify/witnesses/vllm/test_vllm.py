@@ -18,16 +18,16 @@ from ckptkit.app import doctor
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import UsageError
 from ckptkit.formats.hf.reader import INDEX
-from quant.formats.scheme import QuantScheme
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.run import verify
-from verify.witnesses.loading.job import EngineSizes, LoadReport, Observation
-from verify.witnesses.loading.run import engine_sizes
-from verify.witnesses.process.interpreter import Interpreter, python_of
-from verify.witnesses.sglang.facts import SGLANG
-from verify.witnesses.vllm import platform
-from verify.witnesses.vllm.facts import VLLM
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.run import verify
+from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport, Observation
+from ckptkit.verify.witnesses.loading.run import engine_sizes
+from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
+from ckptkit.verify.witnesses.vllm import platform
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 
 AGAINST = frozenset({"vllm"})
 
@@ -98,19 +98,14 @@ def test_a_python_that_does_not_run_is_bad_usage(releases: PathOf, tmp_path: Pat
         Interpreter(str(path)).release("vllm")
 
 
-def test_a_witness_elsewhere_sees_ckptkits_packages_and_nothing_beside_them(
+def test_a_witness_elsewhere_sees_ckptkit_and_nothing_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/of/this/environment")
     other = tmp_path / "python"
     other.symlink_to(sys.executable)
     found = Interpreter(str(other), hidden=("HOME",), variables={"A": "b"}).environment(tmp_path)
-    assert sorted(one.name for one in Path(found["PYTHONPATH"]).iterdir()) == [
-        "ckptkit",
-        "converters",
-        "quant",
-        "verify",
-    ]
+    assert sorted(one.name for one in Path(found["PYTHONPATH"]).iterdir()) == ["ckptkit"]
     assert ("HOME" in found, found["A"]) == (False, "b")
     assert "/of/this/environment" in Interpreter().environment(tmp_path)["PYTHONPATH"].split(os.pathsep)
 

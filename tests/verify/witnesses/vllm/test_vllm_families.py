@@ -13,8 +13,8 @@ from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, draft_of, repo
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
 from support.vllm_runs import run_cases
 
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

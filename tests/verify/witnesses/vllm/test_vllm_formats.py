@@ -24,11 +24,11 @@ from support.vllm_runs import run_cases
 
 from ckptkit.app.api import quantize
 from ckptkit.core.errors import CkptkitError
-from quant.formats.scheme import QuantScheme
-from verify.core.report import CheckResult
-from verify.witnesses.loading.job import LoadReport
-from verify.witnesses.runner import Answer
-from verify.witnesses.vllm.facts import VLLM
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import CheckResult
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

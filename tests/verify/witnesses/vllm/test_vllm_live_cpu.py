@@ -17,13 +17,13 @@ from support.live_faults import NONE, mistakes, reports
 from support.sglang_runs import written
 from support.sync_faults import FAULTS, LAYER
 
-from verify.checks.witnesses import engine as engine_checks
-from verify.core.check import all_checks
-from verify.core.run import Outcome, run_checks
-from verify.core.subject import Subject
-from verify.options import VerifyOptions
-from verify.witnesses.live.job import EngineReport
-from verify.witnesses.live.run import EngineRun
+from ckptkit.verify.checks.witnesses import engine as engine_checks
+from ckptkit.verify.core.check import all_checks
+from ckptkit.verify.core.run import Outcome, run_checks
+from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.options import VerifyOptions
+from ckptkit.verify.witnesses.live.job import EngineReport
+from ckptkit.verify.witnesses.live.run import EngineRun
 
 pytestmark = [pytest.mark.vllm_cpu, pytest.mark.timeout(1500)]
 CODES = ("CK511", "CK512", "CK513", "CK601")

@@ -18,9 +18,9 @@ from support.sglang_runs import Case, checked, reported
 from support.vllm_runs import HALF, LOST, MUTATIONS, run_cases
 from torch import Tensor
 
-from verify.witnesses.loading.job import LoadReport, Observation
-from verify.witnesses.runner import Answer
-from verify.witnesses.vllm.facts import VLLM
+from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
+from ckptkit.verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

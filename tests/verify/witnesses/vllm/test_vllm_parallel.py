@@ -12,8 +12,8 @@ from support.sglang_runs import LOST, LOST_ON_RANK_1, Case, draft_of, reported
 from support.vllm_families import DRAFTS, NEWER
 from support.vllm_runs import run_cases
 
-from verify.witnesses.loading.job import EngineSizes, LoadReport
-from verify.witnesses.runner import Answer
+from ckptkit.verify.witnesses.loading.job import EngineSizes, LoadReport
+from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from verify.witnesses.loading.bits import difference
+from ckptkit.verify.witnesses.loading.bits import difference
 
 
 @dataclass

@@ -14,8 +14,8 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
-from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, own_parameters, unlike
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
+from ckptkit.verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, own_parameters, unlike
 
 _TILE_ROWS, _TILE_COLUMNS, _BLOCK, _WORD = 16, 64, 16, 8
 _NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quant.formats.floats.decode import codes_and_scales
-from quant.formats.packing import unpack, unpack_zero_point
-from quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
-from verify.witnesses.loading.bits import first_wrong, unequal
-from verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, by_expert, own_parameters
+from ckptkit.quant.formats.floats.decode import codes_and_scales
+from ckptkit.quant.formats.packing import unpack, unpack_zero_point
+from ckptkit.quant.formats.part_names import FP8_SCALE, FP8_SCALE_INV, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_ZERO_POINT
+from ckptkit.verify.witnesses.loading.bits import first_wrong, unequal
+from ckptkit.verify.witnesses.loading.layouts.layout import Compare, LayerOutcome, Layout, by_expert, own_parameters
 
 # Of a step of INT4. Kernels multiply codes and zero points by the scale in bfloat16, which rounds each product of up to
 # 15 steps by a 512th, and their sum once more; a wrong code is a whole step away.

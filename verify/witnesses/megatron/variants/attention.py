@@ -23,8 +23,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
 
 
 class LatentDotProductAttention(DotProductAttention):  # type: ignore[misc]

@@ -18,9 +18,9 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-from converters.config.dims import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, MIXER, SPARSE, ModelDims
-from converters.megatron.hybrid_model import hybrid_pattern
-from verify.witnesses.megatron.variants.recurrent import mixer_layer
+from ckptkit.converters.config.dims import ATTENTION, DENSE, EXPERTS, LATENT, LINEAR, MIXER, SPARSE, ModelDims
+from ckptkit.converters.megatron.hybrid_model import hybrid_pattern
+from ckptkit.verify.witnesses.megatron.variants.recurrent import mixer_layer
 
 # Before megatron-core 0.18 the class is MambaModel, in another place.
 if find_spec("megatron.core.models.hybrid") is not None:

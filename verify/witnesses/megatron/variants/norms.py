@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant, not_computed
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.verify.witnesses.megatron.variants.variant import Variant, not_computed
 
 
 class ZeroCenteredNorm(torch.nn.Module):

@@ -29,8 +29,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from converters.config.dims import ModelDims
-from verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.verify.witnesses.megatron.variants.variant import Variant, WholeLinear, not_computed
 
 # The module that asks whether FLA is there: that of the class, or (from megatron-core 0.19) that of its base.
 _DELTA_NET = next(

@@ -14,9 +14,9 @@ from megatron.core.activations import quick_gelu
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from converters.config.dims import ModelDims
-from converters.megatron.arguments import megatron_args
-from verify.witnesses.megatron.variants.variant import Variant
+from ckptkit.converters.config.dims import ModelDims
+from ckptkit.converters.megatron.arguments import megatron_args
+from ckptkit.verify.witnesses.megatron.variants.variant import Variant
 
 # megatron-core's GPTModel reads YaRN from attributes that its config does not declare. Source: Megatron-LM 0.19
 # `_apply_yarn_config_from_args`, which sets them from these arguments.

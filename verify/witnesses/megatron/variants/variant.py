@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from converters.config.dims import ModelDims
+from ckptkit.converters.config.dims import ModelDims
 
 
 def _nothing(

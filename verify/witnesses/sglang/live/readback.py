@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quant.formats.part_names import WEIGHT_PACKED
-from verify.witnesses.live import readback
-from verify.witnesses.sglang.facts import SGLANG
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED
+from ckptkit.verify.witnesses.live import readback
+from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
-RECORD = "verify.witnesses.sglang.live.readback.record"
-POISON = "verify.witnesses.sglang.live.readback.fill"
+RECORD = "ckptkit.verify.witnesses.sglang.live.readback.record"
+POISON = "ckptkit.verify.witnesses.sglang.live.readback.fill"
 PACKED = "packed"  # the entry that names modules with packed weights
 
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import summarize
 from ckptkit.formats.hf.reader import HfCheckpoint
-from quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
-from verify.quirks import quirk
-from verify.witnesses.live.job import DRAFT, EngineJob
-from verify.witnesses.live.server import NotTried, RefusedByEngine, buckets
-from verify.witnesses.loading.names import draft_names
-from verify.witnesses.reference.job import TOP, Judged
-from verify.witnesses.sglang.adapter import draft_class
-from verify.witnesses.sglang.facts import fuses_shared
-from verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE_INV
+from ckptkit.verify.quirks import quirk
+from ckptkit.verify.witnesses.live.job import DRAFT, EngineJob
+from ckptkit.verify.witnesses.live.server import NotTried, RefusedByEngine, buckets
+from ckptkit.verify.witnesses.loading.names import draft_names
+from ckptkit.verify.witnesses.reference.job import TOP, Judged
+from ckptkit.verify.witnesses.sglang.adapter import draft_class
+from ckptkit.verify.witnesses.sglang.facts import fuses_shared
+from ckptkit.verify.witnesses.sglang.live.readback import PACKED, POISON, RECORD
 
 RELOADABLE = "CompressedTensorsWNA16MoE"  # the only packed layers that can be opened again
 _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, a line a tensor
@@ -32,7 +32,7 @@ _NAMED = re.compile(r"^name=(\S+) ", re.MULTILINE)  # in the checker's message, 
 # `update_weights_from_tensor` at any time, and loads repacked INT4 experts only between these two loaders. 0.5.23 takes
 # it within a session alone: `begin_weight_update` undoes repacking, `end_weight_update` repacks again, in the models
 # that a selector names.
-BEGIN, END = "quant.online.sglang_reload.begin", "quant.online.sglang_reload.end"
+BEGIN, END = "ckptkit.quant.online.sglang_reload.begin", "ckptkit.quant.online.sglang_reload.end"
 _LOADERS = [BEGIN, END, RECORD, POISON]  # what an engine is started with as `custom_weight_loader`
 # One draft token a step, by the multi-token prediction layer of the same directory.
 _SPECULATIVE: dict[str, Any] = {

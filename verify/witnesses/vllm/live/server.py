@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from verify.witnesses.live.job import EngineJob
-from verify.witnesses.live.server import NotTried
-from verify.witnesses.reference.job import TOP, Judged
-from verify.witnesses.vllm.facts import QUIET
+from ckptkit.verify.witnesses.live.job import EngineJob
+from ckptkit.verify.witnesses.live.server import NotTried
+from ckptkit.verify.witnesses.reference.job import TOP, Judged
+from ckptkit.verify.witnesses.vllm.facts import QUIET
 
-WORKER = "verify.witnesses.vllm.live.worker.LiveWorker"
+WORKER = "ckptkit.verify.witnesses.vllm.live.worker.LiveWorker"
 _SETTINGS = {
     **QUIET,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less; workers of several ranks still have their own

@@ -15,10 +15,10 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from verify.witnesses.live.readback import described_tensors, fill
-from verify.witnesses.live.server import buckets
-from verify.witnesses.loading.bits import poison
-from verify.witnesses.vllm.facts import VLLM
+from ckptkit.verify.witnesses.live.readback import described_tensors, fill
+from ckptkit.verify.witnesses.live.server import buckets
+from ckptkit.verify.witnesses.loading.bits import poison
+from ckptkit.verify.witnesses.vllm.facts import VLLM
 
 if current_platform.is_cpu():
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
