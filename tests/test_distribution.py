@@ -156,7 +156,7 @@ def test_the_installed_wheel_answers_from_headers_without_torch(
     (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({ABSENT.split()}))\n")
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'installed'}:{tmp_path}"}
     where = subprocess.run(
-        [sys.executable, "-c", "import ckptkit, verify; print(ckptkit.__file__, verify.__file__)"],
+        [sys.executable, "-c", "import ckptkit, ckptkit.verify; print(ckptkit.__file__, ckptkit.verify.__file__)"],
         capture_output=True,
         text=True,
         check=True,
@@ -199,8 +199,9 @@ def of(kind: str) -> list[str]:
 def test_what_is_copied_is_there_and_is_all_that_the_build_takes() -> None:
     copied = [name for line in of("COPY") for name in line.split()[:-1]]
     assert [name for name in copied if not (ROOT / name).exists()] == []
-    packages = {name.removesuffix("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]}
-    assert set(copied) == {*packages, "pyproject.toml", "constraints.txt", "LICENSE", PROJECT["project"]["readme"]}
+    linked = {link.name for link in (ROOT / "ckptkit").iterdir() if link.is_symlink()}
+    assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["ckptkit*"]
+    assert set(copied) == {"ckptkit", *linked, "pyproject.toml", "constraints.txt", "LICENSE", PROJECT["project"]["readme"]}
 
 
 def test_install_command_is_that_of_readme() -> None:
