@@ -201,7 +201,14 @@ def test_what_is_copied_is_there_and_is_all_that_the_build_takes() -> None:
     assert [name for name in copied if not (ROOT / name).exists()] == []
     linked = {link.name for link in (ROOT / "ckptkit").iterdir() if link.is_symlink()}
     assert PROJECT["tool"]["setuptools"]["packages"]["find"]["include"] == ["ckptkit*"]
-    assert set(copied) == {"ckptkit", *linked, "pyproject.toml", "constraints.txt", "LICENSE", PROJECT["project"]["readme"]}
+    assert set(copied) == {
+        "ckptkit",
+        *linked,
+        "pyproject.toml",
+        "constraints.txt",
+        "LICENSE",
+        PROJECT["project"]["readme"],
+    }
 
 
 def test_install_command_is_that_of_readme() -> None:
