@@ -187,6 +187,8 @@ def build_chunks(dims: ModelDims, build: MegatronBuild) -> list[Chunk]:
             Float16Module(config, chunk)
         else:
             chunk.to(build.dtype)
+        for variant in VARIANTS:
+            variant.finish(dims, chunk)
         chunk.eval()
     return chunks
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -42,8 +43,10 @@ class WholeLinear(torch.nn.Module):
 class Variant:
     """A change of Megatron's standard model. Each function does nothing for models that do not need the change.
 
-    `settings` gives further values for TransformerConfig, and `adapt` changes the layer specs of a rank in place.
+    `settings` gives further values for TransformerConfig, `adapt` changes the layer specs of a rank in place, and
+    `finish` changes the built model.
     """
 
     settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}
     adapt: Callable[[ModelDims, TransformerConfig, TransformerBlockSubmodules, bool], None] = _nothing
+    finish: Callable[[ModelDims, GPTModel], None] = lambda dims, model: None
