@@ -189,12 +189,12 @@ def test_a_config_as_released_lacks_nothing(name: str, tmp_path: Path, alone: Ru
 def test_a_lacking_key_is_said_where_sglang_is_the_engine(
     tmp_path: Path, codes: CodesOf, only: OnlyFinding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.converters.families.gpt_oss.package_release", lambda package: (0, 5, 16))
+    monkeypatch.setattr("ckptkit.quant.engines.sglang.package_release", lambda package: (0, 5, 16))
     without = replace(HF_CASES["gpt_oss"], edit=lambda config: {**config, "swiglu_limit": None})
     case.save("gpt_oss", without, tmp_path / "model", torch.bfloat16)
     assert only(verify(tmp_path / "model")).code == "CK731"
     assert "CK731" in codes(preflight(hf_checkpoint=tmp_path / "model"))
     vllm = ["--vllm-gpu-memory-utilization", "0.7"]
     assert "CK731" not in codes(preflight(hf_checkpoint=tmp_path / "model", arguments=vllm))
-    monkeypatch.setattr("ckptkit.converters.families.gpt_oss.package_release", lambda package: (0, 5, 23))
+    monkeypatch.setattr("ckptkit.quant.engines.sglang.package_release", lambda package: (0, 5, 23))
     assert "CK731" not in codes(preflight(hf_checkpoint=tmp_path / "model"))
