@@ -20,5 +20,5 @@ def test_page_of_failures_is_what_verify_prints() -> None:
         assert command.startswith("ckptkit verify broken")
         assert len(lines) <= 24
         assert all(len(line) <= 80 and line == line.rstrip() for line in lines)
-        assert re.match(r"error +CK\d{3}  ", lines[lines.index("") + 1])
+        assert re.match(r"error +CK\d{3}  |CK\d{3}-1 error: ", lines[lines.index("") + 1])
         assert lines[-1].startswith("FAILED with ")
