@@ -61,7 +61,7 @@ def error_of(call: Call) -> BaseException:
 
 
 OURS, LOADER, MODEL, QUANTIZER = (
-    "verify.x",
+    "ckptkit.verify.x",
     "sglang.srt.model_loader.loader",
     "sglang.srt.models.qwen2",
     "sglang.srt.layers.quantization.fp8",
