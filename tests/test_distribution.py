@@ -12,6 +12,7 @@ import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -130,6 +131,13 @@ def test_no_text_installs_ckptkit_from_an_index() -> None:
         if path.is_file() and path != Path(__file__).resolve() and wrong.search(path.read_text(errors="replace"))
     ]
     assert found == []
+
+
+def test_verify_is_a_package_that_can_be_called(releases: PathOf) -> None:
+    run = import_module("ckptkit.verify.run")
+    assert import_module("ckptkit.verify") is ckptkit.verify
+    found, same = ckptkit.verify(releases("qwen2-tied")), run.verify(releases("qwen2-tied"))
+    assert (found.status, [one.code for one in found.checks]) == ("passed", [one.code for one in same.checks])
 
 
 def test_every_name_of_the_package_is_found_and_listed() -> None:

@@ -22,6 +22,16 @@ def test_no_two_files_import_each_other() -> None:
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError, which names the modules
 
 
+def test_packages_are_imported_by_one_name_alone() -> None:
+    """From the top of the repository `import verify` would find the folder, and load every module a second time."""
+    bare = re.compile(r"^\s*(?:from|import) (?:converters|quant|verify)\b", re.MULTILINE)
+    assert bare.search("    from verify.run import verify")
+    assert not bare.search("from ckptkit.verify.run import verify")
+    folders = (*PACKAGES, "tests", "docs", "lab", "benchmarks")
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    assert [str(file.relative_to(ROOT)) for file in files if bare.search(file.read_text())] == []
+
+
 def test_kinds_of_checkpoints_are_told_apart_in_one_place() -> None:
     compares = re.compile(r"""\.kind [!=]= ["'](hf|megatron)["']|Literal\[["']hf["'], ["']megatron["']\]""")
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
