@@ -22,7 +22,7 @@ INSTALL ?= $(if $(REQUIREMENTS),-r $(REQUIREMENTS),-c constraints.txt)
 python := "$(VENV)/bin/python"
 pip_flags := -qq --disable-pip-version-check --no-input
 stamp := $(VENV)/.ckptkit-setup
-# `make smoke` needs the light install, torch and pytest: an environment of its own, unless there is the whole one.
+# `make smoke` needs no engine: an environment of its own, unless there is the whole one.
 smoke := $(if $(wildcard $(stamp)),$(VENV),$(VENV)-smoke)
 
 # The versions that constraints.txt covers. A candidate must run: the shim of an inactive pyenv version does not.
@@ -54,8 +54,8 @@ demo: $(stamp)  ## convert, quantize, break and verify a small model, in DEMO_OU
 # of its test: pytest-xdist 3.8 would replace it, and then wait for ever.
 pytest = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(1) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
-smoke:  ## run what answers within a minute, without engines; in .venv if it is there, else in a smaller one
-	@$(if $(wildcard $(stamp)),,$(MAKE) setup VENV='$(smoke)' EXTRAS=smoke TRAINED=)
+smoke:  ## run what answers within a minute, without engines; in .venv if it is there, else in a small one
+	@$(if $(wildcard $(stamp)),,$(MAKE) setup VENV='$(smoke)' EXTRAS=test TRAINED=)
 	@$(call pytest,"$(smoke)/bin/python") @tests/smoke.txt $(PYTEST_ARGS)
 
 test: $(stamp)  ## run the tests of every day; of one family: make test FAMILY=glm4_moe
@@ -182,7 +182,7 @@ $(stamp): pyproject.toml constraints.txt $(REQUIREMENTS)
 			"$$found" -m venv $$clear --without-pip "$(VENV)" && "$$found" -m pip --python $(python) install $(pip_flags) pip; \
 		fi; \
 	fi
-	@echo 'Installing into $(VENV): about 4 minutes and $(if $(filter smoke,$(EXTRAS)),5,9) GB the first time.'
+	@echo 'Installing into $(VENV): about 4 minutes and $(if $(filter test,$(EXTRAS)),5,9) GB the first time.'
 	@$(python) -m pip install $(pip_flags) $(INSTALL) -e '.[$(EXTRAS)]'
 	@$(if $(TRAINED),$(python) -m pip install $(pip_flags) --no-deps '$(TRAINED)')
 	@touch $@

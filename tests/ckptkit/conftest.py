@@ -1,4 +1,7 @@
-"""The command line in this process; an S3 server, started once, with a new bucket for each test and a release."""
+"""The command line in this process; an S3 server, started once, with a new bucket for each test and a release.
+
+What imports boto3 or transformers is imported where it is used: `make smoke` has neither.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,21 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from support import models
-from support.remote_servers import Bucket, s3_server, use_s3
 
 from ckptkit.app.cli import main
+
+if TYPE_CHECKING:
+    from support.remote_servers import Bucket
 
 
 @pytest.fixture(scope="session")
 def s3_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running S3 server."""
+    from support.remote_servers import s3_server
+
     with s3_server(tmp_path_factory.mktemp("s3") / "log") as address:
         yield address
 
@@ -24,6 +31,8 @@ def s3_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture
 def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
     """A new bucket, with the environment set so that s3:// means this server."""
+    from support.remote_servers import Bucket, use_s3
+
     with use_s3(monkeypatch, s3_address):
         yield Bucket.new(s3_address)
 
@@ -31,6 +40,8 @@ def bucket(s3_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]
 @pytest.fixture(scope="session")
 def small_release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An HF directory of three shards. Read only."""
+    from support import models
+
     root = tmp_path_factory.mktemp("small") / "qwen"
     models.save("qwen2-tied", root, shard_size="2MB")
     return root
