@@ -18,6 +18,7 @@ import pytest
 from click import Context
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from support.nightly import daily
 from support.processes import environment
 
 from ckptkit.app.cli import LazyGroup, cli
@@ -199,7 +200,7 @@ def _words(one: Case) -> list[str]:
     return [COMMANDS[one.base][verb] for verb in chosen(one)]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", daily(CASES, list(CASES)[::5]))
 def test_hostile_input_is_refused_cleanly(name: str, runner: Runner, here: Path) -> None:
     one = CASES[name]
     linked(runner.sound / one.base, here / "in")
