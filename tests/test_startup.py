@@ -14,6 +14,7 @@ from support.launch_scripts import write_headers, write_launch
 from support.megatron_saves import SAVES
 from support.processes import python
 
+INT4 = "RedHatAI/Qwen3-30B-A3B-quantized.w4a16"
 # Each costs from a tenth of a second to two.
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
 MODELS = {"compressed_tensors", "huggingface_hub", "transformers"}
@@ -69,20 +70,6 @@ def test_converting_and_verifying_import_neither_the_compiler_nor_model_classes(
     assert not any(name.startswith("rich") for name in back)
 
 
-def test_what_is_refused_imports_no_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
-    """A destination that is there, a source that is not, and options of the other direction."""
-    hf, megatron, new = str(releases("glm4_moe")), str(converted("glm4_moe")), str(tmp_path / "new")
-    *_, modules = loaded(
-        ["convert", hf, megatron],
-        ["quantize", hf, hf, "--overwrite"],
-        ["quantize", str(tmp_path / "nowhere"), new],
-        ["convert", hf, new, "--hf", hf],
-    )
-    assert {"ckptkit.app.conversion", "ckptkit.transfer.destination"} <= modules
-    assert modules & (HEAVY | {"torch"}) == set()
-    assert not Path(new).exists()
-
-
 @pytest.mark.parametrize("command", [["--help"], ["convert", "--help"], ["verify", "--help"]])
 def test_help_imports_nothing_that_is_not_needed(command: list[str]) -> None:
     (modules,) = loaded(command)
@@ -90,45 +77,50 @@ def test_help_imports_nothing_that_is_not_needed(command: list[str]) -> None:
     assert modules & (HEAVY | {"numpy", "rich", "torch"}) == set()
 
 
-@pytest.fixture(scope="module")
-def headers(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
-    """A real release as headers alone."""
-    return lambda model: write(load(model), tmp_path_factory.mktemp("headers") / "release")
+def without_torch(needed: set[str], *commands: list[str]) -> None:
+    """After these commands, each in turn, the modules `needed` are there, and torch is not."""
+    *_, modules = loaded(*commands)
+    assert {f"ckptkit.{name}" for name in needed} <= modules
+    assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["Qwen/Qwen3-0.6B", "openai/gpt-oss-20b", "Qwen/Qwen3-32B-FP8", "RedHatAI/Qwen3-30B-A3B-quantized.w4a16"],
-)
-def test_inspect_and_preflight_import_no_torch_for_a_release(headers: PathOf, model: str) -> None:
-    """In bfloat16, MXFP4, FP8 and INT4."""
-    release = str(headers(model))
-    *_, modules = loaded(["inspect", release], ["preflight", "--hf-checkpoint", release])
-    assert {"ckptkit.formats.hf.reader", "ckptkit.verify.launch.preflight"} <= modules
-    assert modules & (HEAVY | {"torch"}) == set()
+def test_what_is_refused_imports_no_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    """A destination that is there, a source that is not, and options of the other direction."""
+    hf, megatron, new = str(releases("glm4_moe")), str(converted("glm4_moe")), str(tmp_path / "new")
+    without_torch(
+        {"app.conversion", "transfer.destination"},
+        ["convert", hf, megatron],
+        ["quantize", hf, hf, "--overwrite"],
+        ["quantize", str(tmp_path / "nowhere"), new],
+        ["convert", hf, new, "--hf", hf],
+    )
+    assert not Path(new).exists()
 
 
-def test_lint_imports_no_torch(headers: PathOf) -> None:
-    (modules,) = loaded(["lint", str(headers("RedHatAI/Qwen3-30B-A3B-quantized.w4a16"))])
-    assert "ckptkit.quant.ignore.lint" in modules
-    assert modules & (HEAVY | {"torch"}) == set()
-
-
-def test_header_verbs_import_no_torch_for_a_megatron_checkpoint(releases: PathOf, converted: PathOf) -> None:
-    hf, torch_dist = str(releases("glm4_moe")), str(converted("glm4_moe"))
-    *_, modules = loaded(
+def test_verbs_that_read_headers_import_no_torch(
+    releases: PathOf, converted: PathOf, saved: Path, tmp_path: Path
+) -> None:
+    """Of releases in bfloat16, MXFP4, FP8 and INT4, of torch_dist and of Megatron's legacy format."""
+    models = ["Qwen/Qwen3-0.6B", "openai/gpt-oss-20b", "Qwen/Qwen3-32B-FP8", INT4]
+    published = [str(write(load(model), tmp_path / str(number))) for number, model in enumerate(models)]
+    hf, torch_dist, legacy = str(releases("glm4_moe")), str(converted("glm4_moe")), "legacy, experts cut"
+    without_torch(
+        {"formats.hf.reader", "formats.torch_dist.reader", "converters.megatron.legacy", "quant.ignore.lint"}
+        | {"verify.explain", "verify.launch.preflight"},
+        *(words for one in published for words in (["inspect", one], ["preflight", "--hf-checkpoint", one])),
+        ["lint", published[-1]],
         ["doctor"],
         ["explain", "CK107"],
         ["inspect", torch_dist, "--json"],
+        ["inspect", str(saved / legacy), "--hf", str(releases(SAVES[legacy][0]))],
         ["preflight", "--hf-checkpoint", hf, "--ref-load", torch_dist],
     )
-    assert {"ckptkit.formats.torch_dist.reader", "ckptkit.verify.explain", "ckptkit.verify.launch.preflight"} <= modules
-    assert modules & (HEAVY | {"torch"}) == set()
 
 
-def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
+def test_preflight_of_launches_imports_no_torch_and_no_hydra(
     releases: PathOf, converted: PathOf, tmp_path: Path
 ) -> None:
+    """A YAML file of NeMo-RL, and a script for DeepSeek V3 with its 91,991 tensors."""
     file = tmp_path / "job.yaml"
     checkpoint = f"{{path: {converted('qwen3_moe')}, format: megatron_lm}}"
     sizes = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
@@ -137,24 +129,12 @@ def test_preflight_of_a_yaml_file_imports_no_torch_and_no_hydra(
         f"policy:\n  model_name: {releases('qwen3_moe')}\n  pretrained_checkpoint: {checkpoint}\n"
         f"  megatron_cfg: {{enabled: true, {megatron}}}\ncluster: {{num_nodes: 1, gpus_per_node: 8}}\n"
     )
-    (modules,) = loaded(["preflight", str(file)])
-    assert {"ckptkit.verify.launch.stacks.nemo_rl", "yaml", "ckptkit.formats.torch_dist.reader"} <= modules
-    assert modules & (HEAVY | {"torch", "hydra", "omegaconf"}) == set()
-
-
-def test_preflight_of_a_script_imports_no_torch(tmp_path: Path) -> None:
-    """DeepSeek V3, with 91,991 tensors."""
-    root = write_headers(tmp_path / "hf", "deepseek_v3")
-    (modules,) = loaded(["preflight", str(write_launch(tmp_path, "deepseek_v3", root)), "--json"])
-    assert {"ckptkit.verify.launch.shell.run", "ckptkit.verify.launch.checks.model"} <= modules
-    assert modules & (HEAVY | {"torch"}) == set()
-
-
-def test_inspect_imports_no_torch_for_megatrons_legacy_format(releases: PathOf, saved: Path) -> None:
-    name, _ = SAVES["legacy, experts cut"]
-    (modules,) = loaded(["inspect", str(saved / "legacy, experts cut"), "--hf", str(releases(name))])
-    assert "ckptkit.converters.megatron.legacy" in modules
-    assert modules & (HEAVY | {"torch"}) == set()
+    script = write_launch(tmp_path, "deepseek_v3", write_headers(tmp_path / "hf", "deepseek_v3"))
+    without_torch(
+        {"verify.launch.stacks.nemo_rl", "formats.torch_dist.reader", "verify.launch.shell.run"},
+        ["preflight", str(file)],
+        ["preflight", str(script), "--json"],
+    )
 
 
 # Works out every Megatron shape of each config, in both dialects, and writes the names of all modules.
