@@ -134,7 +134,7 @@ lint: $(stamp)  ## ruff, its formatter, the layers of imports, and mypy in stric
 docs: $(if $(wildcard $(stamp)),,$(stamp))  ## build the documentation into build/site, with every link checked
 	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(python) -W ignore -m mkdocs build
 
-cards: $(stamp)  ## write docs/cards from headers, or compare with weights: make cards WEIGHTS=MODEL=PATH
+cards: $(stamp)  ## write lab/cards from headers, or compare with weights: make cards WEIGHTS=MODEL=PATH
 	@PYTHONPATH=.:tests $(python) -W ignore -m releases.cards $(WEIGHTS)
 
 families: $(stamp)  ## write the table of docs/families.md from the registry
@@ -144,7 +144,7 @@ families: $(stamp)  ## write the table of docs/families.md from the registry
 sglang-matrix: $(stamp)  ## load every test model in every format into SGLang (an hour) and print what came out
 	@PYTHONPATH=.:tests OMP_NUM_THREADS=1 $(python) -W ignore lab/sglang_matrix.py $(CELLS)
 
-failures: $(stamp)  ## make docs/failures.md again: what verify prints of the commonest failures
+failures: $(stamp)  ## make lab/failures.md again: what verify prints of the commonest failures
 	@$(python) -m docs.examples.failures
 
 symptoms: $(stamp)  ## write docs/symptoms.md from verify/triage/symptoms.toml

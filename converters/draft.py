@@ -223,7 +223,7 @@ def draft_of(config: Mapping[str, Any]) -> Draft:
     """The draft model of a config.json for which `is_draft`. Raises UnsupportedError for what is not read of them."""
     if class_of(config) not in _CLASSES:
         message = f"config.json: {shortened(class_of(config))} is a class of draft models that is not read"
-        raise UnsupportedError(message, "docs/drafts.md says which are")
+        raise UnsupportedError(message, "docs/verify.md says which are")
     draft = sizes_of(config)
     config, decoder = draft.config, draft.decoder
     check_config(config)

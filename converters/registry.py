@@ -137,7 +137,7 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
 def _nearest(model_type: str) -> str:
     near = get_close_matches(model_type[:_MAX_NAME], sorted(FAMILIES), 3)
     listed = f"the nearest that are: {', '.join(near)}; " if near else ""
-    return f"{listed}docs/families.md has all {len(FAMILIES)}, and docs/new-family.md adds one"
+    return f"{listed}docs/families.md has all {len(FAMILIES)}, and docs/architecture.md adds one"
 
 
 def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> None:

@@ -1,4 +1,4 @@
-"""docs/failures.md is what verify prints now, and fits the terminal that it speaks of."""
+"""lab/failures.md is what verify prints now, and fits the terminal that it speaks of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_page_of_failures_is_what_verify_prints() -> None:
     made = runpy.run_path(str(ROOT / "docs/examples/failures.py"), run_name="failures")["page"]()
-    text = (ROOT / "docs/failures.md").read_text(encoding="utf-8")
+    text = (ROOT / "lab/failures.md").read_text(encoding="utf-8")
     assert made == text
     captures = re.findall(r"```console\n\$ (.+?)\n(.+?)\n```", text, re.DOTALL)
     assert len(captures) == 6

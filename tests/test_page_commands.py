@@ -93,16 +93,16 @@ def hub(request: pytest.FixtureRequest, tiny: Path, monkeypatch: pytest.MonkeyPa
     HfFileSystem.clear_instance_cache()
 
 
-def blocks(page: str) -> list[Block]:
-    """The blocks of a page that the tests run."""
-    found = [block for block in BLOCKS if block.page == page and block.mark == "run"]
+def blocks(page: str, section: str = "") -> list[Block]:
+    """The blocks of a page, or of one of its sections, that the tests run."""
+    found = [block for block in BLOCKS if (block.page, block.mark) == (page, "run") and section in ("", block.section)]
     assert found
     return found
 
 
-def run_page(page: str, shell: Shell) -> None:
-    """Runs the blocks of a page. A remark says which exit code a command has, if it is not 0."""
-    for block in blocks(page):
+def run_page(page: str, shell: Shell, section: str = "") -> None:
+    """Runs the blocks of a page, or of a section. A remark says which exit code a command has, if it is not 0."""
+    for block in blocks(page, section):
         if block.kind == "python":
             exec(block.text, {})  # noqa: S102 - as a reader would
             continue
@@ -141,7 +141,7 @@ def test_tests_that_pages_name_are_there() -> None:
 def test_every_page_with_commands_to_run_is_run_by_a_test() -> None:
     assert {block.page for block in BLOCKS if block.mark == "run"} == {
         "README.md",
-        *(f"docs/{name}.md" for name in ("deltas", "hooks", "index", "jobs", "lint", "manifest", "online", "remote")),
+        *(f"docs/{name}.md" for name in ("convert", "index", "jobs", "lint", "verify")),
     }
 
 
@@ -157,7 +157,7 @@ def test_start_page_runs_from_its_first_to_its_last_step(shell: Shell) -> None:
 
 
 def test_each_stack_has_its_own_commands(shell: Shell) -> None:
-    for block in blocks("docs/jobs.md"):
+    for block in blocks("docs/jobs.md", "Your job in five lines"):
         for line in block.commands:
             if "ckptkit convert Qwen" not in line or not Path("qwen3-megatron").exists():
                 assert shell.run(line)[0] == 0, line
@@ -166,17 +166,17 @@ def test_each_stack_has_its_own_commands(shell: Shell) -> None:
 def test_manifests_are_written_signed_and_verified(shell: Shell, tiny: Path) -> None:
     for name in ("PATH", "COPY"):
         shutil.copytree(tiny, name)
-    run_page("docs/manifest.md", shell)
+    run_page("docs/verify.md", shell, "Manifests")
 
 
 def test_updates_are_verified_and_made_full(shell: Shell, tiny: Path, tmp_path: Path) -> None:
     publish_chain(tmp_path / "updates", tiny, ("xor", "overwrite"))
-    run_page("docs/deltas.md", shell)
+    run_page("docs/convert.md", shell, "Weight updates as deltas on disk")
 
 
 def test_what_an_engine_can_be_sent_is_quantized(shell: Shell, tmp_path: Path) -> None:
     models.save("glm4_moe", tmp_path / "GLM-4.5")
-    run_page("docs/online.md", shell)
+    run_page("docs/jobs.md", shell, "Quantizing while a trainer streams weights")
 
 
 def test_lint_prints_the_transcript_of_its_page(shell: Shell, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_checkpoints_at_urls_are_read_and_written(
         bucket = Bucket("bucket", boto3.client("s3", endpoint_url=address))
         bucket.client.create_bucket(Bucket=bucket.name)
         bucket.put_directory(tiny, "qwen")
-        [block] = blocks("docs/remote.md")
+        [block] = blocks("docs/convert.md", "Checkpoints at URLs")
         for line in block.commands:
             assert shell.run(line)[0] == 0, line
             if "hf://" in line and "convert" in line:  # and the model was trained
@@ -218,7 +218,7 @@ def test_checkpoints_at_urls_are_read_and_written(
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_job_starts_only_behind_its_check(number: int, shell: Shell, tiny: Path, tmp_path: Path) -> None:
-    text, programs = blocks("docs/hooks.md")[number].text, tmp_path / "bin"
+    text, programs = blocks("docs/jobs.md", "Checks inside a job, and before it")[number].text, tmp_path / "bin"
     programs.mkdir()
     for name, body in PROGRAMS.items():
         (programs / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -232,8 +232,8 @@ def test_a_job_starts_only_behind_its_check(number: int, shell: Shell, tiny: Pat
 
 
 def snippet(key: str) -> Any:
-    """The configuration in docs/hooks.md that has this key at its top."""
-    found = [yaml.safe_load(block.text) for block in BLOCKS if block.page == "docs/hooks.md" and block.kind == "yaml"]
+    """The configuration in docs/jobs.md that has this key at its top."""
+    found = [yaml.safe_load(block.text) for block in BLOCKS if block.page == "docs/jobs.md" and block.kind == "yaml"]
     [one] = [content for content in found if key in content]
     return one
 

@@ -1,4 +1,4 @@
-"""Writes files of a plan: in one process, or on a Ray cluster whose nodes share a file system (docs/ray.md)."""
+"""Writes files of a plan: in one process, or on a Ray cluster whose nodes share a file system (docs/convert.md)."""
 
 from __future__ import annotations
 

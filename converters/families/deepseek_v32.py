@@ -5,7 +5,7 @@ rotary dimensions in pairs, and in GLM-5.2 most layers share one.
 
 A head of it is [rotary dimensions | the rest] in the releases. Megatron's own indexer takes both orders as they are
 from megatron-core 0.19 on. Before, it turned the last dimensions, in pairs, so those versions compute another model
-from the same tensors (docs/mappings.md).
+from the same tensors (lab/mappings.md).
 """
 
 from __future__ import annotations

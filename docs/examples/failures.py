@@ -1,4 +1,4 @@
-"""`make failures`: breaks a small model in six ways, and writes what `ckptkit verify` prints to docs/failures.md.
+"""`make failures`: breaks a small model in six ways, and writes what `ckptkit verify` prints to lab/failures.md.
 
 With `--check` it writes nothing and fails where the page says something else.
 """
@@ -27,7 +27,7 @@ from ckptkit.verify.reports.render import report_lines
 from ckptkit.verify.run import verify
 from docs.examples.demo import MOE, lose_a_shard, make_release, pack_routers
 
-PAGE = Path(__file__).resolve().parent.parent / "failures.md"
+PAGE = Path(__file__).resolve().parents[2] / "lab/failures.md"
 COLUMNS, ROWS = 80, 24
 SIZES = MOE | {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 _MIDDLE = 6  # the first layer of the second half
@@ -123,7 +123,7 @@ FAILURES = (
 _INTRO = f"""# What the commonest failures look like
 Each is what `ckptkit verify` prints in a terminal of {COLUMNS} columns and {ROWS} lines, for a small GLM-4.5-style
 mixture of experts with seeded random weights. `make failures` breaks the model and writes this page; a test makes
-it again and compares. [symptoms.md](symptoms.md) goes the other way, from what is seen in a job to the command.
+it again and compares. [symptoms.md](../docs/symptoms.md) goes the other way, from what is seen in a job to the command.
 """
 
 

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[1] / "symptoms.md"
 _BEGIN = """\
 # From a symptom to a command
 The debugging guides of slime and miles say what goes wrong in a training job. This page lists what in them is about
-checkpoints, weights or loading: what you see, what may be the cause, the command that detects it, the [hook](hooks.md)
+checkpoints, weights or loading: what you see, what may be the cause, the command that detects it, the [hook](jobs.md)
 that does so while a job runs, and the checks that fail then. `ckptkit triage LOG` finds those that leave a line in a
 log. The test named last shows the detection. `make symptoms` writes this page from `verify/triage/symptoms.toml`, as
 `triage` and `explain` read it.
@@ -37,7 +37,7 @@ compiler, and memory that runs out in the second step of a colocated job (`--sgl
 defects of weights. `ckptkit triage` says so, and lists first what stood in the log before them.
 
 Public threads of which nothing is in a file are in [reports-not-rebuilt.md](../lab/reports-not-rebuilt.md), each with
-the reason: most are updates of a live engine (for [`WeightSyncCheck`](hooks.md#weight-updates)) or a trainer's own
+the reason: most are updates of a live engine (for [`WeightSyncCheck`](jobs.md#weight-updates)) or a trainer's own
 code.
 """
 

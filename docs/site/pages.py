@@ -18,7 +18,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages that lie elsewhere in the repository, under the same path in the site.
-OUTSIDE = ("SECURITY.md", "CHANGELOG.md", "benchmarks/README.md")
+OUTSIDE = ("SECURITY.md", "CHANGELOG.md")
 _FENCE = re.compile(r"\s*(```|~~~)")
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.) ")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)#\s]*)(#[^)]*)?\)")

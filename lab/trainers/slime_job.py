@@ -38,7 +38,7 @@ def init(args: Namespace) -> None:
 
 
 def _use_our_quantizer(module: Any) -> None:
-    """The change of docs/online.md, without one to slime's files."""
+    """The change of docs/jobs.md, without one to slime's files."""
     from ckptkit.quant.online.trainer_hooks import quantize_params
 
     theirs = module.quantize_params

@@ -1,6 +1,6 @@
 """Replaces the INT4 quantizers of slime and miles, which call once a parameter or once a bucket.
 
-docs/online.md shows the lines to change there.
+docs/jobs.md shows the lines to change there.
 """
 
 from __future__ import annotations

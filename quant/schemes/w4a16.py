@@ -289,7 +289,7 @@ def select(source: Checkpoint, scheme: QuantScheme, request: Request) -> PackedW
         if request.preset is None and before is None and whole.grid == "qmax7":
             less = "--search mse" if experts else "--asymmetric, or --search mse,"
             trained = "qmax7 is for weights that training rounds so (slime, Kimi K2)"
-            advice = f"{trained}; for others {less} loses less: docs/int4.md"
+            advice = f"{trained}; for others {less} loses less: docs/quantize.md"
         return PackedWeights(whole, names, request.device, sglang_experts=special, notes=notes, advice=advice)
     kept_scales = before.kept_scales or before.grid != whole.grid
     return PackedWeights(whole, names, request.device, reference, special, kept_scales, notes)

@@ -1,4 +1,4 @@
-"""Tables of docs/families.md and docs/new-family.md: `make families` writes them, tests compare them."""
+"""Tables of docs/families.md and docs/architecture.md: `make families` writes them, tests compare them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from families import HF_CASES
 from families.case import Case
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
-NEW_FAMILY = DOCUMENT.with_name("new-family.md")
+NEW_FAMILY = DOCUMENT.with_name("architecture.md")
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 HEAD = (
     "`model_type`",

@@ -36,7 +36,7 @@ from ckptkit.verify.run import verify
 from releases.header_only import write
 from releases.record import Release, load
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs/cards"
+FOLDER = Path(__file__).resolve().parents[2] / "lab/cards"
 MODELS = (
     "Qwen/Qwen2.5-0.5B-Instruct",
     "Qwen/Qwen3-30B-A3B",

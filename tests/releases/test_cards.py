@@ -1,4 +1,4 @@
-"""The pages of docs/cards are what `make cards` writes, and they agree with the records."""
+"""The pages of lab/cards are what `make cards` writes, and they agree with the records."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _finish(dims: ModelDims, chunk: Any) -> None:
 class RotaryFirstIndexer(dsa.DSAIndexer):  # type: ignore[misc]
     """Megatron's indexer before 0.19, rotating the dimensions that the release means, which the unchanged one does not.
 
-    So `verify` does not ask it (docs/mappings.md).
+    So `verify` does not ask it (lab/mappings.md).
     """
 
     def __init__(self, *args: Any, interleaved: bool, **kwargs: Any) -> None:

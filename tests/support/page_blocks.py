@@ -21,7 +21,7 @@ from support.processes import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
-    [ROOT / "README.md", *(page for folder in ("docs", "docs/cards", "lab") for page in (ROOT / folder).glob("*.md"))]
+    [ROOT / "README.md", *(page for folder in ("docs", "lab/cards", "lab") for page in (ROOT / folder).glob("*.md"))]
 )
 _BLOCK = re.compile(
     r"(?:<!-- (?P<mark>(?:not )?run)(?: without (?P<without>--[\w-]+))?(?:: (?P<reason>.+?))? -->\n)?"
@@ -36,6 +36,7 @@ class Block:
     """A block as it stands in a page. `without` is an option that the tests leave out of its commands."""
 
     page: str
+    section: str  # the heading of the second level above it
     mark: str | None
     without: str | None
     reason: str | None
@@ -51,11 +52,18 @@ class Block:
         return filter(None, lines)
 
 
-BLOCKS = [
-    Block(str(page.relative_to(ROOT)), *found.group("mark", "without", "reason", "kind", "text"))
-    for page in PAGES
-    for found in _BLOCK.finditer(page.read_text())
-]
+def _section(before: str) -> str:
+    titles = re.findall(r"^## (.+)$", re.sub(r"^ *```.*?^ *```$", "", before, flags=re.M | re.S), re.M)
+    return titles[-1] if titles else ""
+
+
+def _blocks(page: Path) -> Iterator[Block]:
+    name, text = str(page.relative_to(ROOT)), page.read_text()
+    for found in _BLOCK.finditer(text):
+        yield Block(name, _section(text[: found.start()]), *found.group("mark", "without", "reason", "kind", "text"))
+
+
+BLOCKS = [block for page in PAGES for block in _blocks(page)]
 
 
 @dataclass(frozen=True)

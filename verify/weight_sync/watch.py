@@ -12,7 +12,7 @@ from ckptkit.verify.weight_sync.check import WeightSyncCheck
 from ckptkit.verify.weight_sync.messages import job_rank
 
 _CHECK = "_ckptkit_check"
-_HINT = "this release of the trainer sends weights otherwise; see docs/hooks.md for the classes that are known"
+_HINT = "this release of the trainer sends weights otherwise; see docs/jobs.md for the classes that are known"
 
 
 def watch_updates(

@@ -1,4 +1,4 @@
-"""The hooks of slime, miles and verl, called as the trainers call them, and the examples of docs/hooks.md."""
+"""The hooks of slime, miles and verl, called as the trainers call them, and the examples of docs/jobs.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 
 NAME = "glm4_moe"
-TEXT = (Path(__file__).resolve().parents[3] / "docs/hooks.md").read_text()
+PAGE = (Path(__file__).resolve().parents[3] / "docs/jobs.md").read_text()
+TEXT = PAGE.partition("## Checks inside a job")[2].partition("\n## ")[0]
 BLOCKS = re.findall(r"```(bash|yaml)\n(.*?)```", TEXT, re.DOTALL)
 # The parameters of each hook, as the guides of slime and miles write them.
 SIGNATURES = {

@@ -1,6 +1,6 @@
 """`verify`, `lint` and `inspect` find nothing in what `quantize` makes of every family in every float scheme.
 
-The models have sizes that blocks of 128 divide. Readers are those that read the scheme: see docs/fp8.md.
+The models have sizes that blocks of 128 divide. Readers are those that read the scheme: see docs/quantize.md.
 """
 
 from __future__ import annotations
