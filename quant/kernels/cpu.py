@@ -6,7 +6,8 @@ a group. Weights are compared as integers that order as the floats do. So NaN ne
 lies beyond the bits of infinity. A code of a float is rounded half to even by integer arithmetic on the bits of a
 float32; torch converts one number at a time.
 
-INT4 runs at 0.7 to 1.3 times the speed of instructions written by hand with llvmlite (docs/quantize.md). A kernel is compiled at the first call for a combination of dtypes and formula, which takes seconds. Later processes load it from
+INT4 runs at 0.7 to 1.3 times the speed of instructions written by hand with llvmlite (docs/quantize.md). A kernel is
+compiled at the first call for a combination of dtypes and formula, which takes seconds. Later processes load it from
 Numba's cache on disk in a fraction of a second.
 """
 
