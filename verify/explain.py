@@ -12,34 +12,49 @@ from ckptkit.verify.core.catalogue import retired_codes
 from ckptkit.verify.core.check import Check, all_checks
 from ckptkit.verify.triage.symptom import TABLE, Symptom, page_symptoms
 
+# Words of users for the words of titles and texts here.
+_SYNONYMS = {
+    **dict.fromkeys(("garbage", "gibberish", "nonsense", "rubbish", "fluent"), "garbled"),
+    **dict.fromkeys(("oom", "killed"), "memory"),
+    **dict.fromkeys(("hang", "hangs", "hung", "stuck", "deadlock"), "timeout"),
+    **dict.fromkeys(("inf", "infinity"), "infinite"),
+}
+
 
 def explain(words: str = "") -> str:
-    """What to know of the check or symptom (`S1`, `weight-key`) that `words` name; else a line for each with all words.
+    """Explains the checks or symptoms (`S1`, `weight-key`) that `words` name; else a line for each that has the words.
 
-    Those whose title has the words as a phrase come first. Without words that is every check. Raises CkptkitError where
-    nothing has them all.
+    Whole words count, and synonyms (`oom`, `gibberish`). Those with the most of the words are listed, and first those
+    whose title has them as a phrase. Without words, every check. Raises CkptkitError if nothing has any of the words.
     """
     known: dict[str, Check | Symptom] = {one.number: one for one in page_symptoms()}
     known |= {one.code: one for one in all_checks()}
     known |= {one.key.upper(): one for one in TABLE}
-    code = words.strip().upper()
-    if (named := known.get(code)) is not None:
-        return _whole(named)
-    if (instead := retired_codes().get(code)) is not None:
-        return f"{code}: retired before 0.1.0; {instead}"
-    wanted = words.lower().split()
-    among = dict.fromkeys(known.values()) if wanted else all_checks()
-    found = [one for one in among if all(word in _text(one).lower() for word in wanted)]
-    if not found:
+    retired = {code: f"{code}: retired before 0.1.0; {instead}" for code, instead in retired_codes().items()}
+    codes = words.upper().split()
+    if codes and all(code in known or code in retired for code in codes):
+        return "\n\n\n".join(_whole(known[code]) if code in known else retired[code] for code in codes)
+    wanted = [_SYNONYMS.get(word, word) for word in words.lower().split()]
+    if not wanted:
+        return _listed(all_checks(), "; symptoms by words of theirs: `ckptkit explain garbled`")
+    matches = {one: sum(_has(word, one) for word in wanted) for one in dict.fromkeys(known.values())}
+    most = max(matches.values())
+    if not most:
         raise CkptkitError(f"no check or symptom is called or mentions {shortened(words)}", _hint(wanted, known))
+    found = [one for one, count in matches.items() if count == most]
     if len(found) == 1:
         return _whole(found[0])
-    found.sort(key=lambda one: " ".join(wanted) not in one.title.lower())
-    symptoms = "" if wanted else "; symptoms by words of theirs: `ckptkit explain garbled`"
-    more = f"next: `ckptkit explain {found[0].code}`, or another of these{symptoms}"
-    commands = [f"\n       `{one.command}`" if isinstance(one, Symptom) else "" for one in found]
-    listed = [f"{one.code:<5}  {one.title}{command}" for one, command in zip(found, commands, strict=True)]
-    return "\n".join([*listed, "", more])
+    return _listed(sorted(found, key=lambda one: " ".join(wanted) not in one.title.lower()))
+
+
+def _has(word: str, one: Check | Symptom) -> bool:
+    return re.search(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", _text(one), re.IGNORECASE) is not None
+
+
+def _listed(several: Sequence[Check | Symptom], also: str = "") -> str:
+    commands = [f"\n       `{one.command}`" if isinstance(one, Symptom) else "" for one in several]
+    lines = [f"{one.code:<5}  {one.title}{command}" for one, command in zip(several, commands, strict=True)]
+    return "\n".join([*lines, "", f"next: `ckptkit explain {several[0].code}`, or another of these{also}"])
 
 
 def _whole(one: Check | Symptom) -> str:

@@ -56,6 +56,8 @@ class VerifyOptions:
     readers: who will load or send INT4 weights, as `--reader` has them; None: `ckptkit.quant.ignore.readers.counting`
         says.
         An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
+    accept: codes of checks that may stay unchecked, as CK506 without a GPU: the report lists them and is not
+        inconclusive because of them.
     manifest: a file with a digest of every tensor.
     adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.
     trained: the checkpoint was trained from the source, so its values may differ from the source's.
@@ -77,6 +79,7 @@ class VerifyOptions:
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
     against: frozenset[str] = frozenset()
     readers: tuple[str, ...] | None = None
+    accept: frozenset[str] = frozenset()
     manifest: Path | None = None
     adapter: Path | None = None
     trained: bool = False
@@ -123,7 +126,10 @@ def verify_options(**options: Any) -> VerifyOptions:
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):
         options[name] = Path(options[name]) if options.get(name) else None
-    readers = options.pop("readers", None)
+    readers, accept = options.pop("readers", None), frozenset(map(str.upper, options.pop("accept", ())))
     return VerifyOptions(
-        **options, readers=None if readers is None else tuple(readers), megatron=MegatronOptions(**megatron)
+        **options,
+        accept=accept,
+        readers=None if readers is None else tuple(readers),
+        megatron=MegatronOptions(**megatron),
     )

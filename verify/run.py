@@ -105,6 +105,8 @@ def subject_of(
             hint = "--hf names the HF directory of the model; leave it out to take the config stored beside the weights"
             raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
+    if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):
+        raise UsageError(f"--accept names no check: {', '.join(unknown)}", "`ckptkit explain` lists the codes")
     if subject.options.adapter is not None and source is None:
         raise UsageError("an adapter without a source", "give the base that it was merged into too (--source)")
     if subject.options.trained and source is None:
@@ -131,6 +133,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, checks)
+    outcome.accept(subject.options.accept)
     left_out = outcome.not_applicable_lines
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
     own = _OF_ITS_OWN.get(stage or "")

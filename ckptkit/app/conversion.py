@@ -102,9 +102,16 @@ def run(options: RunOptions) -> ConversionResult:
             dequantized=plan.dequantized,
             forecast=forecast(options, plan) if options.dry_run else None,
             notes=(*plan.notes, *lost),
-            packed=summary(plan, errors),
+            packed=summary(plan, errors, _chosen_by(options)),
             was_whole=is_whole,
         )
+
+
+def _chosen_by(options: RunOptions) -> str:
+    """The option that leaves out matrices that could be packed."""
+    if options.preset:
+        return f"--preset {options.preset}"
+    return "--like" if options.like else "ignore"
 
 
 def _fault_of(written: Path) -> str | None:

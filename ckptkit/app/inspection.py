@@ -92,6 +92,9 @@ def _opened(path: str | Path, hf: str | Path | None) -> Iterator[tuple[Directory
 def _facts(location: Location, checkpoint: Checkpoint) -> dict[str, Any]:
     specs = checkpoint.specs
     facts: dict[str, Any] = {"path": str(location.directory), "format": _format(location)}
+    text = language_part(checkpoint.config)
+    layers = text.get("num_hidden_layers", text.get("n_layer"))
+    facts["architecture"] = f"{checkpoint.config.get('model_type')}" + (f", {layers} layers" if layers else "")
     # Where a tensor is packed, its elements are not parameters.
     facts |= _sizes(specs, is_packed=isinstance(checkpoint, HfCheckpoint) and is_quantized(checkpoint.config))
     if isinstance(checkpoint, HfCheckpoint):

@@ -26,6 +26,7 @@ NOT_GIVEN = {
     "weights": "not compared",
     "some weights": "not compared",
 }
+ACCEPTED = "accepted as not checked"  # the fact that lists the checks of `--accept` that could not look
 BEHAVIOUR = "behaviour"  # the stage, and the fact that says what was compared there
 _LENGTH = 100  # characters of a reason in the verdict
 _CODES = 3  # codes of checks that are listed there
@@ -148,6 +149,8 @@ class Report:
         if "values" in self.asked and "source" in missing:
             missing.remove("source")
             parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
+        if accepted := self.facts.get(ACCEPTED):
+            parts.append(f"{', '.join(split_reason(line)[1] for line in accepted)} accepted as not checked")
         without = by_key((NOT_GIVEN.get(name, "not asked"), name) for name in missing)
         return "; ".join([*parts, *(f"{', '.join(names)} {how}" for how, names in without.items())])
 

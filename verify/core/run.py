@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
 from ckptkit.verify.core.check import LOOKS_AT, Check, Tally, registered
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import CheckResult, Finding, Status
+from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Status
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 
@@ -59,6 +59,14 @@ class Outcome:
         ran = {one.code for one in self.checks}
         left = {reason: sorted({*codes} - ran) for reason, codes in self.not_applicable.items()}
         return [f"{', '.join(codes)}: {reason}" for reason, codes in left.items() if codes]
+
+    def accept(self, accepted: Collection[str]) -> None:
+        """Moves what these checks could not look at from the reasons to a fact."""
+        for (why, because), codes in list(self.not_checked.items()):
+            if taken := [code for code in dict.fromkeys(codes) if code in accepted]:
+                self.facts.setdefault(ACCEPTED, []).append(f"{', '.join(taken)}: {why}")
+                self.not_checked[why, because] = [code for code in codes if code not in accepted]
+        self.not_checked = {stop: codes for stop, codes in self.not_checked.items() if codes}
 
     def add(self, other: Outcome) -> None:
         """Takes over what other checks, or the same ones elsewhere, came to."""

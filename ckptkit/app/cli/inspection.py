@@ -47,8 +47,14 @@ def inspect(path: str | Path, hf: str | Path | None, as_args: bool, as_json: boo
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
+    """The model in a line, then all that is known."""
+    dtypes = facts.get("dtypes") or {}
+    quantized = str(facts.get("quantization") or "").partition(" (")[0].partition(":")[0]
+    stored = quantized or " and ".join(sorted(dtypes, key=dtypes.__getitem__, reverse=True)[:2])
+    model = facts.get("architecture", facts["format"])
+    echo(", ".join(filter(None, (model, stored, _scaled(facts["bytes"], "B")))))
     counts = [f"{len(facts['files'])} file{'s' * (len(facts['files']) != 1)}"] if "files" in facts else []
-    counts += [f"{facts['tensors']} tensors", f"{_scaled(facts['bytes'], 'B')}"]
+    counts += [f"{facts['tensors']} tensors"]
     counts += [f"{_scaled(facts['parameters'], '')}parameters"] if "parameters" in facts else []
     echo(", ".join(counts))
     for key, value in facts.items():

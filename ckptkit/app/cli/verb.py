@@ -59,7 +59,7 @@ _SECTIONS = {
         *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
         *("--ranks", "--trainer-loader"),
     },
-    "Output": {"--report", "--strict", "--all", "--json", "--quiet", "--verbose"},
+    "Output": {"--report", "--accept", "--strict", "--all", "--json", "--quiet", "--verbose"},
 }
 LAUNCH = "launch"  # the key in `Context.meta` of the words behind `--`
 

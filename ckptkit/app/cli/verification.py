@@ -111,6 +111,13 @@ _asking = together(
         help="Whose reading of an INT4 checkpoint's `ignore` list counts. Repeatable. "
         "[default: the engine (vllm with --against-vllm alone, else sglang), slime and miles]",
     ),
+    option(
+        "--accept",
+        multiple=True,
+        metavar="CODE",
+        help="A check that may stay unchecked, such as CK506 (repacking) without a GPU: the report lists it and is not "
+        "inconclusive because of it. Repeatable.",
+    ),
     common.ray,
 )
 

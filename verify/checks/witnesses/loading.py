@@ -246,7 +246,8 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
             _require_packed(subject)  # more ranks than GPUs, so they ran on the CPU
-            raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only")
+            without = f"--accept {engine.codes}6 goes on without this"
+            raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only; {without}")
         tally.compared(report.repacked_seen)
         why_not = partial(why_not_repacked, engine, report.version)
         yield from _findings(engine, report.repacked, expected, why_not, draft)

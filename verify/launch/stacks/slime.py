@@ -483,7 +483,7 @@ def _actor(
             return Side("actor", "hf", load, f"--load has no tracker but {hf_config_of(load)}")
         if ref_load and load.absolute() != ref_load.absolute():
             return _passed_over(load, ref_load, step, option, mode)
-    issues = (_empty_load(load, ref_load, lost),) if load and not is_hf(load) else ()
+    issues = tuple(_empty_load(load, ref_load, lost)) if load and not is_hf(load) else ()
     if ref_load is None:
         why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
@@ -553,40 +553,38 @@ def _fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
     if load is None or (resumed := _iteration_of_fsdp(load, step)):
         return replace(side, why=f"{why}, and goes on from {resumed}" if load else why)
     if not load.is_dir() or not any(load.iterdir()):
-        issue = _empty_load(load, hf, step)
+        found = tuple(_empty_load(load, hf, step))
     else:
         hint = "give it as --hf-checkpoint, if it is a model in HF format that the run is meant to start from"
         expected = f"{TRACKER} and the iteration of FSDP that it names"
-        issue = path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint)
-    issues = () if load.resolve() == hf.resolve() else (issue,)
+        found = (path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint),)
+    issues = () if load.resolve() == hf.resolve() else found
     return replace(side, why=f"{why}; --load {load} holds no iteration of FSDP", issues=issues)
 
 
-def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> PathIssue:
-    """What is wrong with a `--load` without a checkpoint. Where it is empty or absent, a first run starts like that.
+def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator[PathIssue]:
+    """What is wrong with a `--load` without a checkpoint: nothing if it is empty or absent, as at a first start.
 
     `step`: the iteration that the launch requires of it, which no first run has.
     """
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
+    absent = "an empty directory" if load.is_dir() else "no such directory"
     if ITERATION.fullmatch(load.name) or ".metadata" in inside or is_legacy(load):
         chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
-        return _iteration_given("--load", load, expected, chosen)
-    if iterations := iterations_in(load):
+        yield _iteration_given("--load", load, expected, chosen)
+    elif iterations := iterations_in(load):
         hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
         actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
-        return path_issue("--load", load, expected, actual, hint)
-    if inside:
+        yield path_issue("--load", load, expected, actual, hint)
+    elif inside:
         hint = "give the directory of the checkpoint"
-        return path_issue("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
-    actual = "an empty directory" if load.is_dir() else "no such directory"
-    if step:
+        yield path_issue("--load", load, expected, f"neither, but {len(inside)} other entries", hint)
+    elif step:
         hint = "check the path of --load; for a first start leave --ckpt-step out"
-        return path_issue("--ckpt-step", load, f"iter_{step:07d}/ in --load", actual, hint)
-    if ref_load is None:
-        return path_issue("--load", load, expected, actual, "check the path, or give --ref-load")
-    hint = "right for the first start of a run; check the path if it should resume"
-    return path_issue("--load", load, expected, actual, hint, "warning")
+        yield path_issue("--ckpt-step", load, f"iter_{step:07d}/ in --load", absent, hint)
+    elif ref_load is None:
+        yield path_issue("--load", load, expected, absent, "check the path, or give --ref-load")
 
 
 def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> PathIssue:
