@@ -103,7 +103,7 @@ def test_rope_scaling_that_megatrons_arguments_cannot_say_is_refused() -> None:
 
 
 def test_changes_that_mean_the_same_model() -> None:
-    """As the unchanged config, or as other changes. Rope scaling has several spellings, and Megatron's arguments one."""
+    """As the unchanged config, or as other changes. Rope scaling has several spellings; its arguments tell it."""
     for model, changes, others in rows("same"):
         one, other = (dims_of(changed(model, values)) for values in (changes, values_of(others)))
         assert replace(one, rope_scaling={}) == replace(other, rope_scaling={}), (model, changes)
