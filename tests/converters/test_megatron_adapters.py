@@ -47,7 +47,7 @@ def with_adapters(path: Path, alone: bool) -> Path:
 
 
 @pytest.mark.parametrize(("alone", "words"), [(True, "and no model"), (False, "beside the weights")])
-def test_convert_names_the_pairs_and_the_way_to_peft(
+def test_pairs_of_one_part_are_named_with_the_way_to_peft(
     alone: bool, words: str, converted: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     path = with_adapters(copy_of(converted("qwen2-tied")), alone)
@@ -57,12 +57,7 @@ def test_convert_names_the_pairs_and_the_way_to_peft(
     assert refused.value.message == text_with(f"LoRA Megatron {words} 2 {pairs}")
     assert "AutoBridge.save_hf_adapter" in str(refused.value.hint)
     assert not (tmp_path / "out").exists()
-
-
-def test_verify_names_them_and_inspect_lists_them(converted: PathOf, copy_of: CopyOf) -> None:
-    path = with_adapters(copy_of(converted("qwen2-tied")), alone=True)
-    found = [one for one in verify(path).findings if one.code == "CK110"]
-    assert [one.count for one in found] == [4]
+    assert [one.count for one in verify(path).findings if one.code == "CK110"] == [4]
     assert any(".adapter.linear_in.weight" in name for name in inspect(path)["names"])
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import CASES
+from families import CASES, OF_A_KIND
+from families.table import config_of
+from mutations.edits import edit_config
 from support import models
-from support.fixture_types import PathOf
+from support.fixture_types import CopyOf, PathOf
+from support.nightly import daily
 from torch import Tensor
 
 from ckptkit.app.api import convert
-from ckptkit.converters.planner import dims_of, expected_hf, rules_of, to_hf, to_megatron
+from ckptkit.converters.planner import expected_hf, rules_of, to_hf, to_megatron
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
@@ -48,9 +50,6 @@ KEYS, DRAFT = "model.layers.5.self_attn.k_proj.weight", "model.layers.12.eh_proj
         (spec(KEYS, 64, 128, dtype="float32"), {}, "one Megatron tensor, two dtypes"),
         ({}, {"moe_intermediate_size": 160}, r"\[160, 128\]"),
         ({}, {"num_hidden_layers": 13}, r"model.layers.12.input_layernorm.weight"),
-        ({}, {"num_attention_heads": None}, "config.json has no 'num_attention_heads'"),
-        ({}, {"model_type": "qwen2_audio"}, "model_type 'qwen2_audio' is not supported"),
-        ({}, {"rope_theta": 12345.0}, "rope_theta is 12345.0 but rope_parameters says 10000.0"),
         ({}, {"quantization_config": {}}, "is quantized"),
     ],
 )
@@ -65,48 +64,32 @@ def test_plan_of_unsupported_checkpoint_is_refused(
         to_megatron(Headers(own[0] | config, changed), "here")
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", daily(CASES, OF_A_KIND))
 def test_one_missing_and_one_unknown_tensor_are_refused_by_name(name: str) -> None:
     """For every rule of every family, before a byte is read."""
-    config = CASES[name].edit(CASES[name].config().to_dict())
+    config = config_of(CASES[name])
     specs = {key: TensorSpec(key, shape, "bfloat16") for key, shape in expected_hf(config).items()}
     firsts = {id(rule.mapping): next(iter(rule.hf)) for rule in reversed(list(rules_of(config)))}
     assert len(firsts) >= 8
-    for first in firsts.values():
-        with pytest.raises(CkptkitError, match="1 tensor") as error:
-            to_megatron(Headers(config, {key: spec for key, spec in specs.items() if key != first}), "the release")
-        assert first in str(error.value)
     extra = next(key for key in specs if "layers.3." in key).replace("layers.3.", "layers.3.surprise.")
-    with pytest.raises(CkptkitError, match="1 tensor") as error:
-        to_megatron(Headers(config, specs | {extra: TensorSpec(extra, (2, 2), "bfloat16")}), "the release")
-    assert extra in str(error.value)
+    broken = {first: {key: one for key, one in specs.items() if key != first} for first in firsts.values()}
+    for wrong, stored in (broken | {extra: specs | spec(extra, 2, 2)}).items():
+        with pytest.raises(CkptkitError, match="1 tensor") as error:
+            to_megatron(Headers(config, stored), "the release")
+        assert wrong in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "default"),
-    [("n_group", 1), ("topk_group", 1), ("first_k_dense_replace", 1), ("routed_scaling_factor", 1.0)],
-)
-def test_config_value_of_null_means_the_default(key: str, default: float) -> None:
-    config = models.configs()["glm4_moe"].to_dict()
-    assert dims_of(config | {key: None}) == dims_of(config | {key: default})
-
-
-def test_rope_scaling_is_refused_where_megatrons_arguments_could_not_say_it(
-    releases: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
+def test_rope_scaling_that_has_no_arguments_stops_a_conversion(
+    releases: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     source = copy_of(releases("qwen2-tied"))
-    config = json.loads((source / "config.json").read_text())
-    for rope in (
-        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0}},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-    ):
-        plain = {key: value for key, value in config.items() if key != "rope_parameters"}
-        (source / "config.json").write_text(json.dumps(plain | rope))
-        with pytest.raises(CkptkitError, match="Megatron.*arguments"):
-            convert(source, tmp_path / "megatron")
+    edit_config(source, rope_parameters={"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0})
+    with pytest.raises(CkptkitError, match="Megatron.*arguments"):
+        convert(source, tmp_path / "megatron")
+    assert not (tmp_path / "megatron").exists()
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float64, torch.float8_e4m3fn])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.float8_e4m3fn])
 def test_dtype_that_weights_cannot_have_is_refused(releases: PathOf, dtype: torch.dtype) -> None:
     config = models.configs()["qwen2-tied"].to_dict()
     tensors = {name: tensor.to(dtype) for name, tensor in models.tensors(releases("qwen2-tied")).items()}
@@ -119,9 +102,7 @@ def test_a_value_that_does_not_fit_float16_is_refused(releases: PathOf) -> None:
     tensors = models.tensors(releases("qwen2-tied"))
     tensors["model.norm.weight"][3] = 1e6
     view = to_megatron(models.InMemory(config, tensors), "here", "float16")
-    with pytest.raises(
-        CkptkitError, match=r"decoder\.final_layernorm\.weight holds values beyond float16 \(largest 9\.99e\+05\)"
-    ):
+    with pytest.raises(CkptkitError, match=r"decoder\.final_layernorm\.weight .*float16.*9\.99e\+05"):
         view.read(["decoder.final_layernorm.weight"])
     back = to_hf(to_megatron(models.InMemory(config, tensors), "here"), "here", dtype="float16")
     with pytest.raises(CkptkitError, match="beyond float16"):

@@ -187,9 +187,10 @@ def small(case: Case, layers: int) -> Case:
 
     def config() -> PretrainedConfig:
         whole = case.config()
-        whole.num_hidden_layers = layers
-        if getattr(whole, "layer_types", None):
-            whole.layer_types = whole.layer_types[:layers]
+        text = getattr(whole, "text_config", whole)
+        text.num_hidden_layers = layers
+        if getattr(text, "layer_types", None):
+            text.layer_types = text.layer_types[:layers]
         return whole
 
     return replace(case, config=config)

@@ -117,3 +117,11 @@ def load(model: str) -> Release:
 def models() -> Sequence[str]:
     """Ids of all models that have a record."""
     return sorted(path.stem.replace("--", "/", 1) for path in RECORDS.glob("*.json"))
+
+
+def one_of_each_type(models: Sequence[str]) -> Sequence[str]:
+    """Of each `model_type` the one with the fewest layers."""
+    configs = {model: load(model).config for model in models}
+    layers = {model: one.get("text_config", one).get("num_hidden_layers", 99) for model, one in configs.items()}
+    deepest_first = sorted(models, key=lambda model: -layers[model])
+    return list({configs[model]["model_type"]: model for model in deepest_first}.values())

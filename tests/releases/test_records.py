@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from support.nightly import daily
 
 from ckptkit.converters.registry import FAMILIES
 from ckptkit.core.specs import fold
 from releases.fold import saved_by_transformers
-from releases.record import load, models, unfolded
+from releases.record import load, models, one_of_each_type, unfolded
 
 # Kinds that transformers saves under other names than the release, or without some of its tensors, draft layers apart.
 SAVED_OTHERWISE = {"deepseek_v3", "gemma3", "kimi_k25", "nemotron_h", "qwen3_vl_moe"}
@@ -29,7 +30,7 @@ def is_saved_whole(config: Mapping[str, Any]) -> bool:
 BY_CLASS = [model for model in models() if is_saved_whole(load(model).config)]
 
 
-@pytest.mark.parametrize("model", BY_CLASS)
+@pytest.mark.parametrize("model", daily(BY_CLASS, one_of_each_type(BY_CLASS)))
 def test_names_and_shapes_are_those_of_transformers_class(model: str) -> None:
     """But for the output layer, which some tied releases ship all the same."""
     release = load(model)
@@ -46,7 +47,8 @@ def test_folding_names_loses_none() -> None:
         assert sorted(name for pattern in fold(names) for name in unfolded(pattern)) == names
 
 
-def test_every_record_says_where_it_comes_from() -> None:
+def test_every_record_says_where_it_comes_from_and_is_not_what_transformers_made_of_it() -> None:
+    """Reading a config, transformers 5 adds keys to its rotary settings and renames the kind of a vision tower."""
     for model in models():
         release = load(model)
         assert release.model == model
@@ -55,13 +57,7 @@ def test_every_record_says_where_it_comes_from() -> None:
         assert (release.known == "index") == ("index" in release.sources)
         assert (release.parameters is not None) == ("parameters" in release.sources)
         assert ("why" in release.findings) == bool(release.findings)
-
-
-@pytest.mark.parametrize("model", models())
-def test_a_record_is_a_file_and_not_what_transformers_made_of_it(model: str) -> None:
-    """Reading a config, transformers 5 adds keys to its rotary settings and renames the kind of a vision tower."""
-    config = load(model).config
-    rope = config.get("text_config", config).get("rope_scaling") or {}
-    assert "rope_theta" not in rope
-    assert not {"type", "rope_type"} <= rope.keys()
-    assert not re.fullmatch("qwen3.*_vision", str(config.get("vision_config", {}).get("model_type")))
+        rope = release.config.get("text_config", release.config).get("rope_scaling") or {}
+        assert "rope_theta" not in rope
+        assert not {"type", "rope_type"} <= rope.keys()
+        assert not re.fullmatch("qwen3.*_vision", str(release.config.get("vision_config", {}).get("model_type")))

@@ -8,20 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
-from families import CASES, case
+from families import CASES, OF_A_KIND
+from families.table import config_of
 from releases.record import load
+from support.fixture_types import PathOf
 from support.messages import text_with
+from support.nightly import daily
 
 from ckptkit.app.api import model_arguments
 from ckptkit.app.cli import cli
 from ckptkit.converters.megatron.arguments import launch_flags, megatron_args, pattern
 from ckptkit.converters.planner import dims_of
-
-QWEN3_30B_A3B, GLM_4_5, GEMMA_3_27B = (
-    dict(load(name).config) for name in ("Qwen/Qwen3-30B-A3B", "zai-org/GLM-4.5", "google/medgemma-27b-it")
-)
 
 NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
 
@@ -29,7 +27,6 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ([1] * 48, "([1]*48)"),
         ([0] * 3 + [1] * 58, "([0]*3+[1]*58)"),
         ([1, 1, 1, 0] * 12, "(([1]*3+[0]*1)*12)"),
         ([0, 1, 1], "([0]*1+[1]*2)"),
@@ -38,17 +35,6 @@ NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?:e\+\d+)?(?![\w.])")
 def test_a_pattern_is_what_megatron_evaluates_it_to(values: list[int], text: str) -> None:
     assert pattern(values) == text
     assert eval(text) == values  # noqa: S307 - as Megatron's `moe_freq_type` does
-
-
-def test_inspect_megatron_args_needs_only_a_config(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(GLM_4_5))
-    result = CliRunner().invoke(cli, ["inspect", "--megatron-args", str(tmp_path)])
-    lines = result.output.splitlines()
-    assert result.exit_code == 0
-    assert (lines[0], lines[-1]) == ("MODEL_ARGS=(", ")")
-    assert "    --num-query-groups 8" in lines
-    as_json = CliRunner().invoke(cli, ["inspect", "--megatron-args", "--json", str(tmp_path)])
-    assert json.loads(as_json.output)["num_query_groups"] == 8
 
 
 # What a model depends on of what Megatron-LM's `load_args_from_checkpoint` takes from a checkpoint; whatever is absent
@@ -64,38 +50,45 @@ moe_router_topk_scaling_factor padded_vocab_size
 """.split()  # noqa: SIM905 - seven lines instead of forty
 
 
-@pytest.mark.parametrize("config", [QWEN3_30B_A3B, GLM_4_5])
-def test_checkpoint_args_have_all_that_megatron_reads(config: dict[str, Any]) -> None:
-    args = megatron_args(dims_of(config))
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "zai-org/GLM-4.5"])
+def test_checkpoint_args_have_all_that_megatron_reads(model: str) -> None:
+    args = megatron_args(dims_of(load(model).config))
     assert [name for name in _TAKEN if name not in args] == []
     assert args["attention_dropout"] == args["hidden_dropout"] == 0.0
 
 
-def comments(tmp_path: Path, config: dict[str, Any]) -> list[str]:
-    """The comments of `inspect --megatron-args`, each without the words that all of them begin with."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = CliRunner().invoke(cli, ["inspect", "--megatron-args", str(tmp_path)])
+def run(*words: Any) -> str:
+    done = CliRunner().invoke(cli, list(map(str, words)))
     assert done.exit_code == 0
-    return [
-        line.strip().removeprefix("# no flag says this: ")
-        for line in done.output.splitlines()
-        if line.strip().startswith("#")
-    ]
+    return done.output
 
 
-def test_queries_scaled_by_position_are_said_by_inspect_and_convert(tmp_path: Path) -> None:
+def printed(root: Path, config: Any) -> list[str]:
+    """The lines of `inspect --megatron-args`, which needs a config alone."""
+    (root / "config.json").write_text(json.dumps(config))
+    first, *lines, last = run("inspect", "--megatron-args", root).splitlines()
+    assert (first, last) == ("MODEL_ARGS=(", ")")
+    as_json, args = json.loads(run("inspect", "--megatron-args", "--json", root)), megatron_args(dims_of(config))
+    lines = [line.strip() for line in lines]
+    assert as_json.items() >= json.loads(json.dumps(args)).items()
+    assert [one for one in as_json.get("no_argument_for", []) if one not in comments(lines)] == []
+    return lines
+
+
+def comments(lines: list[str]) -> list[str]:
+    """Without the words that all of them begin with."""
+    return [line.partition("# no flag says this: ")[2] for line in lines if line.startswith("# no flag")]
+
+
+def test_queries_scaled_by_position_are_said_by_inspect_and_convert(releases: PathOf, tmp_path: Path) -> None:
     """megatron-core 0.19.2 has no such scale; its logits equal transformers' up to there (`test_families.py`)."""
-    case.save("ministral3", CASES["ministral3"], tmp_path / "hf", torch.bfloat16)
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    assert [line for line in comments(tmp_path, config) if line.startswith("queries")] == [
-        text_with("16 Megatron Megatron-Bridge's Ministral 3")
-    ]
-    done = CliRunner().invoke(cli, ["convert", str(tmp_path / "hf"), str(tmp_path / "out"), "--dry-run"])
-    assert done.exit_code == 0
-    told = " ".join(done.output.split())
-    assert told == text_with("16 queries")
+    config = config_of(CASES["ministral3"])
+    (said,) = comments(printed(tmp_path, config))
+    assert said == text_with("queries 16 Megatron Megatron-Bridge's Ministral 3")
+    told = run("convert", releases("ministral3"), tmp_path / "out", "--dry-run")
+    assert " ".join(told.split()) == text_with("16 queries")
     unscaled = config | {"rope_parameters": config["rope_parameters"] | {"llama_4_scaling_beta": 0}}
-    assert not [line for line in comments(tmp_path, unscaled) if line.startswith("queries")]
+    assert comments(printed(tmp_path, unscaled)) == []
 
 
 def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
@@ -103,36 +96,29 @@ def test_gemma3_comments_name_what_flags_cannot_build(tmp_path: Path) -> None:
 
     sqrt(5376) is 73.3212, 168**-0.5 is 0.0771517.
     """
-    said = comments(tmp_path, GEMMA_3_27B)
-    assert [line.partition(":")[0] for line in said] == [
+    assert comments(printed(tmp_path, load("google/medgemma-27b-it").config)) == [
         text_with("MLP approximation"),
         text_with("10000 --rotary-base"),
         text_with("8 window"),
-        text_with("scale"),
-        "embeddings times 73.3212",
+        text_with("config.softmax_scale 0.07715167498104596 0.08838834764831845"),
+        text_with("embeddings times 73.3212"),
         text_with("norms MLP"),
     ]
-    assert "config.softmax_scale = 0.077151674" in said[3]
-    assert said[3] == text_with("0.08838834764831845")
-    as_json = json.loads(CliRunner().invoke(cli, ["inspect", "--megatron-args", "--json", str(tmp_path)]).output)
-    assert as_json["no_argument_for"] == said
-    assert (as_json["rotary_base"], as_json["swiglu"]) == (1000000, False)
 
 
-# tests/converters/test_nemotron_h.py has those of a model without either.
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("nemotron_h")])
+# test_nemotron_h.py has those of a model without either.
+ROTATED = [name for name in CASES if not name.startswith("nemotron_h")]
+
+
+@pytest.mark.parametrize("name", daily(ROTATED, [name for name in OF_A_KIND if name in ROTATED]))
 def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_path: Path) -> None:
     """Against the config classes of transformers: its activation, and how its rotary embedding is scaled."""
-    config = CASES[name].config()
-    text = config.get_text_config()
-    stated = CASES[name].edit(json.loads(config.to_json_string(use_diff=False)))
-    (tmp_path / "config.json").write_text(json.dumps(stated))
+    text = CASES[name].config().get_text_config()
+    (tmp_path / "config.json").write_text(json.dumps(config_of(CASES[name])))
     args = model_arguments(tmp_path)
     lines = launch_flags(args)
     gate = getattr(text, "hidden_activation", None) or text.hidden_act
-    said = {"silu": "--swiglu", "gelu_pytorch_tanh": "# no flag says this: the gated MLP of gelu's tanh approximation"}[
-        gate
-    ]
+    said = {"silu": "--swiglu", "gelu_pytorch_tanh": "# no flag says this: the gated MLP of gelu's"}[gate]
     if text.model_type == "gpt_oss":
         said = "--quick-geglu"  # transformers `GptOssExperts`, whatever hidden_act says
     assert [line for line in lines if line.startswith(said)]
@@ -153,10 +139,6 @@ def test_flags_of_every_family_state_gate_and_rotary_embedding(name: str, tmp_pa
 
 def test_a_rope_factor_that_no_builder_of_megatron_hands_on_is_a_comment_and_no_flag(tmp_path: Path) -> None:
     """Llama 3.2's: --rope-scaling-factor is parsed by Megatron and reaches no model."""
-    config = CASES["llama-tied"].config()
-    assert config.rope_parameters["factor"] == 32.0
-    (tmp_path / "config.json").write_text(config.to_json_string())
-    lines = launch_flags(model_arguments(tmp_path))
+    lines = printed(tmp_path, config_of(CASES["llama-tied"]))
     assert not [line for line in lines if line.startswith("--rope-scaling-factor")]
-    factor = "rope scaling by 32 (--use-rope-scaling scales by 8): hand rope_scaling_factor to GPTModel"
-    assert text_with(f"{factor} gpt_builders.py") in lines
+    assert text_with("32 --use-rope-scaling 8 rope_scaling_factor GPTModel gpt_builders.py") in lines

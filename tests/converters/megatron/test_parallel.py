@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 from families import CASES as CASES_OF_FAMILIES
 from support import models
+from support.installed import require_megatron
 from support.megatron_sizes import refused_by_megatron
 
 from ckptkit.converters.megatron.parallel import (
@@ -23,11 +23,11 @@ from ckptkit.converters.megatron.parallel import (
 from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 
-needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 DIMS = dims_of(models.configs()["qwen2-tied"].to_dict())
 ONE_LAYER = {"num_hidden_layers": 1}
 DENSE = models.configs()["qwen2-tied"].to_dict() | ONE_LAYER
 EIGHT_HEADS = DENSE | {"num_attention_heads": 8, "head_dim": 32}
+TWELVE_HEADS = EIGHT_HEADS | {"num_attention_heads": 12, "num_key_value_heads": 4}
 EXPERTS = models.configs()["qwen3_moe"].to_dict() | ONE_LAYER
 LINEAR = {"layer_types": ["linear_attention"], "num_nextn_predict_layers": 0}
 HYBRID = CASES_OF_FAMILIES["qwen3_next"].config().to_dict() | ONE_LAYER | LINEAR
@@ -42,16 +42,8 @@ CASES: list[tuple[Mapping[str, Any], ParallelSizes, str | None]] = [
     (EIGHT_HEADS, ParallelSizes(tp=8), None),
     (EIGHT_HEADS | {"num_key_value_heads": 1}, ParallelSizes(tp=8), None),
     (EIGHT_HEADS | {"num_key_value_heads": 8}, ParallelSizes(tp=8), None),
-    (
-        EIGHT_HEADS | {"num_attention_heads": 12, "num_key_value_heads": 4},
-        ParallelSizes(tp=6),
-        "num_key_value_heads = 4",
-    ),
-    (
-        EIGHT_HEADS | {"num_attention_heads": 12, "num_key_value_heads": 4},
-        ParallelSizes(tp=12),
-        "rows of linear_qkv = 640",
-    ),
+    (TWELVE_HEADS, ParallelSizes(tp=6), "num_key_value_heads = 4"),
+    (TWELVE_HEADS, ParallelSizes(tp=12), "rows of linear_qkv = 640"),
     (EIGHT_HEADS | {"num_key_value_heads": 1, "head_dim": 2}, ParallelSizes(tp=8), "rows of linear_qkv = 20"),
     (EIGHT_HEADS | {"intermediate_size": 290}, ParallelSizes(tp=4), "intermediate_size = 290"),
     (DENSE, ParallelSizes(ep=2), "the number of experts = 0"),
@@ -69,23 +61,15 @@ CASES: list[tuple[Mapping[str, Any], ParallelSizes, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "sizes", "refused"), CASES)
-def test_refusals_name_what_does_not_divide(
-    config: Mapping[str, Any], sizes: ParallelSizes, refused: str | None
-) -> None:
-    assert [one.actual for one in refusals(dims_of(config), sizes)] == ([refused] if refused else [])
+def test_refusals_name_what_does_not_divide() -> None:
+    for config, sizes, refused in CASES:
+        assert [one.actual for one in refusals(dims_of(config), sizes)] == ([refused] if refused else []), sizes
 
 
-@needs_megatron
 def test_megatron_refuses_the_same_sizes(tmp_path: Path) -> None:
+    require_megatron()
     said = refused_by_megatron([(config, sizes) for config, sizes, _ in CASES], tmp_path)
-    wrong = {
-        (str(sizes), refused): error
-        for (_, sizes, refused), error in zip(CASES, said, strict=True)
-        if bool(refused) != bool(error)
-    }
-    assert wrong == {}
-    assert len(said) == len(CASES)
+    assert [bool(error) for error in said] == [bool(refused) for *_, refused in CASES]
 
 
 @pytest.mark.parametrize(
@@ -116,19 +100,10 @@ def test_uneven_pipeline_gives_its_stages_or_is_refused() -> None:
         check_sizes(ParallelSizes(pp=3, last=3), DIMS)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world"),
-    [
-        (ParallelSizes(), 1),
-        (ParallelSizes(tp=2, pp=2), 4),
-        (ParallelSizes(tp=2, ep=2), 2),
-        (ParallelSizes(tp=2, ep=2, etp=2), 4),
-        (ParallelSizes(tp=4, pp=3, ep=6), 36),
-        (ParallelSizes(pp=2, ep=4, vpp=3), 8),
-    ],
-)
-def test_world_size_is_the_least_common_multiple(sizes: ParallelSizes, world: int) -> None:
-    assert sizes.world == world
+def test_world_size_is_the_least_common_multiple() -> None:
+    sizes = (ParallelSizes(), ParallelSizes(tp=2, pp=2), ParallelSizes(tp=2, ep=2), ParallelSizes(tp=2, ep=2, etp=2))
+    assert [one.world for one in sizes] == [1, 4, 2, 4]
+    assert [ParallelSizes(tp=4, pp=3, ep=6).world, ParallelSizes(pp=2, ep=4, vpp=3).world] == [36, 8]
 
 
 def test_defaults_are_those_of_megatron() -> None:

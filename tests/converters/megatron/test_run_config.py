@@ -25,7 +25,7 @@ from ckptkit.verify.checks.config.arguments import mismatches
 from ckptkit.verify.run import verify
 
 # Models of GPTModel whose settings differ in kind: dense and not, latent attention, sinks, YaRN, linear attention.
-MODELS = ("qwen2-tied", "qwen2-untied", "qwen3_moe", "glm4_moe-mtp", "deepseek_v3", "gpt_oss", "qwen3_next")
+MODELS = ("qwen2-tied", "qwen3_moe", "glm4_moe-mtp", "deepseek_v3", "gpt_oss", "qwen3_next")
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +65,7 @@ def test_inspect_and_verify_read_it(bridge: Path, converted: PathOf) -> None:
 
 def test_a_setting_of_another_model_is_named_with_its_file(bridge: Path) -> None:
     file = bridge / "release" / RUN_CONFIG
-    before = file.read_text()
-    topk = args_of(model_settings(file))["moe_router_topk"]
-    file.write_text(before.replace(f"moe_router_topk: {topk}", "moe_router_topk: 7"))
-    assert file.read_text() != before
+    file.write_text(file.read_text().replace("moe_router_topk: 3", "moe_router_topk: 7"))
     (finding,) = verify(bridge).findings
     assert (finding.code, finding.actual, finding.file) == ("CK701", "moe_router_topk = 7", str(file))
 
@@ -108,15 +105,13 @@ def test_a_checkpoint_of_nemo_is_read_and_exported(
     assert models.unequal(tmp_path / "back", releases("qwen3_moe")) == []
 
 
-def test_settings_that_leave_some_to_a_class_are_not_compared(nemo: Path) -> None:
+def test_settings_that_leave_some_to_a_class_and_keys_that_megatron_does_not_look_for_are_not_compared(
+    nemo: Path,
+) -> None:
     file = nemo / "context" / NEMO_MODEL
     file.write_text("config: {_target_: nemo.collections.llm.gpt.model.llama.Llama3Config8B, num_layers: 7}")
     assert inspect(nemo)["args"] == {}
     assert verify(nemo).findings == []
-
-
-def test_megatron_is_not_asked_for_keys_that_it_does_not_look_for(nemo: Path) -> None:
-    require_megatron()
     report = verify(nemo, against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     assert report.reasons[0] == text_with("NeMo torch_dist")
