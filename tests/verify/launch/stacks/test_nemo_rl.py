@@ -131,7 +131,8 @@ def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFin
     """One node of 8 less 2 GPUs, which 4 stages do not divide; of 3 nodes one generates."""
     resources = "  generation: {colocated: {enabled: false, resources: {%s}}}\n"
     assert passes(preflight(script=model(base, hf, f"{resources % 'num_nodes: 1'}cluster: {{num_nodes: 3}}\n")))
-    text = f"  megatron_cfg: {{pipeline_model_parallel_size: 4}}\n{resources % 'gpus_per_node: 2'}loss_fn: {{reference_policy_kl_penalty: 0}}\n"
+    text = f"  megatron_cfg: {{pipeline_model_parallel_size: 4}}\n{resources % 'gpus_per_node: 2'}"
+    text += "loss_fn: {reference_policy_kl_penalty: 0}\n"
     file = model(base, hf, text)
     finding = only(preflight(script=file))
     assert finding.code == "CK722"
