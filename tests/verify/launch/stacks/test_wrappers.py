@@ -94,6 +94,11 @@ def test_suite_of_nemo_rl_is_read_through_what_it_sources(releases: PathOf, tmp_
     finding = only(preflight(script=script))
     assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
     assert f"{tmp_path}/configs/recipes/../base.yaml:5" in finding.expected
+    # The program names a file of settings where the launch does not.
+    script.write_text(f"cd {tmp_path}\nuv run examples/run_grpo.py grpo.max_num_steps=1\n")
+    assert only(preflight(script=script)).code == "CK722"
+    script.write_text(f"cd {tmp_path}\nuv run examples/run_grpo.py cluster.gpus_per_node=4\n")
+    assert preflight(script=script).status == "passed"
 
 
 @pytest.mark.parametrize("how", ["bash $HERE/job.sh", "NAME=job bash ./tests/suites/job.sh", "COMMAND"])
@@ -113,15 +118,6 @@ COMMAND=$COMMAND sbatch --nodes=1 ray.sub"""
     script.write_text(f'HERE=$(cd "$(dirname "$0")" && pwd)\nexport UNUSED=1\n{how}\n')
     finding = only(preflight(script=script))
     assert (finding.code, "3 GPUs" in finding.actual) == ("CK722", True)
-
-
-def test_program_names_the_settings_that_a_launch_does_not(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
-    suite(tmp_path, releases("qwen3_moe"), "1")
-    script = tmp_path / "run.sh"
-    script.write_text(f"cd {tmp_path}\nuv run examples/run_grpo.py grpo.max_num_steps=1\n")
-    assert only(preflight(script=script)).code == "CK722"
-    script.write_text(f"cd {tmp_path}\nuv run examples/run_grpo.py cluster.gpus_per_node=4\n")
-    assert preflight(script=script).status == "passed"
 
 
 def test_file_of_roll_stands_beside_its_program(tmp_path: Path, only: OnlyFinding, releases: PathOf) -> None:
@@ -162,11 +158,9 @@ teacher:
     ("text", "before", "after", "code"),
     [
         (SFT, "", "", ""),
-        (SFT, "pretrain: HF", "pretrain: /nosuch", "CK714"),
         (SFT, "0,8", "0,6", "CK722"),
         (DISTILL, "", "", ""),
         (DISTILL, "[8,9,10,11]", "[8,9,10]", "CK722"),
-        (DISTILL, "student_pretrain: HF", "student_pretrain: /nosuch", "CK714"),
         (DISTILL, "teacher_pretrain: HF", "teacher_pretrain: /nosuch", "CK714"),
     ],
 )
@@ -188,41 +182,35 @@ VERL_SFT = """torchrun --standalone --nproc_per_node=8 -m verl.trainer.sft_train
 ASYNC = """python3 -m verl.experimental.fully_async_policy.fully_async_main \\
   --config-name=fully_async_ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
   actor_rollout_ref.model.path=HF actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
-  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=ENGINE \\
+  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
   trainer.nnodes=1 trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=6 \\
   trainer.experiment_name=job_$(date +%Y%m%d_%H%M) trainer.default_hdfs_dir=null
 """
 
 
-@pytest.mark.parametrize(
-    ("model", "option", "codes"),
-    [("HF", "", set()), ("/nosuch", "", {"CK714"}), ("HF", "engine.use_dist_checkpointing=True", {"CK711"})],
-)
-def test_fine_tuning_of_verl_is_read(
-    model: str, option: str, codes: set[str], releases: PathOf, tmp_path: Path
-) -> None:
-    script = tmp_path / "run.sh"
-    text = VERL_SFT.replace("model.path=HF", f"model.path={model.replace('HF', str(releases('qwen3_moe')))}")
-    script.write_text(text.replace("LOCAL", str(tmp_path / "local")))
-    words = [option, "engine.dist_checkpointing_path=/nosuch"] if option else []
-    report = preflight(script=script, arguments=words)
-    assert {one.code for one in report.findings} == codes
-    assert report.facts["what would be loaded"] if not codes else True
+def test_fine_tuning_of_verl_is_read(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    script, local = tmp_path / "run.sh", tmp_path / "local"
+    text = VERL_SFT.replace("HF", str(releases("qwen3_moe"))).replace("LOCAL", str(local))
+    script.write_text(text)
+    report = preflight(script=script)
+    assert (report.findings, len(report.facts["what would be loaded"]) > 0) == ([], True)
+    words = ["engine.use_dist_checkpointing=True", "engine.dist_checkpointing_path=/nosuch"]
+    assert only(preflight(script=script, arguments=words)).code == "CK711"
+    assert only(preflight(script=script, arguments=["model.path=/nosuch"])).code == "CK714"
+    # A run that goes on from a step is not looked at.
+    local.mkdir()
+    (local / "latest_checkpointed_iteration.txt").write_text("5")
+    assert "looked" in preflight(script=script).facts["not read"][0]
 
 
 @pytest.mark.parametrize(
     ("ranks", "words", "found"),
     [
         ("--nproc_per_node=8", "engine=fsdp engine.ulysses_sequence_parallel_size=2", ""),
-        ("--nproc-per-node 4 --nnodes=2", "engine=fsdp engine.ulysses_sequence_parallel_size=2", ""),
-        ("--nproc_per_node=4", "engine.ulysses_sequence_parallel_size=1", ""),
         ("--nproc_per_node=4", "engine.strategy=fsdp2", ""),
-        ("--nproc_per_node=3", "engine=fsdp engine.ulysses_sequence_parallel_size=2", "3 GPUs: processes started at"),
         ("--nproc-per-node=3 --nnodes 3", "engine.ulysses_sequence_parallel_size=2", "9 GPUs: processes started at"),
-        ("--nproc_per_node=5", "engine.strategy=fsdp2 engine.ulysses_sequence_parallel_size=2", "5 GPUs"),
         ("--nproc_per_node=7", "engine=veomni engine.ulysses_parallel_size=2", "7 GPUs"),
         ("--nproc_per_node=6", "engine=fsdp engine.ulysses_sequence_parallel_size=3", "10"),  # heads
-        ("--nproc_per_node=$N", "engine=fsdp engine.ulysses_sequence_parallel_size=3", "10"),
     ],
 )
 def test_ranks_of_torchrun_divide_over_those_that_share_a_sequence(
@@ -236,17 +224,9 @@ def test_ranks_of_torchrun_divide_over_those_that_share_a_sequence(
     assert {one.code: one.status for one in report.checks}["CK722"] == ("failed" if found else "passed")
 
 
-def test_run_of_verl_that_goes_on_from_a_step_is_inconclusive(releases: PathOf, tmp_path: Path) -> None:
-    (tmp_path / "local").mkdir()
-    (tmp_path / "local" / "latest_checkpointed_iteration.txt").write_text("5")
-    script = tmp_path / "run.sh"
-    script.write_text(VERL_SFT.replace("HF", str(releases("qwen3_moe"))).replace("LOCAL", str(tmp_path / "local")))
-    assert "looked" in preflight(script=script).facts["not read"][0]
-
-
 def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
     script = tmp_path / "run.sh"
-    text = ASYNC.replace("HF", str(releases("qwen3_moe"))).replace("ENGINE", "2")
+    text = ASYNC.replace("HF", str(releases("qwen3_moe")))
     script.write_text(text)
     report = preflight(script=script)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
@@ -283,9 +263,7 @@ ray job submit --runtime-env-json="$ENVIRONMENT" -- python3 train.py --hf-checkp
     ("resource", "options", "actor", "rollout"),
     [
         ({"actor": [1, 8], "rollout": [1, 4]}, "", ("8", "1"), "4"),
-        ({"actor": [1, 128], "rollout": [1, 128]}, "", ("8", "16"), "128"),
         ({"actor": [1, 16]}, "--num-gpus-per-node 4", ("4", "4"), None),
-        ({"actor": [1, 2]}, "", ("2", "1"), None),
         ({"actor": [1, 8], "advantages": [1, 0]}, "--actor-num-nodes 2", ("", "2"), None),
     ],
 )
