@@ -196,12 +196,3 @@ def test_launcher_that_nests_deeper_than_python_parses_is_not_read_for_that_reas
     launcher.write_text(f"x = {deep}{CALL}")
     (line,) = read_launcher(launcher, [], {}).unresolved
     assert line == text_with(f"{launcher} Python")
-
-
-def test_launcher_whose_error_has_no_line_is_refused_with_a_reason(tmp_path: Path) -> None:
-    for name, content in {"nul": b"x = 1\0", "open": b"x = (" + b"(" * 5_000}.items():
-        launcher = tmp_path / f"{name}.py"
-        launcher.write_bytes(content)
-        with pytest.raises(CkptkitError) as caught:
-            read_launcher(launcher, [], {})
-        assert "None" not in str(caught.value)

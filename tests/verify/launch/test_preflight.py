@@ -191,13 +191,6 @@ def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tm
     assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is not there"
 
 
-@pytest.mark.parametrize("text", ["30", "soon"])
-def test_tracker_that_names_no_stored_iteration_is_found(text: str, run_of: Path, only: OnlyFinding) -> None:
-    (run_of / TRACKER).write_text(text)
-    finding = only(preflight(load=run_of))
-    assert (finding.code, finding.file) == ("CK711", str(run_of / TRACKER))
-
-
 def test_a_directory_of_the_other_format(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:
     report = preflight(hf_checkpoint=releases(NAME), load=releases(NAME))
     assert report.findings == []

@@ -193,17 +193,6 @@ def test_damaged_weights_are_a_finding_and_no_end_of_the_run(releases: PathOf, b
     assert "File is not a zip file" in finding.actual
 
 
-def test_a_conversion_of_a_release_with_a_manifest_is_known_by_it(hf: Path, tmp_path: Path) -> None:
-    """Its lineage names that manifest, so it needs no digests of its own."""
-    convert(hf, tmp_path / "megatron")
-    path = tmp_path / "megatron" / "ckptkit.json"
-    manifest = json.loads(path.read_text())
-    del manifest["tensors"]
-    path.write_text(json.dumps(manifest))
-    report = preflight(hf_checkpoint=hf, ref_load=tmp_path / "megatron")
-    assert (of(report).status, of(report).tensors_compared) == ("passed", 1)
-
-
 def test_actor_and_reference_of_verl_with_other_weights_are_found(
     hf: Path, megatron: Path, tmp_path: Path, only: OnlyFinding
 ) -> None:

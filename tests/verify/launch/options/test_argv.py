@@ -67,12 +67,6 @@ def test_an_option_of_many_values_has_those_that_argparse_gives_it(words: list[s
     assert [word.text for word in option.values] == parser.parse_known_args(words)[0].ids
 
 
-def test_options_have_file_and_line_of_their_words(tmp_path: Any) -> None:
-    file = tmp_path / "run.sh"
-    one, other = options_of([Word("--load=/a", file, 3), Word("--save", file, 4), Word("/b", file, 5)])
-    assert (one.value, other.value) == (Word("/a", file, 3), Word("/b", file, 5))
-
-
 def test_options_with_a_value_that_could_not_be_told_are_not_known() -> None:
     words = [Word("--load"), UnresolvedWord("$A"), UnresolvedWord("--save=$B"), Word("--tp"), Word("1")]
     known = {one.name: one.known for one in options_of(words)}

@@ -11,7 +11,6 @@ from support.fixture_types import OnlyFinding, PathOf
 
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.shell.read import read_script
-from ckptkit.verify.launch.words import UnresolvedWord
 
 COMMON = """set -eou pipefail
 HERE=$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd)
@@ -239,24 +238,6 @@ def test_rollout_of_verl_has_its_own_gpus(releases: PathOf, tmp_path: Path, only
     report = preflight(script=script)
     assert report.status == "inconclusive"
     assert "trainer.experiment_name" in report.facts["not read"][0]
-
-
-def test_variables_of_a_heredoc_count_but_for_those_that_are_not_known() -> None:
-    text = """LINKS=$(nvidia-smi | grep -c NV)
-ENVIRONMENT=$(cat <<EOF
-{"env_vars": {"NCCL_NVLS_ENABLE": "$LINKS", "OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1",
-  "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}}
-EOF
-)
-ray job submit --runtime-env-json="$ENVIRONMENT" -- python3 train.py --hf-checkpoint /x
-"""
-    read = read_script(None, text, environment={})
-    assert read.unresolved == ()
-    known = {name: word.text for name, word in read.environment.items() if not isinstance(word, UnresolvedWord)}
-    assert known["OPEN_TRAINING_INT4_GROUP_SIZE"] == "32"
-    assert isinstance(read.environment["NCCL_NVLS_ENABLE"], UnresolvedWord)
-    unknown = read_script(None, text.replace('"32"', '"$(hostname)"'), environment={})
-    assert "OPEN_TRAINING_INT4_GROUP_SIZE" in unknown.unresolved[0]
 
 
 @pytest.mark.parametrize(
