@@ -25,40 +25,24 @@ REPOSITORY = "some-org/Some-Model_1.5"
 UNKNOWN = "nemotron_later"
 
 
+JOBS = Path(__file__).with_name("jobs")
+ROLL = (JOBS / "roll.yaml").read_text().replace("      expert_model_parallel_size: 2\n", "")
 # A first run of every stack from an HF directory, or a name that stands for one. All but the first two may get a name.
 LAUNCHES = {
-    "slime": "python3 train.py --hf-checkpoint {hf} --ref-load {hf}",
-    "vime": "python3 train.py --hf-checkpoint {hf} --load {hf}",
-    "miles": "python3 train.py --hf-checkpoint {hf} --megatron-to-hf-mode bridge",
+    "slime": "python3 train.py --hf-checkpoint MODEL --ref-load MODEL",
+    "vime": "python3 train.py --hf-checkpoint MODEL --load MODEL",
+    "miles": "python3 train.py --hf-checkpoint MODEL --megatron-to-hf-mode bridge",
     "verl": "python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo "
-    "actor_rollout_ref.model.path={hf} actor_rollout_ref.rollout.name=sglang trainer.resume_mode=disable",
-    "NeMo-RL": """
-policy:
-  model_name: {hf}
-  megatron_cfg: {{enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2,
-    context_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1}}
-  generation: {{backend: vllm, vllm_cfg: {{tensor_parallel_size: 1, pipeline_parallel_size: 1}}}}
-cluster: {{gpus_per_node: 8, num_nodes: 1}}
-""",
-    "ROLL": """
-pretrain: {hf}
-adv_estimator: reinforce
-init_kl_coef: 0
-actor_train:
-  strategy_args: {{strategy_name: megatron_train, strategy_config: {{tensor_model_parallel_size: 1}}}}
-  device_mapping: list(range(0,8))
-actor_infer:
-  strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}
-  num_gpus_per_worker: 1
-  device_mapping: list(range(0,8))
-""",
+    "actor_rollout_ref.model.path=MODEL actor_rollout_ref.rollout.name=sglang trainer.resume_mode=disable",
+    "NeMo-RL": (JOBS / "nemo_rl.yaml").read_text().replace("???", "MODEL"),
+    "ROLL": ROLL.split("reference:")[0] + "init_kl_coef: 0",
 }
 NAMING = list(LAUNCHES)[2:]
 
 
 def write(folder: Path, stack: str, hf: Path | str) -> Path:
     file = folder / ("job.yaml" if stack in ("NeMo-RL", "ROLL") else "run.sh")
-    file.write_text(LAUNCHES[stack].format(hf=hf) + "\n")
+    file.write_text(LAUNCHES[stack].replace("MODEL", str(hf)) + "\n")
     return file
 
 

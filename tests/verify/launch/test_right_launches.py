@@ -30,40 +30,7 @@ VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.ya
   {ref}.tensor_model_parallel_size=2 \\
   actor_rollout_ref.rollout.name=sglang trainer.nnodes=1 trainer.n_gpus_per_node=8
 """
-NEMO_RL = """
-loss_fn: {{reference_policy_kl_penalty: 0.01}}
-checkpointing: {{enabled: true, checkpoint_dir: {folder}/results}}
-policy:
-  model_name: {hf}
-  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}
-  megatron_cfg:
-    enabled: true
-    tensor_model_parallel_size: 2
-    pipeline_model_parallel_size: 2
-    context_parallel_size: 1
-    expert_model_parallel_size: 1
-    expert_tensor_parallel_size: 1
-  generation: {{backend: vllm, vllm_cfg: {{tensor_parallel_size: 2, pipeline_parallel_size: 1}}}}
-cluster: {{gpus_per_node: 8, num_nodes: 1}}
-"""
-ROLL = """
-pretrain: {hf}
-reward_pretrain: {hf}
-adv_estimator: reinforce
-resume_from_checkpoint: false
-actor_train:
-  strategy_args:
-    strategy_name: megatron_train
-    strategy_config: {{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: true}}
-  device_mapping: list(range(0,8))
-actor_infer:
-  strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}
-  num_gpus_per_worker: 2
-  device_mapping: list(range(0,8))
-reference:
-  strategy_args: {{strategy_name: megatron_infer, strategy_config: {{tensor_model_parallel_size: 2}}}}
-  device_mapping: list(range(0,8))
-"""
+JOBS = Path(__file__).with_name("jobs")
 
 
 def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
@@ -77,23 +44,31 @@ def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
     return folder / "run.sh"
 
 
-def filled(text: str, name: str) -> Callable[[Path, Path, Path], Path]:
-    """Makes a file of settings, or a script of verl."""
+def verl(folder: Path, hf: Path, megatron: Path) -> Path:
+    roles = {role: f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")}
+    (folder / "run.sh").write_text(VERL.format(hf=hf, megatron=megatron, **roles))
+    return folder / "run.sh"
 
-    def write(folder: Path, hf: Path, megatron: Path) -> Path:
-        roles = {role: f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")}
-        (folder / name).write_text(text.format(hf=hf, megatron=megatron, folder=folder, **roles))
-        return folder / name
 
-    return write
+def nemo_rl(folder: Path, hf: Path, megatron: Path) -> Path:
+    text = (JOBS / "nemo_rl.yaml").read_text().replace("results/none", str(folder / "results"))
+    text = text.replace("???", f"{hf}\n  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}")
+    (folder / "job.yaml").write_text(text.replace("_model_parallel_size: 1", "_model_parallel_size: 2", 2))
+    return folder / "job.yaml"
+
+
+def roll(folder: Path, hf: Path, megatron: Path) -> Path:
+    text = (JOBS / "roll.yaml").read_text().replace("MODEL", str(hf)).replace("expert_model_parallel_size: 4, ", "")
+    (folder / "job.yaml").write_text(text.replace("      expert_model_parallel_size: 2\n", ""))
+    return folder / "job.yaml"
 
 
 STACKS: dict[str, Callable[[Path, Path, Path], Path]] = {
     "slime": lambda folder, hf, megatron: bash(folder, hf, megatron, "--ref-load {megatron}"),
     "miles": lambda folder, hf, megatron: bash(folder, hf, megatron, BRIDGE),
-    "verl": filled(VERL, "run.sh"),
-    "NeMo-RL": filled(NEMO_RL, "job.yaml"),
-    "ROLL": filled(ROLL, "job.yaml"),
+    "verl": verl,
+    "NeMo-RL": nemo_rl,
+    "ROLL": roll,
 }
 
 

@@ -15,34 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
-BASE = """
-loss_fn: {reference_policy_kl_penalty: 0.01}
-checkpointing: {enabled: true, checkpoint_dir: results/none}
-policy:
-  model_name: ???
-  precision: bfloat16
-  tokenizer: {name: "${policy.model_name}"}
-  train_micro_batch_size: 4
-  max_total_sequence_length: 512
-  megatron_cfg:
-    enabled: true
-    tensor_model_parallel_size: 1
-    pipeline_model_parallel_size: 1
-    context_parallel_size: 1
-    expert_model_parallel_size: 1
-    expert_tensor_parallel_size: 1
-    num_layers_in_first_pipeline_stage: null
-    num_layers_in_last_pipeline_stage: null
-    pipeline_dtype: ${policy.precision}
-    activation_checkpointing: false
-    peft: {enabled: false, dim: 8}
-  sequence_packing: {train_mb_tokens: "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"}
-  generation:
-    backend: vllm
-    vllm_cfg: {tensor_parallel_size: 1, pipeline_parallel_size: 1, precision: "${policy.precision}"}
-    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
-cluster: {gpus_per_node: 8, num_nodes: 1}
-"""
+BASE = (Path(__file__).parents[1] / "jobs" / "nemo_rl.yaml").read_text()
 
 
 @pytest.fixture
@@ -140,7 +113,7 @@ def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFin
         f"GPUs = 1 4 1 = 4 policy.megatron_cfg.pipeline_model_parallel_size ({file}:4)"
     )
     assert finding.actual == (
-        f"6 GPUs: cluster.num_nodes ({base}:27) 1 x cluster.gpus_per_node ({base}:27) 8, "
+        f"6 GPUs: cluster.num_nodes ({base}:26) 1 x cluster.gpus_per_node ({base}:26) 8, "
         f"less 2 for generation by policy.generation.colocated.resources.gpus_per_node ({file}:5) 2"
     )
 

@@ -13,39 +13,7 @@ from support.messages import text_with
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
-JOB = """
-defaults:
-  - ../common/envs@_here_
-exp_name: job
-pretrain: MODEL
-reward_pretrain: MODEL
-adv_estimator: reinforce
-resume_from_checkpoint: false
-num_return_sequences_in_group: 8
-checkpoint_config: {type: file_system, output_dir: "./models/${exp_name}"}
-actor_train:
-  model_args: {dtype: bf16, model_type: ~}
-  strategy_args:
-    strategy_name: megatron_train
-    strategy_config:
-      tensor_model_parallel_size: 2
-      pipeline_model_parallel_size: 2
-      expert_model_parallel_size: 2
-      context_parallel_size: 1
-  device_mapping: list(range(0,8))
-actor_infer:
-  generating_args: {num_return_sequences: "${num_return_sequences_in_group}"}
-  strategy_args:
-    strategy_name: sglang
-    strategy_config: {mem_fraction_static: 0.7, load_format: dummy}
-  num_gpus_per_worker: 2
-  device_mapping: list(range(0,6)) + [6, 7]
-reference:
-  strategy_args:
-    strategy_name: megatron_infer
-    strategy_config: {expert_model_parallel_size: 4, expert_tensor_parallel_size: 1}
-  device_mapping: list(range(0,8))
-"""
+JOB = (Path(__file__).parents[1] / "jobs" / "roll.yaml").read_text()
 
 
 @pytest.fixture
@@ -59,7 +27,7 @@ def job(hf: Path, tmp_path: Path) -> Path:
     (tmp_path / "common" / "envs.yaml").write_text("custom_envs: {}\n")
     path = tmp_path / "jobs" / "job.yaml"
     path.parent.mkdir()
-    path.write_text(JOB.replace("MODEL", str(hf)))
+    path.write_text(JOB.replace("MODEL", str(hf)).replace("[]", "\n  - ../common/envs@_here_", 1))
     return path
 
 
@@ -110,7 +78,7 @@ def test_devices_that_do_not_divide_are_found_with_both_places(job: Path) -> Non
     finding, experts = preflight(script=job, arguments=["actor_train.device_mapping=list(range(0,6))"]).findings
     config = "actor_train.strategy_args.strategy_config"
     assert finding.code == "CK722"
-    places = f"{config}.tensor_model_parallel_size {job}:16 {config}.pipeline_model_parallel_size {job}:17"
+    places = f"{config}.tensor_model_parallel_size {job}:15 {config}.pipeline_model_parallel_size {job}:16"
     assert finding.expected == text_with(f"2 2 1 = 4 {places}")
     assert finding.actual == "6 GPUs: actor_train.device_mapping (the command line) list(range(0,6))"
     assert experts.expected == text_with("GPUs = 2 2 2 = 8")

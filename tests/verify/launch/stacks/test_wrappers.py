@@ -12,47 +12,13 @@ from support.fixture_types import OnlyFinding, PathOf
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.shell.read import read_script
 
-COMMON = """set -eou pipefail
-HERE=$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd)
-ROOT=$(realpath $HERE/../..)
-NAME=${NAME:-$(basename $0 .sh)}
-CONFIG=$(echo $HERE/$NAME.yaml | sed 's#tests/suites#configs/recipes#')
-if [[ ! -f $CONFIG ]]; then
-  echo "$CONFIG not found"
-  exit 1
-fi
-stop_if_done() {
-  DONE=$(jq max $HERE/$NAME.json || echo 0)
-  if [[ $DONE -ge $STEPS ]]; then exit 0; fi
-}
-"""
-SUITE = """#!/bin/bash
-HERE=$( cd -- "$( dirname -- "${BASH_SOURCE[0]}" )" &> /dev/null && pwd)
-source $HERE/common.env
-STEPS=20
-stop_if_done
-cd $ROOT
-uv run examples/run_grpo.py \\
-    --config $CONFIG \\
-    grpo.max_num_steps=$STEPS \\
-    logger.log_dir=$HERE/$NAME/logs \\
-    logger.wandb.name=$NAME-$(date +%s) \\
-    cluster.num_nodes=NODES \\
-    checkpointing.checkpoint_dir=$HERE/$NAME/steps \\
-    $@ 2>&1 | tee run.log
-"""
-RECIPE = """
-defaults: ../../base.yaml
-policy: {model_name: HF}
-"""
-BASE = """
-loss_fn: {reference_policy_kl_penalty: 0}
-policy:
-  megatron_cfg: {enabled: true, tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1,
-    context_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1}
-  generation: {backend: vllm, vllm_cfg: {tensor_parallel_size: 1, pipeline_parallel_size: 1}}
-cluster: {gpus_per_node: 3, num_nodes: 1}
-"""
+JOBS = Path(__file__).parents[1] / "jobs"
+COMMON, SUITE, RECIPE, BASE = (
+    (JOBS / "suite" / name).read_text() for name in ("common.env", "job.sh", "recipe.yaml", "base.yaml")
+)
+SFT, DISTILL, VERL_SFT, ASYNC = (
+    (JOBS / name).read_text() for name in ("roll_sft.yaml", "roll_distillation.yaml", "verl_sft.sh", "verl_async.sh")
+)
 MAIN = """import argparse
 import os
 
@@ -132,27 +98,6 @@ def test_file_of_roll_stands_beside_its_program(tmp_path: Path, only: OnlyFindin
     assert (finding.code, "6 GPUs" in finding.actual) == ("CK722", True)
 
 
-SFT = """
-pretrain: HF
-resume_from_checkpoint: false
-sft_train:
-  strategy_args: {strategy_name: megatron_train,
-    strategy_config: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2}}
-  device_mapping: list(range(0,8))
-"""
-DISTILL = """
-student_pretrain: HF
-teacher_pretrain: HF
-resume_from_checkpoint: false
-student:
-  strategy_args: {strategy_name: megatron_train, strategy_config: {tensor_model_parallel_size: 2}}
-  device_mapping: list(range(0,8))
-teacher:
-  strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}
-  device_mapping: list([8,9,10,11])
-"""
-
-
 @pytest.mark.parametrize(
     ("text", "before", "after", "code"),
     [
@@ -171,20 +116,6 @@ def test_fine_tuning_and_distillation_of_roll_are_read(
     report = preflight(script=job)
     assert {one.code for one in report.findings} == ({code} if code else set())
     assert report.status == ("failed" if code else "passed")
-
-
-VERL_SFT = """torchrun --standalone --nproc_per_node=8 -m verl.trainer.sft_trainer \\
-  data.train_files=$HOME/data/train.parquet model=hf_model model.path=HF optim=megatron optim.lr=1e-5 \\
-  engine=megatron engine.tensor_model_parallel_size=2 "optim.betas=[0.9,0.95]" \\
-  trainer.project_name=sft trainer.default_local_dir=LOCAL trainer.logger='["console","wandb"]' "$@"
-"""
-ASYNC = """python3 -m verl.experimental.fully_async_policy.fully_async_main \\
-  --config-name=fully_async_ppo_megatron_trainer.yaml algorithm.adv_estimator=grpo \\
-  actor_rollout_ref.model.path=HF actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 \\
-  actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.tensor_model_parallel_size=2 \\
-  trainer.nnodes=1 trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=6 \\
-  trainer.experiment_name=job_$(date +%Y%m%d_%H%M) trainer.default_hdfs_dir=null
-"""
 
 
 def test_fine_tuning_of_verl_is_read(releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
