@@ -25,27 +25,9 @@ ACTOR, ROLLOUT = f"{AR}.actor", f"{AR}.rollout"
 # The model has 10 heads of attention in 2 groups.
 DENSE, MIXTURE = "qwen2-untied", "qwen3_moe"
 ONE_RANK = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-NEMO_RL = {
-    "policy": {
-        "dtensor_cfg": {"enabled": True, "tensor_parallel_size": 1, "context_parallel_size": 1},
-        "megatron_cfg": {"enabled": False},
-        "generation": {
-            "backend": "vllm",
-            "vllm_cfg": ONE_RANK,
-            "colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
-        },
-    },
-    "loss_fn": {"reference_policy_kl_penalty": 0.0},
-    "checkpointing": {"enabled": False, "checkpoint_dir": "results/none"},
-    "cluster": {"gpus_per_node": 8, "num_nodes": 1},
-}
-MEGATRON = {
-    "policy.dtensor_cfg.enabled": "false",
-    "policy.megatron_cfg.enabled": "true",
-    **{f"policy.megatron_cfg.{name}_parallel_size": "1" for name in ("tensor_model", "pipeline_model", "context")},
-    "policy.megatron_cfg.expert_model_parallel_size": "1",
-    "policy.megatron_cfg.expert_tensor_parallel_size": "1",
-}
+NEMO_RL = yaml.safe_load((Path(__file__).parents[1] / "jobs" / "nemo_rl.yaml").read_text())
+DTENSOR = "++policy.dtensor_cfg.tensor_parallel_size=1 ++policy.dtensor_cfg.context_parallel_size=1"
+DTENSOR += " ++policy.dtensor_cfg.enabled=true policy.megatron_cfg.enabled=false loss_fn.reference_policy_kl_penalty=0"
 ROLL = {
     "pretrain": "",
     "reward_pretrain": "",
@@ -76,15 +58,15 @@ def of_verl(hf: Path, *more: str) -> Report:
     return preflight(arguments=[*given, *more])
 
 
-def of_file(job: dict[str, Any], key: str, hf: Path, *more: str) -> Report:
+def of_file(job: dict[str, Any], words: str, hf: Path, *more: str) -> Report:
     Path("job.yaml").write_text(yaml.safe_dump(job))
-    return preflight(script="job.yaml", arguments=[f"{key}={hf}", *more])
+    return preflight(script="job.yaml", arguments=[*words.format(hf=hf).split(), *more])
 
 
 REPORTS: dict[str, Callable[..., Report]] = {
     "verl": of_verl,
-    "NeMo-RL": partial(of_file, NEMO_RL, "policy.model_name"),
-    "ROLL": partial(of_file, ROLL, "pretrain"),
+    "NeMo-RL": partial(of_file, NEMO_RL, f"policy.model_name={{hf}} {DTENSOR}"),
+    "ROLL": partial(of_file, ROLL, "pretrain={hf}"),
 }
 
 
@@ -94,7 +76,7 @@ def found_by(stack: str, hf: Path, *more: str) -> list[Finding]:
 
 STACKS = {stack: partial(found_by, stack) for stack in REPORTS}
 verl, nemo_rl, roll = STACKS.values()
-NEMO_RL_MEGATRON = [f"++{key}={value}" for key, value in MEGATRON.items()]
+NEMO_RL_MEGATRON = ["++policy.dtensor_cfg.enabled=false", "policy.megatron_cfg.enabled=true"]
 
 VLLM = "policy.generation.vllm_cfg"
 
