@@ -22,15 +22,12 @@ def placed(words: str) -> list[Finding]:
 # Nodes, GPUs of each, other options, and what is found. slime counts nodes of 8 GPUs where nothing is said.
 NODES = [
     (2, 4, "--colocate --rollout-num-gpus-per-engine 2", "num_gpus_per_node = 8, by default"),
-    (4, 4, "--colocate --rollout-num-gpus-per-engine 8", "num_gpus_per_node = 8, by default"),
     (2, 16, "--colocate", "num_gpus_per_node = 8, by default"),
     (2, 8, "--colocate --num-gpus-per-node 4", "num_gpus_per_node = 4"),
     (3, 8, "--colocate --rollout-num-gpus-per-engine 12", "12 GPUs for an engine, 1 nodes and 4 more GPUs"),
     (1, 8, "--rollout-num-gpus 24 --rollout-num-gpus-per-engine 12", "12 GPUs for an engine, 1 nodes and 4 more GPUs"),
-    (3, 4, "--colocate --num-gpus-per-node 4 --rollout-num-gpus-per-engine 6", "6 GPUs for an engine, 1 nodes and 2"),
     (3, 8, "--colocate --rollout-num-gpus-per-engine 3", "an engine on GPUs 6 to 8 of the job"),
     (1, 4, "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 8", "an engine on GPUs 4 to 11 of the job"),
-    (3, 2, "--rollout-num-gpus 8 --rollout-num-gpus-per-engine 4", "an engine on GPUs 6 to 9 of the job"),
     (1, 8, "--colocate --prefill-num-servers 4 --rollout-num-gpus-per-engine 2", "0 GPUs"),
     (1, 8, "--rollout-num-gpus 6 --prefill-num-servers 1 --rollout-num-gpus-per-engine 4", "2 GPUs"),
     *((1, 4, one, "no --rollout-num-gpus") for one in ("", "--critic-num-nodes 1", "--rollout-num-gpus-per-engine 2")),
@@ -38,10 +35,8 @@ NODES = [
 ]
 SOUND = [
     *("2 4 --colocate --num-gpus-per-node 4 --rollout-num-gpus-per-engine 2", "1 4 --colocate", "2 8 --colocate"),
-    *("4 4 --colocate --num-gpus-per-node 4 --rollout-num-gpus-per-engine 8", "1 6 --colocate"),
     *("4 8 --colocate --rollout-num-gpus-per-engine 16", "1 6 --colocate --rollout-num-gpus-per-engine 3"),
     *("1 4 --rollout-num-gpus 4 --rollout-num-gpus-per-engine 4", "2 4 --rollout-num-gpus 8"),
-    *("1 8 --rollout-num-gpus 16 --rollout-num-gpus-per-engine 16", "1 4 --rollout-num-gpus 12"),
     "2 4 --colocate --vllm-tensor-parallel-size 1",
     "3 8 --colocate --debug-train-only --rollout-num-gpus-per-engine 3",
     *("1 4 --debug-train-only", "1 4 --load-debug-rollout-data a.pt", "1 4 --rollout-external-engine-addrs a:1"),

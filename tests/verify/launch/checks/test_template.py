@@ -43,15 +43,11 @@ def test_a_template_and_stop_ids_that_are_there_pass(engine: Path) -> None:
     assert judged(engine, "--apply-chat-template") == ("passed", [])
 
 
-def test_a_template_that_is_nowhere_is_found(engine: Path) -> None:
+def test_a_template_that_is_nowhere_and_a_stop_id_beyond_the_vocabulary_are_found(engine: Path) -> None:
+    vocabulary = json.loads((engine / "config.json").read_text())["vocab_size"]
+    status, (finding,) = judged(engine, STOPS, "3", str(vocabulary))
+    assert (status, finding.actual) == ("failed", f"{STOPS} {vocabulary}, at the command line")
     (engine / "chat_template.jinja").unlink()
     status, (finding,) = judged(engine, "--apply-chat-template")
     assert (status, finding.severity) == ("failed", "error")
     assert finding.expected == text_with("--apply-chat-template")
-
-
-def test_a_stop_id_beyond_the_vocabulary_is_found(engine: Path) -> None:
-    vocabulary = json.loads((engine / "config.json").read_text())["vocab_size"]
-    status, (finding,) = judged(engine, STOPS, "3", str(vocabulary))
-    assert status == "failed"
-    assert finding.actual == f"{STOPS} {vocabulary}, at the command line"

@@ -14,7 +14,6 @@ COMMANDS = {
     "ms-swift": [
         "PYTORCH_CUDA_ALLOC_CONF='expandable_segments:True' \\\nNPROC_PER_NODE=4 \\\nmegatron sft \\\n"
         "    --model Qwen/Qwen3-30B-A3B-Instruct-2507 \\\n    --expert_model_parallel_size 8",
-        "NPROC_PER_NODE=4 swift rlhf --rlhf_type grpo --model Qwen/Qwen2.5-7B-Instruct --use_vllm true",
     ],
     "SkyRL": [
         "uv run --isolated --extra vllm -m skyrl_train.entrypoints.main_base \\\n  trainer.strategy=fsdp2 \\\n"
@@ -28,7 +27,6 @@ COMMANDS = {
         'ray job submit --address="http://127.0.0.1:8265" \\\n   -- python3 -m openrlhf.cli.train_ppo_ray \\\n'
         "   --actor_num_nodes 1 --actor_num_gpus_per_node 8 --vllm_num_engines 4 \\\n"
         "   --pretrain OpenRLHF/Llama-3-8b-sft-mixture",
-        "deepspeed --module openrlhf.cli.train_sft --pretrain meta-llama/Meta-Llama-3-8B",
     ],
     "TRL": [
         "trl grpo --model_name_or_path Qwen/Qwen2-0.5B-Instruct --dataset_name trl-lib/tldr",
