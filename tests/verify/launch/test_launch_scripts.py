@@ -61,7 +61,7 @@ def test_right_launch_passes_without_a_finding(name: str, tmp_path: Path, monkey
 
 
 # Family, what is replaced in its scripts, by what, and what must be said: expected, actual and where it is written.
-# One row for each way in which an argument comes to its value; `test_megatron_options.py` has the defaults of all.
+# One row for each way in which an argument comes to its value; `test_option_lists.py` has the defaults of all.
 MODEL = [
     ("qwen2", "--num-layers 28", "--num-layers 24", "num_layers = 28", "num_layers = 24", "models/qwen2.sh:5"),
     ("qwen2", "WIDTH=3584", "WIDTH=4096", "hidden_size = 3584", "hidden_size = 4096", "models/qwen2.sh:3"),
