@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.launch.shell.read import read_script
 from ckptkit.verify.launch.stacks.which import read_job
 
+ROWS = tomllib.loads((Path(__file__).parent / "jobs" / "contradictions.toml").read_text())
 LAUNCH = ("CK703", "CK711", "CK712", "CK713", "CK714", "CK717", "CK718", "CK719", "CK721", "CK722", "CK745", "CK746")
 
 
@@ -60,30 +62,7 @@ def test_right_launch_passes_without_a_finding(name: str, tmp_path: Path, monkey
         assert text_with("without 1") in report.facts["notes"]
 
 
-# Family, what is replaced in its scripts, by what, and what must be said: expected, actual and where it is written.
-# One row for each way in which an argument comes to its value; `test_option_lists.py` has the defaults of all.
-MODEL = [
-    ("qwen2", "--num-layers 28", "--num-layers 24", "num_layers = 28", "num_layers = 24", "models/qwen2.sh:5"),
-    ("qwen2", "WIDTH=3584", "WIDTH=4096", "hidden_size = 3584", "hidden_size = 4096", "models/qwen2.sh:3"),
-    ("qwen2", " --disable-bias-linear", "", "add_bias_linear = False", "add_bias_linear = True", "by default"),
-    ("qwen2", "embedding-type rope", "embedding-type none", "type = rope", "type = none", "models/qwen2.sh:8"),
-    ("qwen3", "THETA:-1000000", "THETA:-10000", "rotary_base = 1000000", "rotary_base = 10000", "models/qwen3.sh:3"),
-    ("qwen3", "  --group-query-attention\n", "", "num_query_groups = 8", "num_query_groups = 32", "models/qwen3.sh:9"),
-    ("qwen3", "  --kv-channels 128\n", "", "kv_channels = 128", "kv_channels = 80", "models/qwen3.sh:6"),
-    ("qwen3", "--swiglu", "--swiglu --mtp-num-layers 1", "mtp_num_layers = 0", "mtp_num_layers = 1", ":13"),
-    ("qwen3", "1000000}", "1e6}", "--rotary-base with a whole number", "--rotary-base 1e6", "models/qwen3.sh:3"),
-    ("qwen3_moe", "layer = 0;", "layer = 1;", "48 MoE layers", "47 MoE layers", "models/qwen3_moe.sh:8"),
-    ("qwen3_moe", '"$FREQ"', "2", "0 dense layers, then 48 MoE", "[1, 0, 1, 0", "models/qwen3_moe.sh:15"),
-    ("glm4_moe", "  --moe-router-enable-expert-bias", "", "expert_bias = True", "expert_bias = False", "by default"),
-    ("glm4_moe", "$((1 * EXPERT))", "$((2 * EXPERT))", "size = 1536", "size = 3072", "models/glm4_moe.sh:12"),
-    ("deepseek_v3", "layers 3 61", "layers 1 61", "3 dense layers, then 58", "1 dense layers, then 60", ":20"),
-    ("deepseek_v3", "--rotary-scaling-factor 40", "", "rope_type = yarn", "rope_type = rope", "by default"),
-    ("deepseek_v3", "--multi-latent-attention", "", "attention = True", "attention = False", "by default"),
-    ("llama", " --use-rope-scaling", "", "use_rope_scaling = True", "use_rope_scaling = False", "by default"),
-]
-
-
-@pytest.mark.parametrize(("name", "before", "after", "expected", "actual", "where"), MODEL)
+@pytest.mark.parametrize(("name", "before", "after", "expected", "actual", "where"), ROWS["model"])
 def test_model_argument_that_contradicts_config_is_found_with_both_values(
     name: str, before: str, after: str, expected: str, actual: str, where: str, configs: PathOf, tmp_path: Path
 ) -> None:
@@ -106,45 +85,8 @@ def test_yarn_that_no_option_sets_is_found(configs: PathOf, tmp_path: Path) -> N
     assert of_launch(preflight(script=script)) == []
 
 
-# Family, what is replaced in run.sh, by what; the code, its severity, and what must be said.
-LAUNCHES = [
-    ("qwen3", "--attention-dropout 0.0", "", "CK719", "warning", "attention_dropout = 0.0", "attention_dropout = 0.1"),
-    ("qwen3", "OFF=(", "OFF=(--fp16 ", "CK719", "warning", "bfloat16", "float16, at"),
-    ("qwen3", "OFF=(", "OFF=(--attention-backend unfused ", "CK719", "warning", "flash", "context_parallel_size = 2"),
-    ("qwen3", "OFF=(", "OFF=(--padded-vocab-size 151937 ", "CK722", "error", "by TP = 2", "size = 151937, at"),
-    ("qwen3_moe", "--moe-router-dtype fp32", "", "CK719", "warning", "moe_router_dtype = fp32", "nothing"),
-    ("qwen3", "--context-parallel-size 2", "--context-parallel-size 3", "CK722", "error", "2 x 1 x 3 = 6", "8 GPUs"),
-    ("qwen2", "per-engine 4", "per-engine 3 --colocate", "CK722", "error", "engine = 3", "8 GPUs"),
-    ("glm4_moe", "ep-size 32", "expert-parallel-size 64", "CK722", "error", "sglang_ep_size = 64", "32 ranks"),
-    ("kimi_k2", "16 --sglang-ep-size 16", "20 --sglang-ep-size 20", "CK722", "error", "over 20 ranks", "64"),
-    ("glm4_moe", "--sglang-enable-dp-attention", "", "CK722", "error", "dp_size = 4", "not give"),
-    ("glm4_moe", "--sglang-dp-size 4", "--sglang-dp-size 3", "CK722", "error", "dp_size = 3", "32 ranks"),
-    ("qwen3", "per-engine 2", "per-engine 4 --sglang-pp-size 3", "CK722", "error", "pp_size = 3", "engine = 4"),
-    ("qwen2", "tensor-model-parallel-size 4", "tensor-model-parallel-size 8", "CK703", "error", "tp = 8", "28"),
-    ("glm4_moe", "parallel-size 16", "parallel-size 64", "CK703", "error", "ep = 64", "160"),
-    ("deepseek_v3", "--decoder-last-pipeline-num-layers 13", "", "CK703", "error", "pp = 4", "61"),
-    ("qwen3", "-size 32", "-size 32 --global-batch-size 64", "CK746", "error", "32 x 1 = 32", "--global-batch-size 64"),
-    ("qwen3", "--rotary-base", "--rotary-bse", "CK721", "warning", "--rotary-base", "--rotary-bse is not known"),
-    ("qwen3", "--qk-layernorm", "-qk-layernorm", "CK721", "warning", "--qk-layernorm", "-qk-layernorm is not known"),
-    ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}"\n', "CK721", "error", "`\\` at the end", "--num-layers, --hidden"),
-    ("qwen3", '"${PATHS[@]}" \\\n', '"${PATHS[@]}" \\ \n', "CK721", "error", "no blank", "begins with"),
-    ("qwen3", "GPUS \\\n", "GPUS \\\n  # --colocate \\\n", "CK721", "error", "comment", "begins with --rollout-batch"),
-    ("qwen3", "${PARALLEL[@]}", "${PARALEL[@]}", "CK721", "error", "${PARALLEL[@]}", "${PARALEL[@]} is set nowhere"),
-    ("qwen3", "  --ref-load ROOT", "  --ref-load ROOT/nowhere", "CK712", "error", "--ref-load", "no such directory"),
-    ("qwen3", "  # --load /runs/old", "  --load ROOT/none", "CK711", "warning", "--load", "no such directory"),
-    ("qwen3", "  # --load /runs/old", "  --load ROOT/none --ckpt-step 5", "CK713", "error", "iter_0000005/", "no such"),
-    ("qwen3", "--hf-checkpoint ROOT", "--hf-checkpoint ROOT/none", "CK714", "error", "HF directory", "no such"),
-    *(
-        ("qwen3", "--ref-load ROOT", f"--ref-load ROOT {option} ROOT/none", "CK712", "error", option, "no such")
-        for option in ("--critic-load", "--opd-teacher-load")
-    ),
-]
-
-
-@pytest.mark.parametrize("row", LAUNCHES, ids="-".join)
-def test_contradiction_in_a_launch_is_found_with_both_values(
-    row: tuple[str, ...], configs: PathOf, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("row", ROWS["launch"], ids="-".join)
+def test_contradiction_in_a_launch_is_found_with_both_values(row: list[str], configs: PathOf, tmp_path: Path) -> None:
     name, before, after, code, severity, expected, actual = row
     template = RAY.replace(before, after, 1)
     script = write_launch(tmp_path, name, configs(name), template, lambda text: text.replace(before, after, 1))

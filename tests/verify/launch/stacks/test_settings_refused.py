@@ -6,6 +6,7 @@ Every row breaks one rule; without it the job is right.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,9 @@ ACTOR, ROLLOUT = f"{AR}.actor", f"{AR}.rollout"
 # The model has 10 heads of attention in 2 groups.
 DENSE, MIXTURE = "qwen2-untied", "qwen3_moe"
 ONE_RANK = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-NEMO_RL = yaml.safe_load((Path(__file__).parents[1] / "jobs" / "nemo_rl.yaml").read_text())
+JOBS = Path(__file__).parents[1] / "jobs"
+REFUSED = JOBS / "refused.toml"
+NEMO_RL = yaml.safe_load((JOBS / "nemo_rl.yaml").read_text())
 DTENSOR = "++policy.dtensor_cfg.tensor_parallel_size=1 ++policy.dtensor_cfg.context_parallel_size=1"
 DTENSOR += " ++policy.dtensor_cfg.enabled=true policy.megatron_cfg.enabled=false loss_fn.reference_policy_kl_penalty=0"
 ROLL = {
@@ -82,59 +85,18 @@ VLLM = "policy.generation.vllm_cfg"
 
 TRAINS = "++actor_train.model_args.lora_target=all-linear ++actor_train.model_args.lora_rank=8"
 SERVES = "++actor_infer.model_args.lora_target=q_proj"
-LORA, ENGINE, FITS = f"{AR}.model.lora_rank", f"{ROLLOUT}.engine_kwargs", "nodes of 8 GPUs"
-HEADS = "num_attention_heads that divides over 4"
-GENERATES = "policy.generation.colocated"
-APART_ON_ONE = f"cluster.gpus_per_node=4 {GENERATES}.enabled=false {GENERATES}.resources.gpus_per_node=2"
-OWN, VALUE = "++policy.generation.mcore_generation_config", "++value.megatron_cfg"
-BY, TP, EP = "policy.generation.backend=megatron", "tensor_model_parallel_size", f"++{VLLM}.expert_parallel_size"
-ALL = " ".join(NEMO_RL_MEGATRON)
+LORA = f"{AR}.model.lora_rank"
 TWO_NODES = ["trainer.nnodes=2", "trainer.n_gpus_per_node=2", f"{ROLLOUT}.tensor_model_parallel_size=2"]
-# Of each stack: what the right job has besides, what breaks it, the check that finds it, and what is expected.
-BROKEN = {
-    "verl": [
-        ("trainer.resume_mode=auto", f"{ACTOR}.checkpoint.async_save=True", "CK746", "async_save=False without"),
-        (f"{ROLLOUT}.name=trtllm", f"{LORA}=8", "CK746", f"{ROLLOUT}.name = vllm or sglang"),
-        (f"{AR}.model.lora.rank=8", f"{ROLLOUT}.name=trtllm", "CK746", f"{ROLLOUT}.name = vllm or sglang"),
-        (" ".join(TWO_NODES), f"{ROLLOUT}.data_parallel_size=2", "CK722", "node of 2 GPUs"),
-        (f"{LORA}=0", f"+{ENGINE}.vllm.enable_lora=True", "CK746", f"{LORA} with {ENGINE}.vllm.enable_lora"),
-        ("trainer.nnodes=3", f"{ROLLOUT}.tensor_model_parallel_size=12", "CK722", FITS),
-        ("", f"{ACTOR}.ulysses_sequence_parallel_size=4", "CK722", HEADS),
-        ("", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=3", "CK722", "ulysses_sequence_parallel_size = 3"),
-        ("", f"{ROLLOUT}.tensor_model_parallel_size=4", "CK722", HEADS),
-        ("", f"{AR}.model.mtp.enable=True {AR}.model.mtp.enable_rollout=True", "CK745", "multi-token"),
-        ("", f"+{ROLLOUT}.engine_kwargs.vllm.speculative_config.method=eagle3", "CK745", '"model"'),
-    ],
-    "NeMo-RL": [
-        ("", "policy.dtensor_cfg.tensor_parallel_size=5", "CK722", "num_key_value_heads that divides over 5"),
-        ("", "policy.dtensor_cfg.context_parallel_size=3", "CK722", "tp x cp = 1 x 3 = 3"),
-        ("", f"{VLLM}.tensor_parallel_size=4", "CK722", HEADS),
-        ("", "++policy.generation.vllm_kwargs.speculative_config.method=deepseek_mtp", "CK745", "multi-token"),
-        ("", "++policy.train_micro_batchsize=4", "CK721", "train_micro_batch_size"),
-        ("", f"{VLLM}.tensor_parallel_size=2 ++{VLLM}.expert_parallel_size=3", "CK722", "divide by tp = 2"),
-        (f"{APART_ON_ONE} {VLLM}.tensor_parallel_size=2", f"{VLLM}.tensor_parallel_size=1 {EP}=4", "CK722", "ep x pp"),
-        (f"{ALL} {APART_ON_ONE} {BY} {OWN}.{TP}=2", f"{OWN}.expert_model_parallel_size=8", "CK722", "rollout engine"),
-        (ALL, f"{VALUE}.enabled=true {VALUE}.pipeline_model_parallel_size=3", "CK722", "critic"),
-    ],
-    "ROLL": [
-        ("", TRAINS, "CK746", "actor_infer.model_args.lora_target with actor_train"),
-        ("", SERVES, "CK746", "actor_train.model_args.lora_target with actor_infer"),
-        ("", "++actor_train.model_args.ulysses_size=4", "CK722", HEADS),
-        ("", "++actor_train.device_maping=list(range(0,8))", "CK721", "device_mapping"),
-    ],
-}
 
 
 @pytest.mark.parametrize(
-    ("stack", "right", "more", "code", "expected"), [(stack, *row) for stack, rows in BROKEN.items() for row in rows]
+    ("stack", "row"), [(stack, row) for stack, rows in tomllib.loads(REFUSED.read_text()).items() for row in rows]
 )
-def test_settings_that_do_not_go_together_are_found(
-    stack: str, right: str, more: str, code: str, expected: str, releases: PathOf
-) -> None:
-    hf = releases(DENSE)
-    assert [str(one) for one in STACKS[stack](hf, *right.split())] == []
-    found = [one for one in STACKS[stack](hf, *right.split(), *more.split()) if one.code == code]
-    assert any(expected in one.expected for one in found), [str(one) for one in found]
+def test_settings_that_do_not_go_together_are_found(stack: str, row: dict[str, str], releases: PathOf) -> None:
+    hf, right = releases(DENSE), row.get("right", "").split()
+    assert [str(one) for one in STACKS[stack](hf, *right)] == []
+    found = [one for one in STACKS[stack](hf, *right, *row["breaks"].split()) if one.code == row["code"]]
+    assert any(row["expected"] in one.expected for one in found), [str(one) for one in found]
 
 
 @pytest.mark.parametrize(
