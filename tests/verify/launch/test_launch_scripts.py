@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from mutations.edits import edit_config
 from support.fixture_types import PathOf
 from support.launch_scripts import FAMILIES, PLAIN, RAY, write_config, write_headers, write_launch
 from support.messages import text_with
@@ -73,6 +74,18 @@ def test_model_argument_that_contradicts_config_is_found_with_both_values(
     found = launch_findings(write_launch(tmp_path, name, configs(name), change=planted))
     found = [finding for finding in found if finding.code == "CK718" and finding.severity == "error"]
     assert [one for one in found if expected in one.expected and actual in one.actual and where in one.actual], found
+
+
+def test_rope_factor_of_llama_that_no_builder_hands_on_is_found(tmp_path: Path) -> None:
+    """Llama 3.2's factor is 32. An option of latent attention does not set it, nor does its own reach the model."""
+    root = write_config(tmp_path / "hf", "llama")
+    rope = json.loads((root / "config.json").read_text())["rope_scaling"] | {"factor": 32.0}
+    edit_config(root, rope_scaling=rope)
+    for option in ("--rotary-scaling-factor 32.0", "--rope-scaling-factor 32.0"):
+        script = write_launch(tmp_path, "llama", root, RAY.replace("OFF=(", f"OFF=({option} "))
+        (found,) = [one for one in of_launch(preflight(script=script)) if "rope_scaling_factor" in one.expected]
+        assert found.expected.startswith("rope_scaling_factor = 32.0")
+        assert found.actual.startswith("rope_scaling_factor = 8.0")
 
 
 def test_yarn_that_no_option_sets_is_found(configs: PathOf, tmp_path: Path) -> None:

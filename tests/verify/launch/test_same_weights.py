@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import models
 from support.fixture_types import OnlyFinding, PathOf
 from support.messages import text_with
 
@@ -169,6 +170,22 @@ def test_weights_of_another_model_than_the_engines_are_an_error(
     # An iteration may be any model with the engine's config.
     finding = only(preflight(hf_checkpoint=hf, ref_load=iteration(wrong, tmp_path / "run")))
     assert (finding.code, finding.severity) == ("CK723", "warning")
+
+
+def test_layers_that_are_shifted_by_one_are_found(
+    releases: PathOf, bare: Path, tmp_path: Path, only: OnlyFinding
+) -> None:
+    """Layer 5 and those after it hold the weights of the layer before."""
+    release = models.tensors(releases(NAME))
+
+    def before(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        match = re.match(r"model[.]layers[.](\d+)[.]", name)
+        if match is None or int(match[1]) < 5:
+            return tensor
+        return release[f"model.layers.{int(match[1]) - 1}.{name[match.end() :]}"]
+
+    finding = only(preflight(hf_checkpoint=trained(releases(NAME), tmp_path / "shifted", before), ref_load=bare))
+    assert (finding.code, finding.severity) == ("CK723", "error")
 
 
 def test_an_int4_engine_is_compared_by_what_is_not_packed(
