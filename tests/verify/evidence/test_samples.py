@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -84,13 +83,6 @@ def test_every_layer_and_every_kind_is_among_the_chosen() -> None:
     assert len({name.split(".")[5] for name in taken if ".experts." in name}) > 4
 
 
-def test_of_more_layers_than_samples_the_first_and_the_last_are_chosen() -> None:
-    taken = chosen([f"decoder.layers.{layer}.mlp.router.weight" for layer in range(200)])
-    layers = [int(name.split(".")[2]) for name in taken]
-    assert (len(layers), layers[0], layers[-1]) == (MAX_TENSORS, 0, 199)
-    assert max(later - earlier for earlier, later in itertools.pairwise(layers)) == 4
-
-
 def test_bytes_read_are_bounded(tmp_path: Path) -> None:
     """Two files of 4 GB, which are sparse; what the process reads is what the kernel counts."""
     path = tmp_path / "sparse"
@@ -107,16 +99,6 @@ def test_bytes_read_are_bounded(tmp_path: Path) -> None:
 def read_so_far() -> int:
     """Bytes that this process has read by now (proc(5))."""
     return int(Path(f"/proc/{os.getpid()}/io").read_text().split()[1])
-
-
-@pytest.mark.parametrize("element", [0, 50_000, 99_999])
-def test_an_element_that_differs_in_start_middle_or_end_is_found(element: int, tmp_path: Path) -> None:
-    whole = torch.arange(100_000, dtype=torch.float32).bfloat16()
-    other = whole.clone()
-    other[element] += 1024
-    a, b = flat(tmp_path / "a", {"x": whole}), flat(tmp_path / "b", {"x": other})
-    assert samples_of(a, b, [SamplePair("x", "x")]).differing == ["x"]
-    assert samples_of(a, a, [SamplePair("x", "x")]).differing == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -156,35 +138,36 @@ def test_what_cannot_be_compared_is_counted_with_its_reason(tmp_path: Path) -> N
 UP, NORM = "model.layers.3.mlp.up_proj.weight", "model.layers.3.input_layernorm.weight"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_element_that_differs_in_start_middle_or_end_is_found(tmp_path: Path) -> None:
+    whole = torch.arange(100_000, dtype=torch.float32).bfloat16()
+    a = flat(tmp_path / "a", {"x": whole})
+    assert samples_of(a, a, [SamplePair("x", "x")]).differing == []
+    for element in (0, 50_000, 99_999):
+        other = whole.clone()
+        other[element] += 1024
+        assert samples_of(a, flat(tmp_path / "b", {"x": other}), [SamplePair("x", "x")]).differing == ["x"]
+
+
 @pytest.mark.parametrize(
-    ("name", "shape", "drift", "unrelated"),
+    ("name", "shape", "drift", "dtype", "unrelated"),
     [
-        (UP, (64, 96), 0.0, False),
-        (UP, (64, 96), 0.3, False),  # more than any training in place
-        (UP, (64, 96), 30.0, True),
-        (UP, (4, 60), 30.0, False),  # too few to say
-        (NORM, (6144,), 30.0, False),
-        ("model.embed_tokens.weight", (64, 96), 30.0, False),
+        (UP, (64, 96), 0.3, "bfloat16", False),  # more than any training in place
+        (UP, (64, 96), 30.0, "bfloat16", True),
+        (UP, (64, 96), 30.0, "float16", True),
+        (UP, (64, 96), 30.0, "float32", True),
+        (UP, (4, 60), 30.0, "bfloat16", False),  # too few to say
+        (NORM, (6144,), 30.0, "bfloat16", False),
+        ("model.embed_tokens.weight", (64, 96), 30.0, "float32", False),
+        (UP, (64, 96), math.inf, "float32", False),
     ],
 )
 def test_matrices_that_no_training_makes_of_the_others_are_told(
-    name: str, shape: tuple[int, ...], drift: float, unrelated: bool, dtype: str, tmp_path: Path
+    name: str, shape: tuple[int, ...], drift: float, dtype: str, unrelated: bool, tmp_path: Path
 ) -> None:
-    """By the cosine of the two, as torch computes it."""
+    """By the cosine of the two, which this drift takes away."""
     generator = torch.Generator().manual_seed(7)
     base, noise = (torch.randn(shape, generator=generator) for _ in range(2))
     here, there = base.to(getattr(torch, dtype)), (base + drift * noise).to(getattr(torch, dtype))
-    cosine = torch.cosine_similarity(here.double().flatten(), there.double().flatten(), dim=0).item()
-    assert (cosine > 0.9) is (drift < 1)
     sides = flat(tmp_path / "here", {name: here}), flat(tmp_path / "there", {name: there})
     found = samples_of(*sides, [SamplePair(name, name)])
-    assert (found.differing, found.unrelated) == ([name] if drift else [], [name] if unrelated else [])
-
-
-def test_elements_that_are_not_finite_are_no_other_model(tmp_path: Path) -> None:
-    here, there = torch.ones(32, 32), torch.full((32, 32), math.inf)
-    there[0, 0] = math.nan
-    sides = flat(tmp_path / "here", {UP: here}), flat(tmp_path / "there", {UP: there})
-    found = samples_of(*sides, [SamplePair(UP, UP)])
-    assert (found.differing, found.unrelated) == ([UP], [])
+    assert (found.differing, found.unrelated) == ([name], [name] if unrelated else [])

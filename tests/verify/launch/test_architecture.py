@@ -18,7 +18,6 @@ from ckptkit.verify.core.report import Report
 from ckptkit.verify.launch.preflight import preflight
 
 NAME, OTHER = "qwen2-untied", "qwen3-untied"
-TRACKER = "latest_checkpointed_iteration.txt"
 ROLES = {"critic": "--critic-load", "teacher": "--opd-teacher-load"}
 
 
@@ -89,21 +88,6 @@ def test_without_an_engine_the_sides_are_compared_with_each_other(
     assert finding.expected == text_with(f"{converted(NAME) / 'release'}")
     same = Path(shutil.copytree(converted(NAME), tmp_path / "same"))
     assert preflight(load=converted(NAME), ref_load=same).findings == []
-
-
-def test_two_iterations_of_other_arguments_are_no_run(converted: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
-    roots = []
-    for number, base in ((10, 10_000), (20, 500_000)):
-        root = Path(shutil.copytree(converted(NAME), tmp_path / str(number)))
-        shutil.rmtree(root / "hf")  # a run saves none
-        with_arguments(root, rotary_base=base)
-        weights = (root / "release").rename(root / f"iter_{number:07d}")
-        common = torch.load(weights / "common.pt", weights_only=False)
-        torch.save({**common, "iteration": number}, weights / "common.pt")
-        (root / TRACKER).write_text(str(number))
-        roots.append(root)
-    finding = only(preflight(load=roots[1], ref_load=roots[0], arguments=["--ref-ckpt-step", "10"]))
-    assert (finding.code, finding.actual) == ("CK740", "another one: rotary_base = 10000 and not 500000")
 
 
 def test_headers_of_a_role_that_cannot_be_read_are_a_finding(

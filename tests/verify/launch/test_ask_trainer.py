@@ -71,38 +71,40 @@ FORKED = "pid = os.fork()\n    if not pid: raise ValueError('in the child')\n   
 def test_what_each_of_two_parsers_takes_is_taken(validation: str, asked: Callable[..., Report]) -> None:
     report = asked(RIGHT, validation)
     assert (refused(report), reasons(report)) == ([], [])
-    (note,) = [one for one in report.facts["notes"] if "executed" in one]
-    assert "compute capability 9.0" in note
+    assert any("executed" in one for one in report.facts["notes"])
 
 
-def test_refusal_and_untaken_word_are_named_at_their_lines(asked: Callable[..., Report], tmp_path: Path) -> None:
-    words = RIGHT.replace("-size 2", "-size 3")
-    error, warning = refused(asked(f"{words} \\\n --sglang-mem-fractoin 0.8"))
+@pytest.mark.parametrize("options", [["--ask-trainer"], ["--ask-trainer", sys.executable]])
+def test_refusal_and_untaken_word_are_named_at_their_lines(
+    options: list[str], asked: Callable[..., Report], tmp_path: Path
+) -> None:
+    error, warning = refused(asked(f"{RIGHT.replace('-size 2', '-size 3')} \\\n --sglang-mem-fractoin 0.8"))
     assert (error.severity, error.file) == ("error", str(tmp_path / "run.sh"))
     assert error.actual == f"tensor_model_parallel_size (--tensor-model-parallel-size at {tmp_path}/run.sh:4)"
     assert f"{tmp_path}/slime/utils/arguments.py:" in error.hint
     assert (warning.severity, warning.actual.partition(",")[0]) == ("warning", "--sglang-mem-fractoin")
     assert warning.actual.endswith("run.sh:5")
+    done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "run.sh"), *options])
+    assert (done.exit_code, "tensor_model_parallel_size (" in done.output) == (1, True)
 
 
-FRACTION = "--sglang-mem-fraction"
-REFUSALS = [
-    ("", "assert args.rotary_base != 1", ["it stops at `assert args.rotary_base != 1`"]),
-    ("", "raise SystemExit('no such mode')", ["no such mode"]),
-    ("", "open('/nowhere/eval.yaml')", ["[Errno 2] No such file or directory: '/nowhere/eval.yaml'"]),
-    ("", "raise ValueError('validate failed: a is not b; hidden c')", ["a is not b", "hidden c"]),
-    # Where a parser stops, words of the next one are not called untaken.
-    ("--rotary-base 2", "raise ValueError('big_rotary_base')", ["big_rotary_base"]),
-    (f"{FRACTION} much", "", [f"argument {FRACTION}: invalid float value: 'much' ({FRACTION}"]),
-]
-
-
-@pytest.mark.parametrize(("words", "validation", "messages"), REFUSALS)
+@pytest.mark.parametrize(
+    ("words", "validation", "messages"),
+    [
+        ("", "assert args.rotary_base != 1", ["it stops at `assert args.rotary_base != 1`"]),
+        ("", "raise SystemExit('no such mode')", ["no such mode"]),
+        ("", "raise ValueError('validate failed: a is not b; hidden c')", ["a is not b", "hidden c"]),
+        # Where a parser stops, words of the next one are not called untaken.
+        ("--rotary-base 2", "raise ValueError('big_rotary_base')", ["big_rotary_base"]),
+        ("--sglang-mem-fraction much", "", ["argument --sglang-mem-fraction: invalid float value: 'much' (--sglang-m"]),
+    ],
+)
 def test_what_the_trainer_raises_is_its_refusal(
     words: str, validation: str, messages: list[str], asked: Callable[..., Report]
 ) -> None:
     found = refused(asked(f"{RIGHT} {words}", validation))
-    assert [(one.severity, one.actual.partition(" at /")[0]) for one in found] == [("error", text) for text in messages]
+    assert [one.severity for one in found] == ["error"] * len(messages)
+    assert all(one.actual.startswith(text) for one, text in zip(found, messages, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -113,17 +115,15 @@ def test_what_the_trainer_raises_is_its_refusal(
         ("args.nothing", "", "AttributeError"),
         ("assert False, 'Transformer Engine version 2 is needed'", "", "version 2"),
         ("os._exit(0)", "", "no report"),
-        ("import time; time.sleep(600)", "", "within 20 s"),
+        ("import time; time.sleep(600)", "", "within 10 s"),
     ],
 )
 def test_what_is_no_refusal_is_inconclusive(
     validation: str, imports: str, says: str, asked: Callable[..., Report], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ckptkit.verify.launch.ask_trainer, "_LIMIT_S", 20.0)
+    monkeypatch.setattr(ckptkit.verify.launch.ask_trainer, "_LIMIT_S", 10.0)
     report = asked(RIGHT, validation, imports)
-    (reason,) = reasons(report)
-    assert refused(report) == []
-    assert reason == text_with(says)
+    assert (refused(report), reasons(report)) == ([], [text_with(says)])
 
 
 def test_code_of_a_checkpoint_does_not_run(asked: Callable[..., Report], tmp_path: Path) -> None:
@@ -182,82 +182,66 @@ def write(root: Path, files: dict[str, str]) -> None:
         (root / name).write_text(text)
 
 
-def test_a_program_is_run_until_it_begins_its_job(ran: Callable[..., Report]) -> None:
+def test_a_program_is_run_until_it_begins_its_job(ran: Callable[..., Report], tmp_path: Path) -> None:
     name = "trainer.experiment_name"
     report = ran(f"{name}=run_$(date +%H%M)", body=f"assert values['{name}'] == 'hidden'")
     assert (refused(report), reasons(report)) == ([], [])
-    assert any("executed" in note for note in report.facts["notes"])
-
-
-EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
-# What the program raises, and the setting of line 4 that is named for it.
-SETTINGS = [
-    ("AssertionError('actor.ppo_epochs (3) is odd')", EPOCHS),
-    (f"ValueError('set {EPOCHS}')", EPOCHS),
-    (f"omegaconf.ConfigError('Could not override {EPOCHS}')", EPOCHS),
-    ("ValueError('n_gpus is odd')", ""),
-]
-
-
-@pytest.mark.parametrize(("error", "key"), SETTINGS)
-def test_what_a_program_refuses_is_named_at_its_setting(
-    error: str, key: str, ran: Callable[..., Report], tmp_path: Path
-) -> None:
-    (one,) = refused(ran(f"{EPOCHS}=3", body=f"raise {error}"))
-    assert (one.severity, one.file, one.expected) == ("error", str(tmp_path / "run.sh"), "a launch that verl accepts")
-    assert one.actual.endswith(f"({key} at {tmp_path}/run.sh:4)") if key else one.actual == "n_gpus is odd"
-    assert f"{tmp_path}/verl/trainer/main_ppo.py:" in one.hint
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        ("return", "began"),
-        ("sys.exit()", "began"),
-        ("import not_a_package_that_is_there", "ModuleNotFoundError"),
-        ("values['no such key']", "KeyError"),
-        ("raise omegaconf.ConfigError(\"Environment variable 'KEY' not found\")", "Environment variable"),
-    ],
-)
-def test_what_else_ends_a_program_is_inconclusive(body: str, says: str, ran: Callable[..., Report]) -> None:
-    report = ran(body=body)
-    (reason,) = reasons(report)
-    assert (refused(report), reason == text_with(says)) == ([], True)
-
-
-def test_another_program_is_not_run(ran: Callable[..., Report], tmp_path: Path) -> None:
+    # Another program is not run.
     write(tmp_path, {"recipe/main_dapo.py": f"open({str(tmp_path / 'ran')!r}, 'w')"})
     (reason,) = reasons(ran(program="-m recipe.main_dapo"))
     assert ("was not asked: recipe.main_dapo" in reason, (tmp_path / "ran").exists()) == (True, False)
 
 
-@pytest.mark.parametrize("folder", ["jobs", "other"])
-def test_rolls_program_is_given_its_folder_of_settings_as_written(folder: str, tmp_path: Path) -> None:
+EPOCHS = "actor_rollout_ref.actor.ppo_epochs"
+
+
+@pytest.mark.parametrize(
+    ("error", "key"),
+    [
+        ("AssertionError('actor.ppo_epochs (3) is odd')", EPOCHS),
+        (f"omegaconf.ConfigError('Could not override {EPOCHS}')", EPOCHS),
+        ("ValueError('n_gpus is odd')", ""),
+    ],
+)
+def test_what_a_program_refuses_is_named_at_its_setting(
+    error: str, key: str, ran: Callable[..., Report], tmp_path: Path
+) -> None:
+    (one,) = refused(ran(f"{EPOCHS}=3", body=f"raise {error}"))
+    assert (one.severity, one.file) == ("error", str(tmp_path / "run.sh"))
+    assert one.actual.endswith(f"({key} at {tmp_path}/run.sh:4)") if key else one.actual == "n_gpus is odd"
+    assert f"{tmp_path}/verl/trainer/main_ppo.py:" in one.hint
+
+
+def test_what_else_ends_a_program_is_inconclusive(ran: Callable[..., Report]) -> None:
+    for body, says in (("return", "began"), ("values['no such key']", "KeyError")):
+        report = ran(body=body)
+        assert (refused(report), reasons(report)) == ([], [text_with(says)])
+
+
+def test_rolls_program_is_given_its_folder_of_settings_as_written(tmp_path: Path) -> None:
     """The folder's way from the program, which Hydra's `initialize` wants, not its path."""
     program = "from argparse import ArgumentParser\nfrom roll.distributed.scheduler.initialize import init\n"
     program += "parser = ArgumentParser()\nfor name in ('path', 'name'): parser.add_argument(f'--config_{name}')\n"
-    program += f"assert parser.parse_args().config_path == {folder!r}\ninit()"
-    write(tmp_path, {"roll/__init__.py": "", "roll/distributed/scheduler/initialize.py": f"def init(): {BEGINS}"})
-    write(tmp_path, {"examples/start_rlvr_pipeline.py": program})
-    write(tmp_path, {"examples/jobs/job.yaml": "actor_train: {model_args: {dtype: bf16}}"})
+    program += "assert parser.parse_args().config_path == 'jobs'\ninit()"
     start = "python examples/start_rlvr_pipeline.py --config_path jobs --config_name job"
-    (tmp_path / "run.sh").write_text(f"cd {tmp_path}\nexport PYTHONPATH={tmp_path}\n{start}\n")
+    files = {
+        "roll/__init__.py": "",
+        "roll/distributed/scheduler/initialize.py": f"def init(): {BEGINS}",
+        "examples/start_rlvr_pipeline.py": program,
+        "examples/jobs/job.yaml": "actor_train: {model_args: {dtype: bf16}}",
+        "run.sh": f"cd {tmp_path}\nexport PYTHONPATH={tmp_path}\n{start}\n",
+    }
+    write(tmp_path, files)
     report = preflight(script=tmp_path / "run.sh", ask_trainer=sys.executable)
-    assert (len(refused(report)), reasons(report)) == (folder != "jobs", [])
+    assert (refused(report), reasons(report)) == ([], [])
+    write(tmp_path, {"examples/start_rlvr_pipeline.py": program.replace("'jobs'", "'other'")})
+    assert len(refused(preflight(script=tmp_path / "run.sh", ask_trainer=sys.executable))) == 1
 
 
 def test_where_no_trainer_is_found_the_report_says_what_to_do(tmp_path: Path) -> None:
-    words = tuple(map(Word, ["--hf-checkpoint", str(tmp_path)]))
+    words = tuple(map(Word, ["--hf-checkpoint", str(tmp_path), *RIGHT.split()]))
     for program, says in (("train.py", "was not found"), ("pretrain_gpt.py", "processes")):
-        text = LaunchText((*words, *map(Word, RIGHT.split())), program=program, directory=tmp_path)
-        (reason,) = reasons(preflight(text=text, ask_trainer=sys.executable))
-        assert reason == text_with(says)
+        text = LaunchText(words, program=program, directory=tmp_path)
+        assert reasons(preflight(text=text, ask_trainer=sys.executable)) == [text_with(says)]
     with pytest.raises(UsageError):
         preflight(text=text, ask_trainer=tmp_path / "python")
-
-
-@pytest.mark.parametrize("words", [["--ask-trainer"], ["--ask-trainer", sys.executable]])
-def test_the_option_takes_a_python_or_none(words: list[str], asked: Callable[..., Report], tmp_path: Path) -> None:
-    asked(RIGHT.replace("-size 2", "-size 3"))
-    done = CliRunner().invoke(cli, ["preflight", str(tmp_path / "run.sh"), *words])
-    assert (done.exit_code, "tensor_model_parallel_size (" in done.output) == (1, True)

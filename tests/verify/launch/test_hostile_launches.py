@@ -52,22 +52,18 @@ def read(tmp_path: Path, text: str) -> LaunchText:
         ("A=" + "$((" + "- " * 4_000 + "1))", "nested too deeply"),
         ("A={1..1000000000}", "set neither|braces"),
         (DOUBLED, MUCH),
-        ("A=" + "x" * 1_000 + "\nA=${A//x/" + "y" * 100_000 + "}", "worked"),
         ("A=x\nwhile true; do A=$A$A; done", MUCH),
         ("A=$(printf 'x%.0s' " + "1 " * 15_000 + ")\nfor i in " + "1 " * 15_000 + "; do B=${A##*y*y*y}; done", "."),
-        ("B=(" + "x " * 15_000 + ')\nB=("${B[@]}" "${B[@]}")\nA=${B[*]}', MUCH),
         ("A=" + "x" * 900_000 + '\nB=($A $A)\nC="${B[*]}"\nA=$C', MUCH),
         ("source run.sh\nsource run.sh", MUCH),
         ("f() { f; f; }\nf", MUCH),
         ("A=" + "$(echo " * 40 + "x" + ")" * 40, MUCH),
         ("shift " + "9" * 5_000, ""),
-        ("A=${" + "9" * 5_000 + "}", "set neither"),
         ("A=abc\nA=${A:" + "9" * 5_000 + "}", "worked"),
         ("source $'a\\0b'", ""),
         ("source pipe", "pipe"),
         ("source /dev/zero", "regular"),
         ("source huge", "at most 300000 are read"),
-        ("source .", "regular"),
         ("\0\0", ""),
     ],
 )
@@ -148,31 +144,20 @@ SIZES = [
 MODEL = "--hf-checkpoint /hf --num-layers 4 --hidden-size 64 --num-experts 8 --moe-layer-freq 1"
 
 
-@pytest.mark.parametrize("number", [10**10, 10**18, -(10**12)])
-@pytest.mark.parametrize("option", SIZES)
-def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(option: str, number: int) -> None:
-    with pytest.raises(CkptkitError, match=f"--{option} .*is larger than"):
-        preflight(arguments=[*MODEL.split(), f"--{option}", str(number)])
-
-
-@pytest.mark.parametrize("number", [1_001, 10**8, 2**31 - 1])
-@pytest.mark.parametrize("option", [one for one in SIZES if "layers" in one])
-def test_number_of_layers_is_bounded_as_in_config_json(option: str, number: int, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match=f"--{option} '{number}' is larger than 1,000"):
-        preflight(arguments=[*MODEL.split(), f"--{option}={number}"])
-    (tmp_path / "custom.yaml").write_text(f"{option.replace('-', '_')}: {number}\n")
+def test_size_that_no_model_or_cluster_has_is_refused_by_its_option(tmp_path: Path) -> None:
+    """Numbers of layers are bounded as in config.json, also where a file gives them."""
+    for option in SIZES:
+        for number in [10**10, 10**18, -(10**12), *([1_001, 2**31 - 1] if "layers" in option else [])]:
+            with pytest.raises(CkptkitError, match=f"--{option} .*is larger than"):
+                preflight(arguments=[*MODEL.split(), f"--{option}", str(number)])
+    (tmp_path / "custom.yaml").write_text("mtp_num_layers: 1001\n")
     with pytest.raises(CkptkitError, match="is larger than 1,000"):
         preflight(arguments=[*MODEL.split(), "--custom-config-path", str(tmp_path / "custom.yaml")])
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        *("--num-layers 1000 --hidden-size 1000000", "--rotary-base 1000000000", "--save-interval 1000000000"),
-        *("--vocab-size 1000000 --seq-length 10000000", "--actor-num-nodes 12500"),
-    ],
-)
-def test_large_sizes_that_something_has_are_read(words: str) -> None:
+def test_large_sizes_that_something_has_are_read() -> None:
+    words = "--num-layers 1000 --hidden-size 1000000 --rotary-base 1000000000 --save-interval 1000000000"
+    words += " --vocab-size 1000000 --seq-length 10000000 --actor-num-nodes 12500"
     assert preflight(arguments=["--hf-checkpoint", "/hf", *words.split()]).findings
 
 
@@ -211,12 +196,3 @@ def test_launcher_that_nests_deeper_than_python_parses_is_not_read_for_that_reas
     launcher.write_text(f"x = {deep}{CALL}")
     (line,) = read_launcher(launcher, [], {}).unresolved
     assert line == text_with(f"{launcher} Python")
-
-
-def test_launcher_whose_error_has_no_line_is_refused_with_a_reason(tmp_path: Path) -> None:
-    for name, content in {"nul": b"x = 1\0", "open": b"x = (" + b"(" * 5_000}.items():
-        launcher = tmp_path / f"{name}.py"
-        launcher.write_bytes(content)
-        with pytest.raises(CkptkitError) as caught:
-            read_launcher(launcher, [], {})
-        assert "None" not in str(caught.value)

@@ -15,7 +15,7 @@ from ckptkit.verify.launch.settings.files import compose
 from ckptkit.verify.launch.settings.overrides import applied
 from ckptkit.verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
 from ckptkit.verify.launch.stacks.which import read_job
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
+from ckptkit.verify.launch.words import LaunchText, Word
 
 TEXT = """
 a: 1
@@ -32,23 +32,11 @@ def config(text: str = TEXT) -> Config:
     return Config(tree, {"NAME": "x"})
 
 
-@pytest.mark.parametrize(
-    ("key", "text", "line"),
-    [
-        ("a", "1", 2),
-        ("b.c", "1", 3),
-        ("b.d.1", "2", 3),
-        ("b.e", "1/x", 3),
-        ("b.f", "2", 3),
-        ("more.k", "2", 5),
-        ("node.k", "1", 4),
-    ],
-)
-def test_a_key_has_its_value_and_its_line(key: str, text: str, line: int) -> None:
-    assert config().find(key) == Word(text, Path("job.yaml"), line)
-
-
-def test_a_key_that_is_absent_or_null_holds_nothing() -> None:
+def test_a_key_has_its_value_and_its_line_or_nothing() -> None:
+    expected = {"a": ("1", 2), "b.c": ("1", 3), "b.d.1": ("2", 3), "b.e": ("1/x", 3), "b.f": ("2", 3)}
+    expected |= {"more.k": ("2", 5), "node.k": ("1", 4)}
+    for key, (text, line) in expected.items():
+        assert config().find(key) == Word(text, Path("job.yaml"), line)
     assert [config().find(key) for key in ("z", "b.z", "a.z", "more.l", "b.d.7")] == [None] * 5
 
 
@@ -56,11 +44,9 @@ def test_a_key_that_is_absent_or_null_holds_nothing() -> None:
     ("value", "text"),
     [
         ("${add:1,2}", "3"),
-        ("${div:8,2}", "4"),
         ("${div:1,2}", "0.5"),
         ("${max:3,${a}}", "3"),
         ("${oc.select:z,7}", "7"),
-        ("${oc.select:a,7}", "1"),
         ("${oc.env:NO_SUCH,'d e'}", "d e"),
         ("x${a}y${a}", "x1y1"),
     ],
@@ -76,7 +62,6 @@ def test_resolvers_give_what_omegaconf_gives(value: str, text: str) -> None:
         ("${v}", "goes in circles"),
         ("${oc.env:NO_SUCH}", "the variable NO_SUCH is not set"),
         ("${mul:a,2}", "number"),
-        ("${div:1,0}", "number"),
         ("${now:%Y}", "the resolver now is not known"),
         ("${a", "brace"),
         ("x${m}", "single"),
@@ -89,12 +74,6 @@ def test_what_cannot_be_resolved_says_why(value: str, why: str) -> None:
     assert str(raised.value) == text_with(why)
 
 
-def test_a_word_of_a_script_that_is_not_known_is_unresolved() -> None:
-    tree, _ = applied({}, [UnresolvedWord("a.b=$X", why="X is not set")])
-    with pytest.raises(UnresolvedError, match="X is not set"):
-        Config(tree).find("a.b")
-
-
 def test_overrides_set_add_and_delete_keys() -> None:
     tree, groups = applied(
         {"a": {"b": Word("1"), "c": Word("2")}},
@@ -105,35 +84,29 @@ def test_overrides_set_add_and_delete_keys() -> None:
     assert [word.text for word in groups] == ["actor@a.b=megatron"]
 
 
+ALIASES = "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "\n".join(
+    f"{one}: &{one} [{', '.join([f'*{before}'] * 10)}]" for before, one in itertools.pairwise("abcdefg")
+)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("[" * 5000, "more than 64 levels"),
         ("a: " + "{b: " * 5000, "more than 64 levels"),
-        ("a: \0", "."),
         ("a: 1\na: 2\n", "2.*mapping"),
         ("a: *b\n", "undefined alias.*line 1"),
         ("a: !!bool x\n", "x.*tag"),
         ("a: &a [*a]\n", "levels, aliases expanded"),
-        ("? [x]\n: 1\n", "word"),
         ("a: 1\n---\nb: 2\n", "single document.*line 2"),
         ("a: [\n", "while parsing"),
         ("<<: 3\n", "mapping"),
+        (ALIASES, "more than 50000 values, aliases expanded"),
     ],
 )
 def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:
     with pytest.raises(CkptkitError, match=why):
         parse_yaml(text, Path("job.yaml"))
-
-
-def test_aliases_that_multiply_are_refused() -> None:
-    lines = ["a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"{one}: &{one} [{', '.join([f'*{before}'] * 10)}]" for before, one in itertools.pairwise("abcdefg")]
-    with pytest.raises(CkptkitError, match="more than 50000 values, aliases expanded"):
-        parse_yaml("\n".join(lines))
-
-
-def test_tags_make_no_objects() -> None:
     assert parse_yaml("a: !!python/object/apply:os.system ['false']\n") == {"a": [Word("false")]}
 
 

@@ -1,20 +1,30 @@
-"""The lists of option names, against the programs themselves as far as they are installed."""
+"""The options that preflight knows, and how words are split into them, against the programs themselves."""
 
 from __future__ import annotations
 
+import argparse
+import ast
+import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import sys
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.forking import run_in_engine
 from support.processes import python
 
+from ckptkit.converters.megatron.argument_table import ARGUMENTS
 from ckptkit.verify.launch.options import names as lists
+from ckptkit.verify.launch.options.arguments import parse_arguments
+from ckptkit.verify.launch.options.argv import last, options_of
 from ckptkit.verify.launch.options.names import names, trainer_options, trainer_switches
 from ckptkit.verify.launch.options.tables import GPUS, MODEL, PATHS, RUN, SWITCHES
+from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(lists.__file__).parent / "names"
@@ -105,3 +115,126 @@ def test_names_are_read_from_a_parser_and_from_classes(tmp_path: Path) -> None:
     (tmp_path / "nemo_rl/config.py").write_text(text)
     (tmp_path / "job.yaml").write_text("policy: {name: [{deep: 1}]}\n")
     assert list(tool.settings_of(tmp_path, source)) == ["size", "policy", "name", "deep"]
+
+
+MISSING = "expected one argument"
+
+# Words of a parser with `--load PATH`, `--num-layers N` and the switch `--swiglu`, and what may stand beside them.
+WORDS = (
+    *("--load", "--load=", "--load=/a=b", "--load=--swiglu", "--loa", "--num-layers", "--num-layers=8"),
+    "--num-layers=",
+    *("--swiglu", "--swiglu=1", "--other=x", "--other x", "", "/b", "-", "-x", "-1", "-.5", "-1e5", "8", "1_0"),
+)
+LINES = [list(words) for length in (1, 2, 3) for words in itertools.product(WORDS, repeat=length)]
+
+
+PARSER = argparse.ArgumentParser(allow_abbrev=False)
+PARSER.add_argument("--load")
+PARSER.add_argument("--num-layers", type=int)
+PARSER.add_argument("--swiglu", action="store_true")
+
+
+def by_argparse(words: list[str]) -> dict[str, Any] | None:
+    """What argparse makes of words; None where it stops."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return vars(PARSER.parse_known_args(words)[0])
+    except SystemExit:
+        return None
+
+
+def by_us(words: list[str]) -> dict[str, Any] | None:
+    """The same of our options and arguments."""
+    options, given = options_of([Word(word) for word in words]), parse_arguments([Word(word) for word in words])
+    if given.refused or any(one.value is None for one in options if one.name in ("--load", "--num-layers")):
+        return None
+    load, layers = last(options, "--load"), last(options, "--num-layers")
+    assert (layers is None) == (given.value("num_layers") is None)
+    return {
+        "load": load.value.text if load and load.value else None,
+        "num_layers": given.value("num_layers"),
+        "swiglu": given.value("swiglu", False),
+    }
+
+
+def test_options_are_split_up_as_argparse_does() -> None:
+    assert [words for words in LINES if by_us(words) != by_argparse(words)] == []
+
+
+@pytest.mark.parametrize("words", [["--ids", "1", "-2", "3", "--load", "/a"], ["--ids", "--load", "/a"], ["--ids=1"]])
+def test_an_option_of_many_values_has_those_that_argparse_gives_it(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--ids", nargs="*")
+    option = last(options_of([Word(word) for word in words]), "--ids")
+    assert option is not None
+    assert [word.text for word in option.values] == parser.parse_known_args(words)[0].ids
+
+
+def test_options_with_a_value_that_could_not_be_told_are_not_known() -> None:
+    words = [Word("--load"), UnresolvedWord("$A"), UnresolvedWord("--save=$B"), Word("--tp"), Word("1")]
+    known = {one.name: one.known for one in options_of(words)}
+    assert known == {"--load": False, "--save": False, "--tp": True}
+
+
+# Prints every field of Megatron's configurations with its annotation and default, and GPTModel's rope_scaling_factor.
+ASK = """
+import dataclasses, inspect, json
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+known = (*dataclasses.fields(MLATransformerConfig), *dataclasses.fields(TransformerConfig))
+fields = {one.name: [str(one.type), repr(one.default)] for one in known}
+factor = inspect.signature(GPTModel.__init__).parameters["rope_scaling_factor"].default
+print(json.dumps([fields, factor]))
+"""
+# What Megatron's arguments call otherwise than its configuration, or give to GPTModel, HybridModel and the tokenizer.
+ELSEWHERE = {
+    *("num_experts", "norm_epsilon", "apply_layernorm_1p", "swiglu", "quick_geglu", "squared_relu", "vocab_size"),
+    *("padded_vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings", "seq_length", "rotary_base"),
+    *("rotary_percent", "rotary_seq_len_interpolation_factor", "rope_scaling_factor", "use_rope_scaling"),
+    *("position_embedding_type", "use_rotary_position_embeddings", "add_position_embedding"),
+    *("untie_embeddings_and_output_weights", "group_query_attention", "attention_backend", "megatron_to_hf_mode"),
+    *("allgather_cp", "fp16", "bf16", "post_self_attn_layernorm", "post_mlp_layernorm"),  # slime's patch: the last two
+    *("yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+    *("yarn_correction_range_round_to_int", "hybrid_layer_pattern", "hybrid_override_pattern"),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_options_are_settings_of_megatron_core_and_defaults_are_its_own() -> None:
+    fields, factor = json.loads(python("-c", ASK).stdout.splitlines()[-1])
+    tables = dict((*MODEL.values(), *SWITCHES.values()))
+    # Older versions of megatron-core lack those of sparse attention.
+    assert [name for name in tables if name not in fields and name not in ELSEWHERE and "dsa" not in name] == []
+    for name, kind in tables.items():
+        if name in ELSEWHERE:
+            continue
+        if kind in (int, float, str) and name in fields:
+            names = {int: ("int",), float: ("float",), str: ("str", "Literal")}[kind]  # type: ignore[index]
+            assert any(one in fields[name][0] for one in names), (name, fields[name])
+        if isinstance(kind, bool) and name in fields:
+            assert fields[name][1] == repr(not kind), name
+    # What CK718 and CK719 take where a launch says nothing.
+    assert factor == 8.0
+    assert (fields["attention_dropout"][1], fields["hidden_dropout"][1]) == ("0.1", "0.1")
+    assert (fields["beta_fast"][1], fields["moe_router_topk"][1]) == ("32", "2")
+
+
+# Defaults of Megatron-LM's arguments that are not those of its configuration, which has the second.
+OTHER_DEFAULTS = {"kv_lora_rank": (32, "512"), "rotary_scaling_factor": (1.0, "40")}
+
+
+@pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_the_table_has_megatron_cores_defaults_and_names_of_its_settings() -> None:
+    fields, _ = json.loads(python("-c", ASK).stdout.splitlines()[-1])
+    compared = [row for row in ARGUMENTS if (row.config or row.name) in fields and row.starts is not None]
+    assert len(compared) > 35
+    for row in compared:
+        default = fields[row.config or row.name][1]
+        if row.name in OTHER_DEFAULTS:
+            assert (row.starts, default) == OTHER_DEFAULTS[row.name]
+        elif default == "None":
+            assert row.starts in (0, 1), row.name  # what is not limited, scaled or there
+        else:
+            assert ast.literal_eval(default) == row.starts, row.name
+    assert [row.name for row in ARGUMENTS if row.config and row.config not in fields] == []

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from support.fixture_types import PathOf
 from support.launch_scripts import write_config
 
 from ckptkit.verify.core.check import all_checks
@@ -100,10 +99,7 @@ GOES_ON = [
     ("--num-rollout 11", True),
     ("--num-rollout 12", False),
     ("--num-rollout 11 --start-rollout-id 0", False),
-    ("--num-rollout 11 --finetune", False),
-    ("--num-rollout 11 --debug-rollout-only", False),
     ("--num-rollout 11 --advantage-estimator ppo", False),
-    ("--num-rollout 0", False),
     ("--num-epoch 1", False),
 ]
 
@@ -117,20 +113,6 @@ def test_a_run_that_goes_on_needs_more_rollouts_than_it_had(more: str, warned: b
     found = [one for one in refused(f"--load {tmp_path} {words}") if "--load" in one.expected]
     assert [one.severity for one in found] == ["warning"] * warned
     assert [one for one in refused(f"--ref-load {tmp_path} {words}") if "--load" in one.expected] == []
-
-
-def test_the_program_of_a_script_is_known(tmp_path: Path, configs: PathOf) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(f"ray job submit -- python3 /opt/slime/train_async.py --colocate {TRAINER}\n")
-    found = [one for one in preflight(script=script).findings if one.code == "CK746"]
-    assert [one.expected.partition(",")[0] for one in found] == ["no --colocate with train_async.py"]
-    script.write_text(script.read_text().replace("train_async.py", "train.py"))
-    assert [one for one in preflight(script=script).findings if one.code == "CK746"] == []
-
-
-@pytest.fixture
-def configs(tmp_path: Path) -> PathOf:
-    return lambda name: write_config(tmp_path / name, name)
 
 
 def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path: Path) -> None:
@@ -156,10 +138,8 @@ def test_contiguous_parts_of_the_tokens_are_for_sparse_attention(tmp_path: Path)
         ("", "qwen3_vl", "miles/train.py", ["no --megatron-to-hf-mode"]),
         ("--megatron-to-hf-mode raw", "qwen3_vl", "train.py", ["--megatron-to-hf-mode raw"]),
         ("--megatron-to-hf-mode bridge", "qwen3_vl", "train.py", []),
-        ("--megatron-to-hf-mode $MODE", "qwen3_vl", "miles/train.py", []),
         ("--megatron-to-hf-mode raw", "kimi_vl", "train.py", []),
         ("", "qwen3_vl", "slime/train.py", []),
-        ("--megatron-to-hf-mode raw --train-backend fsdp", "qwen3_vl", "train.py", []),
     ],
 )
 def test_mode_raw_of_miles_needs_a_converter(
@@ -172,9 +152,9 @@ def test_mode_raw_of_miles_needs_a_converter(
     assert [one.actual.partition(" (")[0] for one in issues] == found
 
 
-def test_values_that_are_not_known_break_no_rule(tmp_path: Path, configs: PathOf) -> None:
-    script = tmp_path / "run.sh"
-    text = f"python3 train.py --hf-checkpoint {configs('qwen3')} --rollout-batch-size $N --num-rollout 9"
+def test_values_that_are_not_known_break_no_rule(tmp_path: Path) -> None:
+    script, hf = tmp_path / "run.sh", write_config(tmp_path / "hf", "qwen3")
+    text = f"python3 train.py --hf-checkpoint {hf} --rollout-batch-size $N --num-rollout 9"
     text += " --global-batch-size 256 --use-kl-loss $MORE_ARGS\n"
     script.write_text(text)
     report = preflight(script=script)
@@ -191,9 +171,7 @@ def test_values_that_are_not_known_break_no_rule(tmp_path: Path, configs: PathOf
     ("words", "meant"),
     [
         ("--n-sample-per-prompt 8", "--n-samples-per-prompt"),
-        ("--rollout-max-respone-len 100", "--rollout-max-response-len"),
         ("--sglang-mem-fraction-statik 0.7", "--sglang-mem-fraction-static"),
-        ("--recompute-granularty full", "--recompute-granularity"),
         ("--router-polcy random", "--router-policy"),
     ],
 )
@@ -203,12 +181,6 @@ def test_an_option_of_any_part_that_is_misspelt_is_named(words: str, meant: str)
     assert trainer_options()[meant] in found.hint
     right = f"{meant} {words.partition(' ')[2]}"
     assert findings(right, "CK721") == []
-
-
-def test_options_that_are_far_from_every_name_or_very_many_are_not_judged() -> None:
-    """`--critic-num-nodes` is slime's up to 0.2.4, `--keep-old-actor` newer, `--seed` Megatron's; vLLM has no list."""
-    assert findings("--critic-num-nodes 1 --keep-old-actor --seed 1 --sglang-dtype auto --vllm-config a", "CK721") == []
-    assert findings("--vllm-dpp 1 --vllm-sglang-ep-size 2", "CK721") == []
-    words = " ".join(f"--x{number}" for number in range(2_001)) + " --n-sample-per-prompt 8"
-    assert findings(words, "CK721") == []
-    assert findings(f"--n-sample-per-prompt 8 {words}", "CK721") != []
+    # slime's up to 0.2.4, a newer one, Megatron's; vLLM has no list.
+    known = "--critic-num-nodes 1 --keep-old-actor --seed 1 --sglang-dtype auto --vllm-config a --vllm-dpp 1"
+    assert findings(known, "CK721") == []

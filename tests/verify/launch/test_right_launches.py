@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from mutations.edits import edit_config
 from support.fixture_types import PathOf
 from support.processes import python
 
-from ckptkit.app.api import convert, model_arguments
+from ckptkit.app.api import model_arguments, quantize
 from ckptkit.app.cli import cli
 from ckptkit.converters.megatron.arguments import launch_flags
+from ckptkit.quant.formats.scheme import QuantScheme
 
-NAMES = ("qwen2-untied", "qwen3_moe", "glm4_moe", "qwen3-untied")
+NAMES = ("qwen2-untied", "glm4_moe")
 DROPOUT = "--attention-dropout 0.0 --hidden-dropout 0.0"
 GPUS = "--rollout-num-gpus 8 --actor-num-nodes 1 --actor-num-gpus-per-node 8 --rollout-num-gpus-per-engine 2"
 BRIDGE = "--megatron-to-hf-mode bridge --ref-load {hf}"
@@ -30,40 +30,7 @@ VERL = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.ya
   {ref}.tensor_model_parallel_size=2 \\
   actor_rollout_ref.rollout.name=sglang trainer.nnodes=1 trainer.n_gpus_per_node=8
 """
-NEMO_RL = """
-loss_fn: {{reference_policy_kl_penalty: 0.01}}
-checkpointing: {{enabled: true, checkpoint_dir: {folder}/results}}
-policy:
-  model_name: {hf}
-  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}
-  megatron_cfg:
-    enabled: true
-    tensor_model_parallel_size: 2
-    pipeline_model_parallel_size: 2
-    context_parallel_size: 1
-    expert_model_parallel_size: 1
-    expert_tensor_parallel_size: 1
-  generation: {{backend: vllm, vllm_cfg: {{tensor_parallel_size: 2, pipeline_parallel_size: 1}}}}
-cluster: {{gpus_per_node: 8, num_nodes: 1}}
-"""
-ROLL = """
-pretrain: {hf}
-reward_pretrain: {hf}
-adv_estimator: reinforce
-resume_from_checkpoint: false
-actor_train:
-  strategy_args:
-    strategy_name: megatron_train
-    strategy_config: {{tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: true}}
-  device_mapping: list(range(0,8))
-actor_infer:
-  strategy_args: {{strategy_name: sglang, strategy_config: {{load_format: dummy}}}}
-  num_gpus_per_worker: 2
-  device_mapping: list(range(0,8))
-reference:
-  strategy_args: {{strategy_name: megatron_infer, strategy_config: {{tensor_model_parallel_size: 2}}}}
-  device_mapping: list(range(0,8))
-"""
+JOBS = Path(__file__).with_name("jobs")
 
 
 def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
@@ -77,23 +44,31 @@ def bash(folder: Path, hf: Path, megatron: Path, paths: str) -> Path:
     return folder / "run.sh"
 
 
-def filled(text: str, name: str) -> Callable[[Path, Path, Path], Path]:
-    """Makes a file of settings, or a script of verl."""
+def verl(folder: Path, hf: Path, megatron: Path) -> Path:
+    roles = {role: f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")}
+    (folder / "run.sh").write_text(VERL.format(hf=hf, megatron=megatron, **roles))
+    return folder / "run.sh"
 
-    def write(folder: Path, hf: Path, megatron: Path) -> Path:
-        roles = {role: f"actor_rollout_ref.{role}.megatron" for role in ("actor", "ref")}
-        (folder / name).write_text(text.format(hf=hf, megatron=megatron, folder=folder, **roles))
-        return folder / name
 
-    return write
+def nemo_rl(folder: Path, hf: Path, megatron: Path) -> Path:
+    text = (JOBS / "nemo_rl.yaml").read_text().replace("results/none", str(folder / "results"))
+    text = text.replace("???", f"{hf}\n  pretrained_checkpoint: {{path: {megatron}, format: megatron_lm}}")
+    (folder / "job.yaml").write_text(text.replace("_model_parallel_size: 1", "_model_parallel_size: 2", 2))
+    return folder / "job.yaml"
+
+
+def roll(folder: Path, hf: Path, megatron: Path) -> Path:
+    text = (JOBS / "roll.yaml").read_text().replace("MODEL", str(hf)).replace("expert_model_parallel_size: 4, ", "")
+    (folder / "job.yaml").write_text(text.replace("      expert_model_parallel_size: 2\n", ""))
+    return folder / "job.yaml"
 
 
 STACKS: dict[str, Callable[[Path, Path, Path], Path]] = {
     "slime": lambda folder, hf, megatron: bash(folder, hf, megatron, "--ref-load {megatron}"),
     "miles": lambda folder, hf, megatron: bash(folder, hf, megatron, BRIDGE),
-    "verl": filled(VERL, "run.sh"),
-    "NeMo-RL": filled(NEMO_RL, "job.yaml"),
-    "ROLL": filled(ROLL, "job.yaml"),
+    "verl": verl,
+    "NeMo-RL": nemo_rl,
+    "ROLL": roll,
 }
 
 
@@ -116,37 +91,6 @@ def test_right_launch_passes_strictly(
     assert "what would be loaded" in report["facts"]
 
 
-# What the releases say of yarn; of the words of a launch, what miles' fork of Megatron takes and Megatron-LM does not.
-YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-KIMI = "--rope-type yarn --original-max-position-embeddings 4096 --beta-fast 1 --beta-slow 1"
-LATENT = {
-    "slime, DeepSeek V3": ("deepseek_v3", YARN | {"factor": 40.0, "beta_fast": 32.0}, ""),
-    "miles, DeepSeek V3": ("deepseek_v3", YARN | {"factor": 40.0, "beta_fast": 32.0}, "--megatron-to-hf-mode raw"),
-    "miles, Kimi K2": ("kimi_k2", YARN | {"factor": 32.0, "beta_fast": 1.0}, KIMI),
-}
-
-
-def latent(folder: Path, release: Path, yarn: dict[str, float]) -> tuple[Path, Path]:
-    """A release with the yarn that was published, and Megatron weights made of it, without a manifest."""
-    hf, megatron = Path(shutil.copytree(release, folder / "hf")), folder / "megatron"
-    config = json.loads((hf / "config.json").read_text())
-    edit_config(hf, **{key: config[key] | yarn for key in {"rope_scaling", "rope_parameters"} & config.keys()})
-    convert(hf, megatron)
-    (megatron / "ckptkit.json").unlink()
-    return hf, megatron
-
-
-@pytest.mark.parametrize("launch", LATENT)
-def test_right_launch_with_latent_attention_passes_strictly(launch: str, releases: PathOf, tmp_path: Path) -> None:
-    name, yarn, words = LATENT[launch]
-    hf, megatron = latent(tmp_path, releases(name), yarn)
-    script = bash(tmp_path, hf, megatron, f"--ref-load {{megatron}} {words}")
-    done = CliRunner().invoke(cli, ["preflight", str(script), "--strict", "--json"])
-    report = json.loads(done.stdout)
-    assert (report["status"], report["findings"], report["reasons"]) == ("passed", [], [])
-    assert done.exit_code == 0, done.stderr
-
-
 # Runs commands and writes the names of all modules that are there then.
 RUN = """
 import contextlib, json, sys
@@ -159,7 +103,7 @@ print(json.dumps(list(sys.modules)), file=sys.stderr)
 
 
 def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
-    """Samples of Megatron weights without a manifest are read, too."""
+    """Samples of Megatron weights without a manifest are read, too, and the list of an INT4 release is compared."""
     megatron = Path(shutil.copytree(converted("qwen3_moe"), tmp_path / "megatron"))
     (megatron / "ckptkit.json").unlink()
     commands = []
@@ -167,7 +111,12 @@ def test_a_launch_of_no_stack_imports_torch(releases: PathOf, converted: PathOf,
         (tmp_path / stack).mkdir()
         script = write(tmp_path / stack, releases("qwen3_moe"), megatron)
         commands.append(["preflight", str(script), "--json"])
+    quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(32, "qmax7", (r"re:.*\.self_attn\..*",)))
+    words = ["OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "--rollout-num-gpus-per-engine", "2", "--ref-load", str(megatron)]
+    commands.append(["preflight", "--hf-checkpoint", str(tmp_path / "int4"), "--all", "--", *words])
     done = python("-c", RUN, json.dumps(commands))
+    ran = {line.partition(" ")[0] for line in done.stdout.splitlines() if "  skipped " not in line}
+    assert {"CK301", "CK302", "CK307", "CK709", "CK715", "CK716"} <= ran
     modules = set(json.loads(done.stderr.splitlines()[-1]))
     assert done.stdout.count('"status": "passed",\n  "reasons"') == len(STACKS)
     assert {"ckptkit.verify.launch.stacks.roll", "ckptkit.verify.evidence.samples"} <= modules

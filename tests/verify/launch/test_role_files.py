@@ -113,12 +113,6 @@ def test_mode_bridge_loads_an_hf_reference_and_mode_raw_does_not(releases: PathO
     assert set(loads(report)) == {"rollout engine"}
 
 
-def test_an_hf_reference_without_a_mode_is_remarked(releases: PathOf) -> None:
-    report = preflight(ref_load=releases(NAME), arguments=["--sequence-parallel"])
-    assert report.status == "passed"
-    assert any("--megatron-to-hf-mode" in note for note in report.facts["notes"])
-
-
 @pytest.mark.parametrize(
     ("words", "actor", "reference", "teacher"),
     [

@@ -8,23 +8,18 @@ import pytest
 from support.messages import text_with
 
 from ckptkit.verify.launch.shell.read import read_script
-from ckptkit.verify.launch.words import UnresolvedWord, known_words
+from ckptkit.verify.launch.words import UnresolvedWord
 
 # What bash would have to run, or ask the machine, to know; the word as it stands, and why.
 UNKNOWN = [
     ("python3 train.py --load $(hostname)", "$(hostname)", "the output of `hostname`"),
-    ("N=$(nproc)\npython3 train.py --load $N", "${N}", "the output of `nproc`"),
     ("python3 train.py --load $NOBODY/x", "$NOBODY/x", "neither"),
     ("python3 train.py --load $RANDOM", "$RANDOM", "script runs"),
-    ("python3 train.py --load a{1,2}", "a{1,2}", "braces"),
     ("python3 train.py --load $((N / 0))", "$((N / 0))", "divides by zero"),
     ("python3 train.py --load $(echo a | tr a b)", "$(echo a | tr a b)", "other commands"),
     ("[ -d /x ] && A=1 || A=2\npython3 train.py --load $A", "$A", "a condition at"),
     ("for f in $(ls); do A=$f; done\npython3 train.py --load $A", "$A", "a loop at"),
-    ("declare -A A=([x]=1)\npython3 train.py --load ${A[x]}", "$A", "indices"),
     ("A=1\nread A < file\npython3 train.py --load $A", "$A", "read at"),
-    ("mapfile -t A < file\npython3 train.py --load ${A[0]}", "$A[@]", "mapfile at"),
-    ("A=${B:?no}\npython3 train.py --load $A", "$A", "the script stops"),
 ]
 
 
@@ -70,7 +65,6 @@ def test_environment_of_a_trainer_is_what_was_exported_and_given_to_ray() -> Non
     [
         ("python3 -m verl.trainer.main_ppo a.b=1", ["a.b=1"]),
         ("nohup python3 -u /opt/slime/train_async.py --lr 1 > log &", ["--lr", "1"]),
-        ("torchrun --nproc-per-node 8 pretrain_gpt.py --lr 1", ["--lr", "1"]),
         ("docker run image bash -lc 'cd /x; python train.py --lr 1'", ["--lr", "1"]),
         ("./train.py --lr 1", ["--lr", "1"]),
         ("pkill -f train.py; echo python train.py; python train.py --lr 1", ["--lr", "1"]),
@@ -78,12 +72,6 @@ def test_environment_of_a_trainer_is_what_was_exported_and_given_to_ray() -> Non
 )
 def test_trainers_are_known_however_they_are_started(text: str, words: list[str]) -> None:
     assert [word.text for word in read_script(None, text, environment={}).words] == words
-
-
-def test_options_without_a_known_value_are_left_out_and_switches_stay() -> None:
-    text = "[ -f x ] && M=(--pp 2)\npython3 train.py --swiglu ${M[@]} --load $A --lr 1 --fp16 $EXTRA_ARGS"
-    read = read_script(None, text, environment={})
-    assert [word.text for word in known_words(read.words)] == ["--swiglu", "--lr", "1", "--fp16"]
 
 
 INT4 = "OPEN_TRAINING_INT4_GROUP_SIZE"

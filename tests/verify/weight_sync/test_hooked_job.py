@@ -44,12 +44,8 @@ def test_sound_weights_pass_and_rank_0_says_what_was_compared(layout: str, found
     assert f"{WHOLE + 16}" in cases["of HF"][0]["said"]
     assert cases["all"][0]["said"] == text_with(f"{WHOLE} ckptkit.json {CUT[layout]}")
     assert cases["all"][0]["said"].endswith("not compared: nothing\n")
-
-
-@of_layout
-def test_weights_are_compared_before_the_first_use_alone(layout: str, found: Found) -> None:
-    for case in ("actor again", "step", "after a step"):
-        assert [rank["said"] for rank in found[layout][case]] == ["", ""]
+    for case in ("actor again", "step", "after a step"):  # before the first use alone
+        assert [rank["said"] for rank in cases[case]] == ["", ""]
 
 
 @of_layout
@@ -73,39 +69,25 @@ def test_exchanged_experts_are_named_on_their_rank(layout: str, found: Found) ->
 
 
 @of_layout
-@pytest.mark.parametrize(
-    ("case", "name"),
-    [
+def test_every_other_fault_is_named(layout: str, found: Found) -> None:
+    cases, mlp = found[layout], "decoder.layers.4.mlp"
+    for case, name in (
         ("another norm", "decoder.layers.4.pre_mlp_layernorm.weight"),
-        ("router of another layer", "decoder.layers.4.mlp.router.weight"),
+        ("router of another layer", f"{mlp}.router.weight"),
         ("router bias", "decoder.layers.6.mlp.router.expert_bias"),
-    ],
-)
-def test_what_every_rank_holds_whole_is_named(case: str, name: str, layout: str, found: Found) -> None:
-    for rank, one in enumerate(found[layout][case]):
-        assert f"{rank}: 1" in one["raised"]
-        assert f"{name} is not {name} of " in one["raised"]
-
-
-@of_layout
-def test_router_of_another_layer_says_which(layout: str, found: Found) -> None:
-    for one in found[layout]["router of another layer"]:
+    ):
+        for rank, one in enumerate(cases[case]):
+            assert f"{rank}: 1" in one["raised"]
+            assert f"{name} is not {name} of " in one["raised"]
+    for one in cases["router of another layer"]:
         assert ": it is decoder.layers.5.mlp.router.weight" in one["raised"]
-
-
-@of_layout
-@pytest.mark.parametrize(
-    ("case", "when"),
-    [("router zero", "before actor log-probabilities"), ("router zero at a step", "before step 1 of rollout 3")],
-)
-def test_dead_router_stops_the_job(case: str, when: str, layout: str, found: Found) -> None:
-    for one in found[layout][case]:
-        assert one["raised"] == text_with(f"{when} module.module.decoder.layers.4.mlp.router.weight")
-
-
-@of_layout
-def test_wrong_rows_of_a_cut_matrix_are_named_on_their_rank(layout: str, found: Found) -> None:
-    first, second = found[layout]["rows on rank 1"]
+    for case, when in (
+        ("router zero", "before actor log-probabilities"),
+        ("router zero at a step", "before step 1 of rollout 3"),
+    ):
+        for one in cases[case]:
+            assert one["raised"] == text_with(f"{when} module.module.{mlp}.router.weight")
+    first, second = cases["rows on rank 1"]
     assert first["raised"] == ""
     assert "rank 1: 1 parameter(s)" in second["raised"]
     assert "decoder.layers.7.self_attention.linear_qkv.weight" in second["raised"]

@@ -44,27 +44,6 @@ def test_iteration_is_that_of_the_step_unless_it_is_a_release(tmp_path: Path) ->
     assert of_reference.path == load / "iter_0000010"
 
 
-def test_prefix_that_no_option_is_for_is_an_error() -> None:
-    with pytest.raises(CkptkitError, match="old_actor_"):
-        locate_loaded(Namespace(load="/ckpt"), "old_actor_")
-
-
-@pytest.mark.parametrize(("given", "expected"), [(None, 16), ("0", 0), ("200", 200), ("all", None)])
-def test_variable_says_how_many_parameters_are_compared(
-    given: str | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CKPTKIT_COMPARED_PARAMETERS", raising=False)
-    if given is not None:
-        monkeypatch.setenv("CKPTKIT_COMPARED_PARAMETERS", given)
-    assert parameters_asked_for() == expected
-
-
-def test_variable_that_says_nothing_stops_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPTKIT_COMPARED_PARAMETERS", "some")
-    with pytest.raises(CkptkitError, match="CKPTKIT_COMPARED_PARAMETERS is 'some'"):
-        before_log_prob(Namespace(load="/absent"), [nn.Linear(2, 2)], "")
-
-
 def test_checkpoint_that_is_not_there_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     args, model = Namespace(load="/absent"), [nn.Linear(2, 2, dtype=torch.bfloat16)]
     before_log_prob(args, model, "")
@@ -72,3 +51,16 @@ def test_checkpoint_that_is_not_there_is_said_once(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err == said
     before_log_prob(args, model, "")
     assert capsys.readouterr().err == ""
+
+
+def test_variable_says_how_many_parameters_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CKPTKIT_COMPARED_PARAMETERS", raising=False)
+    assert parameters_asked_for() == 16
+    for given, expected in (("0", 0), ("200", 200), ("all", None)):
+        monkeypatch.setenv("CKPTKIT_COMPARED_PARAMETERS", given)
+        assert parameters_asked_for() == expected
+    monkeypatch.setenv("CKPTKIT_COMPARED_PARAMETERS", "some")
+    with pytest.raises(CkptkitError, match="CKPTKIT_COMPARED_PARAMETERS is 'some'"):
+        before_log_prob(Namespace(load="/absent"), [nn.Linear(2, 2)], "")
+    with pytest.raises(CkptkitError, match="old_actor_"):
+        locate_loaded(Namespace(load="/ckpt"), "old_actor_")

@@ -100,18 +100,6 @@ def test_other_ranks_check_where_that_is_asked_for(
     assert bool(engine[0].asked) is bool(checks)
 
 
-def test_class_without_the_method_is_refused() -> None:
-    with pytest.raises(CkptkitError, match="has no method _send_weights"):
-        watch_updates(updater_class("_send_hf_params"), "_send_weights")
-
-
-def test_class_is_watched_once() -> None:
-    watched = updater_class("_send_hf_params")
-    watch_updates(watched, "_send_hf_params")
-    with pytest.raises(CkptkitError, match="watched already"):
-        watch_updates(watched, "_send_hf_params")
-
-
 class Adapter:
     """Sends as verl 0210b18's `ServerAdapter` does, on every rank of an engine; one of them knows the server."""
 
@@ -151,30 +139,34 @@ def test_watched_rollout_is_checked_on_the_rank_that_knows_its_server(later: boo
             asyncio.run(first.update_weights(sent(3), global_steps=3))
 
 
+def test_classes_that_cannot_be_watched_are_refused() -> None:
+    watched = updater_class("_send_hf_params")
+    with pytest.raises(CkptkitError, match="has no method _send_weights"):
+        watch_updates(watched, "_send_weights")
+    watch_updates(watched, "_send_hf_params")
+    with pytest.raises(CkptkitError, match="watched already"):
+        watch_updates(watched, "_send_hf_params")
+    with pytest.raises(CkptkitError, match="Other has no coroutine update_weights"):
+        watch_rollout(type("Other", (), {"update_weights": lambda self, weights: None}))
+
+
 def test_address_of_a_server_in_a_ray_actor(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = FakeVllm()
     with served(engine.answer) as url:
         host, port = url.removeprefix("http://").split(":")
-        handle = SimpleNamespace(get_server_address=SimpleNamespace(remote=lambda: (host, int(port))))
         ray = ModuleType("ray")
         ray.get = lambda reference: reference  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "ray", ray)
 
         class Verl(Adapter):
+            update_weights = Adapter.update_weights
+
             def _ensure_server_handle(self) -> bool:
-                self.server_handle = handle
+                address = SimpleNamespace(remote=lambda: (host, int(port)))
+                self.server_handle = SimpleNamespace(get_server_address=address)
                 return True
 
-            async def update_weights(self, pairs: Any, global_steps: int | None = None) -> str:
-                return await super().update_weights(pairs, global_steps)
-
         watch_rollout(Verl)
-        assert asyncio.run(Verl(engine, 1).update_weights(iter(weights(1).items()))) == "done"
-        assert engine.asked == []
-        assert asyncio.run(Verl(engine, 0).update_weights(iter(weights(1).items()))) == "done"
-        assert "weight_checker" in engine.asked
-
-
-def test_class_that_updates_otherwise_is_refused() -> None:
-    with pytest.raises(CkptkitError, match="Other has no coroutine update_weights"):
-        watch_rollout(type("Other", (), {"update_weights": lambda self, weights: None}))
+        for rank, is_asked in ((1, False), (0, True)):
+            assert asyncio.run(Verl(engine, rank).update_weights(iter(weights(1).items()))) == "done"
+            assert ("weight_checker" in engine.asked) == is_asked

@@ -55,8 +55,8 @@ def exchanged(given: Mapping[str, Tensor], one: str, other: str) -> dict[str, Te
 
 
 ENGINES = [
-    *(partial(FakeEngine, *sizes) for sizes in ((1, 1), (2, 1), (2, 2), (4, 2), (4, 4), (4, 1))),
-    *(partial(FakeVllm, *sizes, checker=one) for sizes in ((1, 1), (2, 1), (1, 2), (4, 2)) for one in (True, False)),
+    *(partial(FakeEngine, *sizes) for sizes in ((1, 1), (2, 2), (4, 1))),
+    *(partial(FakeVllm, *sizes, checker=one) for sizes, one in (((1, 1), False), ((2, 1), True), ((4, 2), False))),
 ]
 
 
@@ -186,34 +186,6 @@ def test_shared_expert_among_routed_ones_is_compared_by_value(tp: int, capsys: p
     assert capsys.readouterr().err == ""
 
 
-def test_shared_expert_in_an_unknown_layout_raises_no_false_alarm() -> None:
-    class Both(Repacked, SharedAmongRouted):
-        """Nobody can tell whether a shared expert is in there."""
-
-    engine = Both()
-    with checked(engine) as check:
-        send(check, [engine], 1, with_shared(1))
-        name = "model.layers.1.mlp.shared_experts.up_proj.weight"
-        result = send(check, [engine], 2, with_shared(1) | {name: with_shared(2)[name]})
-    assert result.by_change == (LAYERS - 1) * 2 - 1
-
-
-def test_float32_that_the_engine_rounds_is_no_false_alarm() -> None:
-    """A change may be lost in the engine's dtype."""
-
-    class Rounding(FakeEngine):
-        def checksums(self, rank: int) -> dict[str, str]:
-            return {name: digest(tensor.bfloat16()) for name, tensor in self.rank(rank).items()}
-
-    engine = Rounding()
-    name = "model.layers.1.mlp.gate.weight"
-    with checked(engine) as check:
-        sent = weights(1) | {name: weights(1)[name].float()}
-        send(check, [engine], 1, sent)
-        result = send(check, [engine], 2, sent | {name: sent[name] * (1 + 2**-20)})
-        assert (result.unseen, result.by_change) == (["layers.1.mlp.gate.weight"], 0)
-
-
 def test_engines_that_differ_in_an_unknown_layout_are_found() -> None:
     engines = [Repacked(), Repacked(), Repacked()]
     with checked(*engines) as check:
@@ -249,14 +221,6 @@ def test_only_every_nth_update_is_checked() -> None:
     assert engine.asked.count("weights_checker") == 2
 
 
-def test_wanted_tensors_in_an_unknown_layout_alone_are_no_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = Repacked()
-    with checked(engine, tensors=r"\.experts\.") as check:
-        results = [send(check, [engine], version, weights(version)) for version in (1, 2)]
-    assert [(one.by_value, one.by_change) for one in results if one] == [(0, 0), (0, (LAYERS - 1) * 2)]
-    assert "compared" in capsys.readouterr().err
-
-
 @pytest.mark.sglang
 def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums() -> None:
     """Its function may be another one, so nothing that was sent can be found."""
@@ -272,13 +236,46 @@ def test_engine_of_another_release_is_said_and_not_judged_by_its_checksums() -> 
     assert (result.by_value, len(result.unseen)) == (0, PARAMS)
 
 
-def test_tensor_without_a_parameter_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    engine = FakeEngine()
+def test_what_an_engine_does_with_a_tensor_is_no_false_alarm(capsys: pytest.CaptureFixture[str]) -> None:
+    """It has no parameter for one; a change in float32 is lost in its bfloat16; keys are the values too (Gemma 4)."""
+
+    class Rounding(FakeEngine):
+        def checksums(self, rank: int) -> dict[str, str]:
+            return {name: digest(tensor.bfloat16()) for name, tensor in self.rank(rank).items()}
+
+    engine, name = Rounding(), "model.layers.1.mlp.gate.weight"
     with checked(engine) as check:
-        sent = weights(1) | {"model.layers.3.eh_proj.weight": weights(1)["model.norm.weight"]}
-        result = send(check, [engine], 1, sent)
-    assert result.absent == ["layers.3.eh_proj.weight"]
+        sent = weights(1) | {name: weights(1)[name].float(), "model.layers.3.eh_proj.weight": torch.ones(8).bfloat16()}
+        assert send(check, [engine], 1, sent).absent == ["layers.3.eh_proj.weight"]
+        result = send(check, [engine], 2, sent | {name: sent[name] * (1 + 2**-20)})
+        assert (result.unseen, result.by_change) == (["layers.1.mlp.gate.weight"], 0)
     assert "layers.3.eh_proj.weight" in capsys.readouterr().err
+    other = FakeVllm()
+    with checked(other) as check:
+        for version in (1, 2):
+            sent = without(weights(version), ".v_proj.")
+            same = {name.replace("k_proj", "v_proj"): one for name, one in sent.items() if ".k_proj." in name}
+            result = send(check, [other], version, sent, sent | same)
+            assert (result.by_value, result.unseen) == (PARAMS, [])
+    with served(other.answer) as url:
+        result = send(WeightSyncCheck(url, program="vllm", tensors=r"k_proj|layernorm"), [other], 3, weights(3))
+    assert (result.by_value, result.not_sent) == (LAYERS, [])
+
+
+def test_version_is_compared_where_engine_and_trainer_have_one() -> None:
+    engine = FakeVllm()
+    with checked(engine) as check:
+        with pytest.raises(CkptkitError, match="recorded"):
+            check.after_update(1)
+        for number, (version, held) in enumerate(((1, "default"), (None, 4), (5, 4))):  # vLLM may have been given none
+            for name, tensor in weights(1).items():
+                check.record(name, tensor)
+            engine.load(weights(1), held)
+            if number < 2:
+                assert check.after_update(version) is not None
+            else:
+                with pytest.raises(CkptkitError, match="has weight version 4, not 5"):
+                    check.after_update(version)
 
 
 def test_buffer_that_is_used_again_after_it_was_recorded_does_no_harm() -> None:
@@ -291,11 +288,6 @@ def test_buffer_that_is_used_again_after_it_was_recorded_does_no_harm() -> None:
         engine.load(weights(1), 1)
         result = check.after_update(1)
     assert result.by_value == PARAMS
-
-
-def test_nothing_recorded_is_an_error() -> None:
-    with checked(FakeEngine()) as check, pytest.raises(CkptkitError, match="recorded"):
-        check.after_update(1)
 
 
 @pytest.mark.parametrize(
@@ -315,27 +307,6 @@ def test_engine_that_does_not_answer_is_named(status: int, answer: Any, said: st
     with served(refuse) as url:
         check = WeightSyncCheck(url, digest=digest)
         with pytest.raises(CkptkitError, match=rf"{url}/weights_checker.*{said}"):
-            send(check, [engine], 1, weights(1))
-
-
-def test_engine_that_is_gone_is_named() -> None:
-    with served(FakeEngine().answer) as url:
-        pass
-    check = WeightSyncCheck(url, digest=digest)
-    with pytest.raises(CkptkitError, match=url):
-        check.record("model.norm.weight", weights(1)["model.norm.weight"])
-
-
-def test_rank_that_does_not_answer_is_named() -> None:
-    engine = FakeEngine(2)
-
-    def first_rank(path: str, body: Mapping[str, Any]) -> tuple[int, Any]:
-        status, found = engine.answer(path, body)
-        return status, {**found, "ranks": found["ranks"][:1]} if "ranks" in found else found
-
-    with served(first_rank) as url:
-        check = WeightSyncCheck([url], digest=digest)
-        with pytest.raises(CkptkitError, match="answer.*1"):
             send(check, [engine], 1, weights(1))
 
 
@@ -426,26 +397,6 @@ def test_part_of_a_fused_parameter_that_is_never_sent_is_named_in_the_first_chec
     assert line == text_with(f"{param} {part}")
 
 
-def test_keys_that_are_the_values_too_are_sent_once() -> None:
-    """As full attention of Gemma 4 has them."""
-    engine = FakeVllm()
-    with checked(engine) as check:
-        for version in (1, 2):
-            sent = without(weights(version), ".v_proj.")
-            same = {name.replace("k_proj", "v_proj"): one for name, one in sent.items() if ".k_proj." in name}
-            result = send(check, [engine], version, sent, sent | same)
-            assert (result.by_value, result.unseen) == (PARAMS, [])
-
-
-def test_chosen_tensors_alone_are_no_fault() -> None:
-    engine = FakeVllm()
-    with served(engine.answer) as url:
-        check = WeightSyncCheck(url, program="vllm", tensors=r"k_proj|layernorm")
-        engine.load(weights(0), 0)
-        result = send(check, [engine], 1, weights(1))
-    assert (result.by_value, result.not_sent) == (LAYERS, [])
-
-
 def test_tied_head_under_one_name_stays_old_on_the_last_stage(capsys: pytest.CaptureFixture[str]) -> None:
     """vllm#56689: the trainer's named_parameters() has one of both names."""
     engine = FakeVllm(2, 2)
@@ -493,38 +444,6 @@ def test_weights_lost_in_sleep_are_named_without_an_update() -> None:
     assert line == text_with("1 layers.2.input_layernorm.weight")
 
 
-def test_version_is_compared_where_engine_and_trainer_have_one() -> None:
-    engine = FakeVllm()
-    with checked(engine) as check:
-        engine.load(weights(1), "default")
-        for name, tensor in weights(1).items():
-            check.record(name, tensor)
-        assert check.after_update(1) is not None  # vLLM was never given one
-        for name, tensor in weights(1).items():
-            check.record(name, tensor)
-        engine.load({}, 4)
-        assert check.after_update() is not None
-        for name, tensor in weights(1).items():
-            check.record(name, tensor)
-        with pytest.raises(CkptkitError, match="has weight version 4, not 5"):
-            check.after_update(5)
-
-
-def test_block_fp8_as_it_is_stored_is_compared_by_value() -> None:
-    """vLLM's checksums are of bytes; SGLang's of a weight with its scales."""
-    engine = FakeVllm()
-    scale = "model.layers.1.self_attn.o_proj.weight_scale_inv"
-
-    class Scaled(FakeVllm):
-        def stage(self, stage: int, rank: int) -> dict[str, Tensor]:
-            return super().stage(stage, rank) | {scale: self.held[scale]}
-
-    engine = Scaled()
-    with checked(engine) as check:
-        result = send(check, [engine], 1, weights(1) | {scale: weights(2)["model.norm.weight"].float()})
-    assert (result.by_value, result.unseen) == (PARAMS + 1, [])
-
-
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
@@ -537,23 +456,6 @@ def test_engine_that_does_not_answer_for_its_ranks_is_named(engine: FakeVllm, sa
         send(check, [engine], 1, weights(1))
     hint = str(raised.value.hint)
     assert "--worker-extension-cls ckptkit.hooks_vllm.WeightReader" in hint or "its own address" in hint
-
-
-def test_collective_rpc_without_the_reader_says_how_to_add_it() -> None:
-    def refuse(method: str) -> list[Any]:
-        raise NotImplementedError(f"Method {method!r} is not implemented.")
-
-    with pytest.raises(CkptkitError, match="engine 1: Method 'ckptkit_setup'") as raised:
-        WeightSyncCheck(refuse, program="vllm")
-    assert "worker-extension-cls" in str(raised.value.hint)
-
-
-def test_engines_with_and_without_a_checker_are_checked_apart() -> None:
-    engines = FakeVllm(), FakeVllm(checker=False)
-    with served(engines[0].answer) as first, served(engines[1].answer) as second:
-        check = WeightSyncCheck([first, second], program="vllm")
-        with pytest.raises(CkptkitError, match="extension"):
-            check.record(HEAD, weights(1)[HEAD])
 
 
 def test_checksum_of_a_device_is_that_of_every_byte_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:

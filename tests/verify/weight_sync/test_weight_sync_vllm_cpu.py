@@ -44,14 +44,12 @@ def test_sound_updates_pass_and_each_fault_is_named(name: str, way: str, found: 
     assert steps["1"]["by_value"] > 12 * 6
     layers = {tensor.split(".")[2] for tensor in tensors if ".layers." in tensor}
     assert all(f"layers.{len(layers) - 1}." in tensor for tensor in steps["1"]["absent"])  # multi-token prediction
-
-
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize("name", [DENSE, MOE])
-def test_dropped_bucket_leaves_a_layer_old(name: str, way: str, found: Found) -> None:
-    said = found[f"{name}: {way}: a bucket dropped"]
-    assert "arrive" in said["raised"]
-    assert all(f"layers.{NEXT}." in line and line == text_with(OLD) for line in said["details"])
+    dropped, swallowed = steps["a bucket dropped"], steps["a delta swallowed"]["details"]
+    assert "arrive" in dropped["raised"]
+    assert all(f"layers.{NEXT}." in line and line == text_with(OLD) for line in dropped["details"])
+    # As where a delta failed and the trainer went on.
+    assert swallowed[0] == text_with(OLD)
+    assert text_with("sent engine 1") in swallowed
 
 
 @pytest.mark.parametrize("name", [DENSE, MOE])
@@ -64,15 +62,6 @@ def test_part_of_a_fused_layer_is_named_after_a_layerwise_reload(name: str, foun
     for fault, param in fused.items():
         said = found[f"{name}: load_by_layer: {fault}"]
         assert said["details"] == [f"engine 1: layers.{LAYER}.{param}: not as sent"]
-
-
-@pytest.mark.parametrize("way", EVERY_WAY)
-@pytest.mark.parametrize("name", [DENSE, MOE])
-def test_update_of_which_nothing_arrived_is_named(name: str, way: str, found: Found) -> None:
-    """As where a delta failed and the trainer went on."""
-    said = found[f"{name}: {way}: a delta swallowed"]
-    assert said["details"][0] == text_with(OLD)
-    assert text_with("sent engine 1") in said["details"]
 
 
 def test_layout_made_once_too_often_is_named(found: Found) -> None:

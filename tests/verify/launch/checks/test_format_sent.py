@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from support.launch_scripts import quantized_launch
-from support.messages import text_with
 
 from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.preflight import preflight
@@ -70,12 +69,6 @@ def test_a_format_that_the_trainer_cannot_send_is_found(
     severity = "warning" if quantization["quant_method"] == "mxfp4" else "error"
     assert [one.severity for one in found] == [severity] * bool(expected)
     assert all(one.expected.startswith(expected) for one in found)
-
-
-def test_another_name_of_e4m3_is_to_be_written_anew_and_another_format_to_be_replaced(tmp_path: Path) -> None:
-    for fmt in ("float8_e4m3fn", "e5m2"):
-        (found,) = launched(tmp_path / fmt, {**DYNAMIC, "fmt": fmt})
-        assert found.hint == text_with("FP8 e4m3 float8_e4m3fn")
 
 
 def test_bf16_that_sglang_packs_by_itself_is_a_warning(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""CK716: the tokenizer of --hf-checkpoint against the one beside the trainer's weights, by hand-written files."""
+"""CK716: the tokenizer of --hf-checkpoint against that of the weights; CK724: what a launch asks of it."""
 
 from __future__ import annotations
 
@@ -58,15 +58,6 @@ def test_one_tokenizer_on_both_sides_is_silent(sides: tuple[Path, Path]) -> None
     assert next(check.status for check in report.checks if check.code == "CK716") == "passed"
 
 
-def test_the_same_tokenizer_in_other_files_is_silent(sides: tuple[Path, Path]) -> None:
-    engine, _ = sides
-    (engine / "tokenizer.json").unlink()
-    write(engine, "vocab.json", WORDS)
-    write(engine, "merges.txt", "#version: 0.2\nw 1\nw 2\n")
-    write(engine, "tokenizer_config.json", CONFIG | {"added_tokens_decoder": {str(one["id"]): one for one in ADDED}})
-    assert found(sides) == []
-
-
 MOVED = "another model's tokenizer: 300 of the 302 tokens in --hf-checkpoint have other ids ('w0' 1, not 0)"
 SHIFTED = {f"w{number}": number + 1 for number in range(299)} | {"w299": 0}
 
@@ -124,6 +115,17 @@ def test_sentencepiece_models_are_compared_by_their_bytes(sides: tuple[Path, Pat
     assert (finding.severity, finding.expected) == ("error", "the tokenizer.model of --hf-checkpoint")
 
 
+def test_the_same_tokenizer_in_other_files_is_silent_and_a_broken_one_is_an_error(sides: tuple[Path, Path]) -> None:
+    engine, _ = sides
+    (engine / "tokenizer.json").unlink()
+    write(engine, "vocab.json", WORDS)
+    write(engine, "merges.txt", "#version: 0.2\nw 1\nw 2\n")
+    write(engine, "tokenizer_config.json", CONFIG | {"added_tokens_decoder": {str(one["id"]): one for one in ADDED}})
+    assert found(sides) == []
+    write(sides[1], "tokenizer.json", "{")
+    assert [("tokenizer.json" in one.actual, one.severity) for one in found(sides)] == [(True, "error")]
+
+
 def test_two_formats_cannot_be_compared(sides: tuple[Path, Path]) -> None:
     (sides[0] / "tokenizer.json").unlink()
     (sides[0] / "tokenizer.model").write_bytes(b"one")
@@ -151,34 +153,59 @@ def test_an_engine_without_a_tokenizer_is_an_error_unless_it_is_started_so(
     assert finding.actual == text_with(f"tokenizer {option}")
 
 
-def test_a_tokenizer_that_cannot_be_read_is_an_error(sides: tuple[Path, Path]) -> None:
-    write(sides[1], "tokenizer.json", "{")
-    (finding,) = found(sides)
-    assert "tokenizer.json" in finding.actual
-
-
-def test_weights_without_a_tokenizer_beside_them_are_not_compared(sides: tuple[Path, Path]) -> None:
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (sides[1] / file).unlink()
-    assert found(sides) == []
-
-
-# Words of a launch of each stack; its option or setting that gives the model; and who loads the tokenizer.
-LAUNCHES = {
-    "slime": (["--ref-load", "x"], "--hf-checkpoint", "engine and trainer"),
-    "verl": (["trainer.resume_mode=disable"], "actor_rollout_ref.model.path", "engine and trainer"),
-    "verl, supervised": (["data.train_files=x", "trainer.resume_mode=disable"], "model.path", "the trainer"),
-    "NeMo-RL": (["policy.generation.backend=vllm"], "policy.model_name", "engine and trainer"),
-    "ROLL": (["actor_infer.strategy_args.strategy_name=vllm"], "pretrain", "engine and trainer"),
-}
-
-
-@pytest.mark.parametrize("stack", LAUNCHES)
-def test_finding_names_the_stacks_own_setting_of_the_model(stack: str, sides: tuple[Path, Path]) -> None:
-    words, option, readers = LAUNCHES[stack]
+@pytest.mark.parametrize(
+    ("words", "option", "readers"),
+    [
+        (["data.train_files=x", "trainer.resume_mode=disable"], "model.path", "the trainer"),  # verl, supervised
+        (["policy.generation.backend=vllm"], "policy.model_name", "engine and trainer"),
+        (["actor_infer.strategy_args.strategy_name=vllm"], "pretrain", "engine and trainer"),
+    ],
+)
+def test_finding_names_the_stacks_own_setting_of_the_model(
+    words: list[str], option: str, readers: str, sides: tuple[Path, Path]
+) -> None:
     (sides[0] / "tokenizer.json").unlink()
-    given = [option, str(sides[0])] if option.startswith("--") else [f"{option}={sides[0]}"]
-    report = preflight(arguments=[*words, *given])
+    report = preflight(arguments=[*words, f"{option}={sides[0]}"])
     (finding,) = [one for one in report.findings if one.code == "CK716"]
     assert finding.expected == text_with(f"tokenizer {readers} {option}")
-    assert option == "--hf-checkpoint" or "--hf-checkpoint" not in str(report.findings)
+    assert "--hf-checkpoint" not in str(report.findings)
+
+
+STOPS = "--rollout-stop-token-ids"
+
+
+@pytest.fixture
+def engine(releases: PathOf, tmp_path: Path) -> Path:
+    """A directory of 320 tokens, with a tokenizer and a chat template."""
+    root = shutil.copytree(releases("qwen2-tied"), tmp_path / "engine")
+    words = {f"w{number}": number for number in range(300)}
+    (root / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": words, "merges": []}}))
+    (root / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3"}))
+    (root / "chat_template.jinja").write_text("{{ messages }}")
+    return root
+
+
+def judged(root: Path, *words: str) -> tuple[str | None, list[Finding]]:
+    """Status of CK724, None where it does not apply, and its findings."""
+    report = preflight(root, arguments=words)
+    status = next((check.status for check in report.checks if check.code == "CK724"), None)
+    return status, [finding for finding in report.findings if finding.code == "CK724"]
+
+
+def test_a_template_and_stop_ids_that_are_there_pass(engine: Path) -> None:
+    more = ["--rollout-max-response-len", "8192"]
+    assert judged(engine, "--apply-chat-template", STOPS, "3", "5", *more) == ("passed", [])
+    assert judged(engine, *more) == (None, [])  # asks for neither
+    (engine / "chat_template.jinja").unlink()
+    (engine / "tokenizer_config.json").write_text(json.dumps({"eos_token": "w3", "chat_template": "{{ messages }}"}))
+    assert judged(engine, "--apply-chat-template") == ("passed", [])
+
+
+def test_a_template_that_is_nowhere_and_a_stop_id_beyond_the_vocabulary_are_found(engine: Path) -> None:
+    vocabulary = json.loads((engine / "config.json").read_text())["vocab_size"]
+    status, (finding,) = judged(engine, STOPS, "3", str(vocabulary))
+    assert (status, finding.actual) == ("failed", f"{STOPS} {vocabulary}, at the command line")
+    (engine / "chat_template.jinja").unlink()
+    status, (finding,) = judged(engine, "--apply-chat-template")
+    assert (status, finding.severity) == ("failed", "error")
+    assert finding.expected == text_with("--apply-chat-template")

@@ -34,15 +34,12 @@ SLIME = shlex.split(
     [
         ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4", True),
         ("+actor_rollout_ref.model.override_config.x=1", True),
-        ("++a.b.c=1", True),
         ("~a", True),
         ("a.b", False),
         ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", False),
         ("no_proxy=127.0.0.1", False),
-        ("--pipeline-model-parallel-size=2", False),
         ("~/models/GLM-4.5", False),
         ("/data/step.5=x", False),
-        ("./run.sh", False),
         ('{"a.b": "c=d"}', False),
     ],
 )
@@ -50,35 +47,21 @@ def test_overrides_are_recognized_by_their_form(word: str, is_one: bool) -> None
     assert bool(overrides([word])) is is_one
 
 
-def test_launch_arguments_all_read_leave_nothing_unread() -> None:
-    assert unread(SLIME, frozenset()) == []
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--load", "/runs/a"], "--load /runs/a --"),
-        (["--ckpt-step=10"], "--ckpt-step 10 --"),
-        (["--ref-ckpt-step", "10"], "--ref-ckpt-step 10"),
-        (["--opd-teacher-load", "/t"], "--opd-teacher-load /t"),
-        (["--megatron-config-path", "a.yaml"], "--megatron-config-path a.yaml"),
-        (["--tensor-parallel-size", "4"], "--tensor-parallel-size 4"),
-        (["--tensor_model_parallel_size", "4"], "--tensor_model_parallel_size 4"),
-        (["--tp", "4"], "--tp 4"),
-        (["--vllm-tp-size", "4"], "--vllm-tp-size 4"),
-        (["a.tensor_model_parallel_size=4"], "a.tensor_model_parallel_size=4"),
-        (["+data.seed=4"], "+data.seed=4"),
-    ],
-)
-def test_launch_arguments_that_matter_and_are_unread_are_listed(words: list[str], line: str) -> None:
-    assert unread(words, frozenset()) == [text_with(line)]
-
-
-def test_the_engine_s_tensor_parallel_size_which_slime_and_miles_overwrite_is_not_missed() -> None:
+def test_launch_arguments_that_matter_and_are_unread_are_listed() -> None:
+    for words in (
+        "--load /runs/a",
+        "--ref-ckpt-step 10",
+        "--opd-teacher-load /t",
+        "--megatron-config-path a.yaml",
+        "--tensor_model_parallel_size 4",
+        "--tp 4",
+        "--vllm-tp-size 4",
+        "a.tensor_model_parallel_size=4",
+        "+data.seed=4",
+    ):
+        assert unread(words.split(), frozenset()) == [text_with(words)]
+    # What slime and miles overwrite, and paths that preflight was given.
     assert unread(["--sglang-tp-size", "8", "--sglang-tensor-parallel-size=4"], frozenset()) == []
-
-
-def test_paths_that_preflight_was_given_are_read() -> None:
     assert unread(["--hf-checkpoint", "/hf", "--load", "/a"], frozenset({"--load", "--hf-checkpoint"})) == []
 
 
@@ -86,13 +69,10 @@ def test_a_launch_that_is_read_passes(releases: PathOf) -> None:
     report = preflight(hf_checkpoint=releases("qwen3_moe"), arguments=SLIME)
     assert (report.status, report.findings, list(report.reasons)) == ("passed", [], [])
     assert next(one.status for one in report.checks if one.code == "CK717") == "passed"
-
-
-def test_preflight_without_a_launch_has_nothing_unread(releases: PathOf) -> None:
     assert "CK717" not in [one.code for one in preflight(hf_checkpoint=releases("qwen3_moe")).checks]
 
 
-@pytest.mark.parametrize("word", ["a.tensor_model_parallel_size=4", "+a.b=1", "--tp=4"])
+@pytest.mark.parametrize("word", ["+a.b=1", "--tp=4"])
 def test_preflight_command_with_an_unread_override_is_inconclusive(word: str, releases: PathOf) -> None:
     done = CliRunner().invoke(cli, ["preflight", "--hf-checkpoint", str(releases("qwen2-tied")), "--", word])
     assert done.exit_code == 2

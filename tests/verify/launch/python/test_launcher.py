@@ -106,7 +106,6 @@ COMMANDS = LAUNCHER.replace(
     "app = typer.Typer()\n\n\n@app.command()\n@U.dataclass_cli\ndef prepare(args: ScriptArgs):\n    pass\n\n\n"
     "@app.command()\n@U.dataclass_cli\ndef train(",
 ).replace("typer.run(main)", "app()")
-ENVIRONMENTS = [{}, {"SLURM_JOB_NUM_NODES": "4"}, {"WANDB_API_KEY": "k"}]
 
 
 def write(folder: Path, text: str = LAUNCHER, changed: tuple[str, str] = ("", "")) -> Path:
@@ -120,35 +119,30 @@ def words(read: LaunchText) -> list[str]:
     return [word.text for word in read.words]
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS)
-@pytest.mark.parametrize("text", [LAUNCHER, COMMANDS], ids=["one function", "commands"])
-def test_words_are_those_that_the_launcher_gives(text: str, environment: dict[str, str], tmp_path: Path) -> None:
-    script = write(tmp_path, text)
-    read = read_launcher(script, [], environment)
-    assert words(read) == printed_words(tmp_path, script, environment)
-    assert read.unresolved == ()
-    variables = {name: word.text for name, word in read.environment.items()}
-    assert variables == {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
-
-
+# What is changed in a launcher, and the environment that it is started in.
 CHANGES = {
-    "another model": ('model_name: str = "large"', 'model_name: str = "small"'),
-    "other hardware": ('hardware: str = "H100"', 'hardware: str = "GB200"'),
-    "a mode": ('"debug"] = "normal"', '"debug"] = "debug"'),
-    "bridge": ("bridge: bool = False", "bridge: bool = True"),
+    "nothing": (("", ""), {}),
+    "the environment": (("", ""), {"SLURM_JOB_NUM_NODES": "4", "WANDB_API_KEY": "k"}),
+    "another model": (('model_name: str = "large"', 'model_name: str = "small"'), {}),
+    "other hardware": (('hardware: str = "H100"', 'hardware: str = "GB200"'), {}),
+    "a mode": (('"debug"] = "normal"', '"debug"] = "debug"'), {}),
+    "bridge": (("bridge: bool = False", "bridge: bool = True"), {}),
     "a variable of the models": (
-        "    U.execute_train(",
-        '    import os\n    os.environ["MODEL_ARGS_NUM_LAYERS"] = "4"\n    U.execute_train(',
+        ("    U.execute_train(", '    import os\n    os.environ["MODEL_ARGS_NUM_LAYERS"] = "4"\n    U.execute_train('),
+        {},
     ),
 }
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_changed_launcher_gives_other_words(name: str, tmp_path: Path) -> None:
-    script = write(tmp_path, changed=CHANGES[name])
-    (other := tmp_path / "other").mkdir()
-    assert words(read_launcher(script, [], {})) == printed_words(tmp_path, script, {})
-    assert words(read_launcher(script, [], {})) != words(read_launcher(write(other), [], {}))
+def test_words_are_those_that_the_launcher_gives(name: str, tmp_path: Path) -> None:
+    changed, environment = CHANGES[name]
+    script = write(tmp_path, COMMANDS if name == "nothing" else LAUNCHER, changed)
+    read = read_launcher(script, [], environment)
+    assert words(read) == printed_words(tmp_path, script, environment)
+    assert read.unresolved == ()
+    variables = {name: word.text for name, word in read.environment.items()}
+    assert variables == {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1", "OPEN_TRAINING_INT4_GROUP_SIZE": "32"}
 
 
 def test_options_and_variables_set_fields_as_the_command_line_does(tmp_path: Path) -> None:
@@ -205,13 +199,7 @@ def test_what_depends_on_anything_else_is_not_known(name: str, tmp_path: Path) -
 def test_directory_with_the_time_of_the_start_in_its_name_is_a_new_one(tmp_path: Path) -> None:
     change = ("--save {args.output_dir}/{args.run_id}", "--load {args.output_dir}/{U.create_run_id()}")
     read = read_launcher(write(tmp_path, changed=change), [], {})
-    assert read.unresolved == ()
-    assert "--load" in words(read)
-
-
-def test_preflight_looks_at_what_a_launcher_loads(tmp_path: Path) -> None:
-    report = preflight(script=write(tmp_path))
-    assert {(one.code, str(one.file)) for one in report.findings} >= {("CK714", "/models/large")}
+    assert ("--load" in words(read), read.unresolved) == (True, ())
 
 
 @pytest.mark.parametrize(
@@ -285,21 +273,27 @@ def of_slime(folder: Path, place: str = "scripts/run_tiny.py", text: str = OF_SL
 MODEL_WORDS = ["--num-layers", "4", "--hidden-size", "64", "--rotary-base", "10000", "--hf-checkpoint", "/hf"]
 
 
-@pytest.mark.parametrize(
-    "place", ["scripts/run_tiny.py", "run_tiny.py", "examples/tiny/run_tiny.py", "tests/deep/er/test_tiny.py"]
-)
+@pytest.mark.parametrize("place", ["scripts/run_tiny.py", "run_tiny.py", "tests/deep/er/test_tiny.py"])
 def test_models_of_slime_are_scripts_of_its_checkout(place: str, tmp_path: Path) -> None:
     read = read_launcher(of_slime(tmp_path, place), [], {})
     assert (words(read), read.unresolved) == ([*MODEL_WORDS, "--actor-num-gpus-per-node", "8"], ())
     assert [f"{word.file}:{word.line}" for word in read.words[:2]] == [f"{tmp_path}/scripts/models/tiny.sh:3"] * 2
 
 
-@pytest.mark.parametrize("variable", ["SLIME_DIR", "SLIME"])
-def test_checkout_of_slime_may_be_named_by_a_variable(variable: str, tmp_path: Path) -> None:
+def test_checkout_of_slime_may_be_named_by_a_variable(tmp_path: Path) -> None:
     of_slime(tmp_path / "slime checkout")
     (tmp_path / "run.py").write_text(OF_SLIME)
-    read = read_launcher(tmp_path / "run.py", [], {variable: str(tmp_path / "slime checkout")})
-    assert (words(read)[:8], read.unresolved) == (MODEL_WORDS, ())
+    for variable in ("SLIME_DIR", "SLIME"):
+        read = read_launcher(tmp_path / "run.py", [], {variable: str(tmp_path / "slime checkout")})
+        assert (words(read)[:8], read.unresolved) == (MODEL_WORDS, ())
+    (line,) = read_launcher(tmp_path / "run.py", [], {}).unresolved
+    assert line.startswith(f"{tmp_path}/run.py: slime/utils/external_utils/command_utils.py")
+    assert "set SLIME_DIR" in line
+
+
+def test_model_of_slime_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (line,) = read_launcher(of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', '"tinny"')), [], {}).unresolved
+    assert "scripts/models/tinny.sh" in line
 
 
 def test_variables_and_options_of_a_launcher_of_slime_count(tmp_path: Path) -> None:
@@ -311,22 +305,7 @@ def test_variables_and_options_of_a_launcher_of_slime_count(tmp_path: Path) -> N
     assert words(read_launcher(none, [], {}))[0] == "--hf-checkpoint"
 
 
-def test_model_of_slime_that_is_not_there_is_named_once_with_what_to_do(tmp_path: Path) -> None:
-    launcher = of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', '"tinny"'))
-    (line,) = read_launcher(launcher, [], {}).unresolved
-    assert "scripts/models/tinny.sh" in line
-    assert "set SLIME_DIR" in line
-
-
-def test_launcher_outside_of_its_checkout_says_so_once(tmp_path: Path) -> None:
-    (tmp_path / "run.py").write_text(OF_SLIME)
-    (line,) = read_launcher(tmp_path / "run.py", [], {}).unresolved
-    assert line.startswith(f"{tmp_path}/run.py: slime/utils/external_utils/command_utils.py")
-    assert "set SLIME_DIR" in line
-    assert preflight(script=tmp_path / "run.py", hf_checkpoint="/hf").status in ("failed", "inconclusive")
-
-
-@pytest.mark.parametrize("kind", ["../../../../etc/passwd\0", "x" * 300, "$(touch pwned)", "a'; touch pwned; '"])
+@pytest.mark.parametrize("kind", ["../../../../etc/passwd\0", "$(touch pwned)", "a'; touch pwned; '"])
 def test_model_name_of_a_launcher_runs_nothing(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     launcher = of_slime(tmp_path, text=OF_SLIME.replace('"tiny"', repr(kind)))

@@ -64,10 +64,3 @@ def test_load_that_fsdp_passes_over_is_found(releases: PathOf, converted: PathOf
 def test_reference_is_an_hf_directory(releases: PathOf, converted: PathOf) -> None:
     report = launched(releases("qwen3-untied"), "--ref-load", str(converted("qwen2-tied")))
     assert found(report) == [("CK712", "error", "a Megatron checkpoint")]
-
-
-def test_teacher_beside_fsdp_is_not_passed_over(releases: PathOf) -> None:
-    hf = releases("qwen3-untied")
-    report = launched(hf, "--use-opd", "--opd-type", "megatron", "--opd-teacher-load", str(hf))
-    assert report.facts["not read"] == [text_with(f"--opd-teacher-load {hf} FSDP")]
-    assert (report.status, report.findings) == ("inconclusive", [])

@@ -15,34 +15,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
-BASE = """
-loss_fn: {reference_policy_kl_penalty: 0.01}
-checkpointing: {enabled: true, checkpoint_dir: results/none}
-policy:
-  model_name: ???
-  precision: bfloat16
-  tokenizer: {name: "${policy.model_name}"}
-  train_micro_batch_size: 4
-  max_total_sequence_length: 512
-  megatron_cfg:
-    enabled: true
-    tensor_model_parallel_size: 1
-    pipeline_model_parallel_size: 1
-    context_parallel_size: 1
-    expert_model_parallel_size: 1
-    expert_tensor_parallel_size: 1
-    num_layers_in_first_pipeline_stage: null
-    num_layers_in_last_pipeline_stage: null
-    pipeline_dtype: ${policy.precision}
-    activation_checkpointing: false
-    peft: {enabled: false, dim: 8}
-  sequence_packing: {train_mb_tokens: "${mul:${policy.max_total_sequence_length}, ${policy.train_micro_batch_size}}"}
-  generation:
-    backend: vllm
-    vllm_cfg: {tensor_parallel_size: 1, pipeline_parallel_size: 1, precision: "${policy.precision}"}
-    colocated: {enabled: true, resources: {gpus_per_node: null, num_nodes: null}}
-cluster: {gpus_per_node: 8, num_nodes: 1}
-"""
+BASE = (Path(__file__).parents[1] / "jobs" / "nemo_rl.yaml").read_text()
 
 
 @pytest.fixture
@@ -92,67 +65,75 @@ def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, conver
     assert {"CK701", "CK703", "CK722"} <= {one.code for one in report.checks if one.status == "passed"}
 
 
-def test_a_converted_copy_is_loaded_instead_of_the_model(base: Path, hf: Path, converted: PathOf) -> None:
-    copy = base.parent / "copies" / f"model_{str(hf).replace('/', '_')}" / "iter_0000000"
-    shutil.copytree(converted(NAME) / "release", copy)
-    report = preflight(script=model(base, hf))
-    assert passes(report)
-    why = "the copy of policy.model_name that NeMo-RL converted before"
-    assert loads(report)[0] == f"actor loads {copy} (Megatron): {why}"
-    again = preflight(script=base.parent / "job.yaml", arguments=["policy.megatron_cfg.force_reconvert_from_hf=True"])
-    assert loads(again)[0].startswith(f"actor loads {hf} (HF)")
-
-
-def test_a_copy_older_than_the_model_is_a_warning(
+def test_a_converted_copy_is_loaded_instead_of_the_model(
     base: Path, releases: PathOf, converted: PathOf, only: OnlyFinding
 ) -> None:
     own = Path(shutil.copytree(releases(NAME), base.parent / "model"))
     copy = base.parent / "copies" / f"model_{str(own).replace('/', '_')}" / "iter_0000000"
     shutil.copytree(converted(NAME) / "release", copy)
+    file = model(base, own)
+    report = preflight(script=file)
+    assert passes(report)
+    why = "the copy of policy.model_name that NeMo-RL converted before"
+    assert loads(report)[0] == f"actor loads {copy} (Megatron): {why}"
+    again = preflight(script=file, arguments=["policy.megatron_cfg.force_reconvert_from_hf=True"])
+    assert loads(again)[0].startswith(f"actor loads {own} (HF)")
     for path in own.iterdir():
         os.utime(path, (4e9, 4e9))
-    finding = only(preflight(script=model(base, own)))
+    finding = only(preflight(script=file))
     assert (finding.code, finding.severity) == ("CK711", "warning")
-    assert finding.actual == text_with("config.json NeMo-RL")
 
 
-def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathOf) -> None:
+def test_a_run_resumes_from_its_last_step(base: Path, hf: Path, converted: PathOf, only: OnlyFinding) -> None:
     for step in (2, 10):
         weights = base.parent / "results" / f"step_{step}" / "policy" / "weights"
         shutil.copytree(converted(NAME) / "release", weights / "iter_0000000")
         (weights / "latest_train_state.pt").touch()
-    report = preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n"))
+    file = model(base, hf, "checkpointing: {checkpoint_dir: results}\n")
+    report = preflight(script=file)
     assert passes(report)
     why = "Megatron step_10 checkpointing.checkpoint_dir"
     assert loads(report)[0] == text_with(f"actor results/step_10/policy/weights/iter_0000000 {why}")
     assert loads(report)[1].startswith(f"reference loads {hf} (HF)")
-
-
-def test_a_last_step_without_its_state_is_found(base: Path, hf: Path, only: OnlyFinding) -> None:
-    (base.parent / "results" / "step_3" / "policy" / "weights").mkdir(parents=True)
-    finding = only(preflight(script=model(base, hf, "checkpointing: {checkpoint_dir: results}\n")))
-    assert (finding.code, finding.severity, finding.file) == ("CK713", "error", "results/step_3/policy/weights")
-    assert finding.actual == text_with("step_3")
-
-
-def test_generation_on_gpus_of_its_own_passes(base: Path, hf: Path) -> None:
-    text = "  generation: {colocated: {enabled: false, resources: {num_nodes: 1, gpus_per_node: 8}}}\n"
-    report = preflight(script=model(base, hf, f"{text}cluster: {{num_nodes: 3}}\n"))
-    assert passes(report)
+    (weights / "latest_train_state.pt").unlink()
+    finding = only(preflight(script=file))
+    assert (finding.code, finding.severity, finding.file) == ("CK713", "error", "results/step_10/policy/weights")
 
 
 def test_gpus_left_for_training_are_compared(base: Path, hf: Path, only: OnlyFinding) -> None:
-    own = "{colocated: {enabled: false, resources: {gpus_per_node: 2}}}"
-    text = f"  megatron_cfg: {{pipeline_model_parallel_size: 4}}\n  generation: {own}\n"
-    file = model(base, hf, f"{text}loss_fn: {{reference_policy_kl_penalty: 0}}\n")
+    """One node of 8 less 2 GPUs, which 4 stages do not divide; of 3 nodes one generates."""
+    resources = "  generation: {colocated: {enabled: false, resources: {%s}}}\n"
+    assert passes(preflight(script=model(base, hf, f"{resources % 'num_nodes: 1'}cluster: {{num_nodes: 3}}\n")))
+    text = f"  megatron_cfg: {{pipeline_model_parallel_size: 4}}\n{resources % 'gpus_per_node: 2'}"
+    text += "loss_fn: {reference_policy_kl_penalty: 0}\n"
+    file = model(base, hf, text)
     finding = only(preflight(script=file))
     assert finding.code == "CK722"
-    assert finding.expected == text_with("GPUs = 1 4 1 = 4")
-    assert f"policy.megatron_cfg.pipeline_model_parallel_size ({file}:4)" in finding.expected
+    assert finding.expected == text_with(
+        f"GPUs = 1 4 1 = 4 policy.megatron_cfg.pipeline_model_parallel_size ({file}:4)"
+    )
     assert finding.actual == (
-        f"6 GPUs: cluster.num_nodes ({base}:27) 1 x cluster.gpus_per_node ({base}:27) 8, "
+        f"6 GPUs: cluster.num_nodes ({base}:26) 1 x cluster.gpus_per_node ({base}:26) 8, "
         f"less 2 for generation by policy.generation.colocated.resources.gpus_per_node ({file}:5) 2"
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "actual"),
+    [
+        ("  pretrained_checkpoint: {path: /nowhere, format: megatron_lm}\n", "CK711", "no such directory"),
+        ("  pretrained_checkpoint: {path: ROOT, format: megatron_bridge}\n", "CK711", "run_config.yaml ROOT/release"),
+        ("  pretrained_checkpoint: {path: ROOT}\n", "CK711", "no such setting"),
+        ("  model_name: /nowhere/model\n", "CK714", "no such directory"),
+    ],
+)
+def test_a_checkpoint_that_nemo_rl_refuses_is_found(
+    text: str, code: str, actual: str, base: Path, hf: Path, converted: PathOf, only: OnlyFinding
+) -> None:
+    root = str(converted(NAME))
+    policy = text if "model_name" in text else f"  model_name: {hf}\n{text.replace('ROOT', root)}"
+    finding = only(preflight(script=child(base, f"policy:\n{policy}")))
+    assert (finding.code, finding.actual) == (code, text_with(actual.replace("ROOT", root)))
 
 
 def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
@@ -164,35 +145,6 @@ def test_sglang_and_no_megatron_pass(base: Path, hf: Path) -> None:
     assert passes(report)
     why = "sglang loads policy.generation.sglang_cfg.model_path first"
     assert loads(report)[2] == f"rollout engine loads {hf} (HF): {why}"
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "actual", "hint"),
-    [
-        ("{path: /nowhere, format: megatron_lm}", "CK711", "no such directory", "check the path"),
-        (
-            "{path: RELEASE, format: megatron_bridge}",
-            "CK711",
-            "no run_config.yaml in RELEASE/release",
-            "policy.pretrained_checkpoint.format=megatron_lm",
-        ),
-        ("{path: RELEASE}", "CK711", "no such setting", "which"),
-    ],
-)
-def test_a_checkpoint_that_nemo_rl_refuses_is_found(
-    text: str, code: str, actual: str, hint: str, base: Path, hf: Path, converted: PathOf
-) -> None:
-    root = str(converted(NAME))
-    report = preflight(script=model(base, hf, f"  pretrained_checkpoint: {text.replace('RELEASE', root)}\n"))
-    (finding,) = report.findings
-    assert (finding.code, finding.actual, finding.hint) == (code, actual.replace("RELEASE", root), text_with(hint))
-
-
-def test_a_model_that_is_not_there_is_found(base: Path, only: OnlyFinding) -> None:
-    file = model(base, Path("/nowhere/model"))
-    finding = only(preflight(script=file))
-    assert (finding.code, finding.actual) == ("CK714", "no such directory")
-    assert finding.expected == f"policy.model_name ({file}:3): an HF directory with config.json"
 
 
 OF_MODEL = "policy: {model_name: MODEL, megatron_cfg: "
@@ -213,14 +165,6 @@ def test_what_cannot_be_told_makes_the_report_inconclusive(text: str, line: str,
     assert any(one == text_with(line) for one in report.facts["not read"])
 
 
-def test_a_file_to_inherit_from_that_is_not_there_is_inconclusive(base: Path, hf: Path) -> None:
-    file = model(base, hf)
-    base.unlink()
-    report = preflight(script=file)
-    assert (report.status, report.findings) == ("inconclusive", [])
-    assert text_with(f"{file}:1 base.yaml") in report.facts["not read"]
-
-
 def test_a_section_that_says_override_replaces_the_inherited_one(base: Path, hf: Path) -> None:
     """`cluster` loses its number of GPUs, so nothing says how many there are."""
     report = preflight(script=model(base, hf, "cluster: {_override_: true, num_nodes: 2}\n"))
@@ -232,3 +176,11 @@ def test_a_yaml_file_of_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("services: {web: {}}\n")
     with pytest.raises(CkptkitError, match="services"):
         preflight(script=tmp_path / "a.yaml")
+
+
+def test_a_file_to_inherit_from_that_is_not_there_is_inconclusive(base: Path, hf: Path) -> None:
+    file = model(base, hf)
+    base.unlink()
+    report = preflight(script=file)
+    assert (report.status, report.findings) == ("inconclusive", [])
+    assert text_with(f"{file}:1 base.yaml") in report.facts["not read"]

@@ -13,39 +13,7 @@ from support.messages import text_with
 from ckptkit.verify.launch.preflight import preflight
 
 NAME = "qwen3_moe"
-JOB = """
-defaults:
-  - ../common/envs@_here_
-exp_name: job
-pretrain: MODEL
-reward_pretrain: MODEL
-adv_estimator: reinforce
-resume_from_checkpoint: false
-num_return_sequences_in_group: 8
-checkpoint_config: {type: file_system, output_dir: "./models/${exp_name}"}
-actor_train:
-  model_args: {dtype: bf16, model_type: ~}
-  strategy_args:
-    strategy_name: megatron_train
-    strategy_config:
-      tensor_model_parallel_size: 2
-      pipeline_model_parallel_size: 2
-      expert_model_parallel_size: 2
-      context_parallel_size: 1
-  device_mapping: list(range(0,8))
-actor_infer:
-  generating_args: {num_return_sequences: "${num_return_sequences_in_group}"}
-  strategy_args:
-    strategy_name: sglang
-    strategy_config: {mem_fraction_static: 0.7, load_format: dummy}
-  num_gpus_per_worker: 2
-  device_mapping: list(range(0,6)) + [6, 7]
-reference:
-  strategy_args:
-    strategy_name: megatron_infer
-    strategy_config: {expert_model_parallel_size: 4, expert_tensor_parallel_size: 1}
-  device_mapping: list(range(0,8))
-"""
+JOB = (Path(__file__).parents[1] / "jobs" / "roll.yaml").read_text()
 
 
 @pytest.fixture
@@ -59,7 +27,7 @@ def job(hf: Path, tmp_path: Path) -> Path:
     (tmp_path / "common" / "envs.yaml").write_text("custom_envs: {}\n")
     path = tmp_path / "jobs" / "job.yaml"
     path.parent.mkdir()
-    path.write_text(JOB.replace("MODEL", str(hf)))
+    path.write_text(JOB.replace("MODEL", str(hf)).replace("[]", "\n  - ../common/envs@_here_", 1))
     return path
 
 
@@ -106,22 +74,12 @@ def test_a_run_is_resumed_from_a_path(job: Path, converted: PathOf, tmp_path: Pa
     assert loads(report)[0].startswith(f"actor loads {step / 'iter_0000001' / 'dist_model'} (Megatron): to resume")
 
 
-def test_a_step_to_resume_from_that_is_not_there_is_found(job: Path, only: OnlyFinding) -> None:
-    finding = only(preflight(script=job, arguments=["resume_from_checkpoint=/nowhere/checkpoint-8"]))
-    assert (finding.code, finding.actual) == ("CK713", "no such directory")
-    assert finding.expected.startswith("resume_from_checkpoint (the command line): ")
-
-
 def test_devices_that_do_not_divide_are_found_with_both_places(job: Path) -> None:
     finding, experts = preflight(script=job, arguments=["actor_train.device_mapping=list(range(0,6))"]).findings
     config = "actor_train.strategy_args.strategy_config"
     assert finding.code == "CK722"
-    assert finding.expected == (
-        text_with(
-            f"2 2 1 = 4 {config}.tensor_model_parallel_size {job}:16 {config}.pipeline_model_parallel_size {job}:17 "
-            f"{config}.context_parallel_size {job}:19 {config}.expert_model_parallel_size {job}:18"
-        )
-    )
+    places = f"{config}.tensor_model_parallel_size {job}:15 {config}.pipeline_model_parallel_size {job}:16"
+    assert finding.expected == text_with(f"2 2 1 = 4 {places}")
     assert finding.actual == "6 GPUs: actor_train.device_mapping (the command line) list(range(0,6))"
     assert experts.expected == text_with("GPUs = 2 2 2 = 8")
 
@@ -136,19 +94,18 @@ def test_experts_take_the_tensor_parallel_size_where_they_have_none(job: Path) -
     assert {finding.code for finding in report.findings} == {"CK703", "CK722"}
 
 
-def test_a_model_of_one_role_that_pretrain_replaces_is_found(job: Path, releases: PathOf, only: OnlyFinding) -> None:
-    other = releases("qwen2-tied")
-    finding = only(preflight(script=job, arguments=[f"+actor_train.model_args.model_name_or_path={other}"]))
-    assert finding.code == "CK711"
-    assert finding.actual.startswith(f"{other}, which ROLL replaces by pretrain = ")
-
-
-@pytest.mark.parametrize("model", ["/nowhere/model", "TORCH_DIST"])
-def test_a_pretrain_that_is_no_hf_directory_is_found(
-    model: str, job: Path, converted: PathOf, only: OnlyFinding
+def test_paths_that_are_not_what_they_must_be_are_found(
+    job: Path, hf: Path, converted: PathOf, releases: PathOf, only: OnlyFinding
 ) -> None:
-    finding = only(preflight(script=job, arguments=[f"pretrain={model.replace('TORCH_DIST', str(converted(NAME)))}"]))
-    assert finding.code == "CK714"
+    other = releases("qwen2-tied")
+    for word, code, actual in (
+        ("resume_from_checkpoint=/nowhere/checkpoint-8", "CK713", "no such directory"),
+        ("pretrain=/nowhere/model", "CK714", "no such directory"),
+        (f"pretrain={converted(NAME)}", "CK714", "a Megatron checkpoint"),
+        (f"+actor_train.model_args.model_name_or_path={other}", "CK711", f"{other}, which ROLL replaces by pretrain"),
+    ):
+        finding = only(preflight(script=job, arguments=[word]))
+        assert (finding.code, finding.actual.startswith(actual)) == (code, True), finding
 
 
 @pytest.mark.parametrize(
@@ -166,40 +123,31 @@ def test_what_cannot_be_told_makes_the_report_inconclusive(word: str, line: str,
     assert any(one == text_with(line) for one in report.facts["not read"])
 
 
-def test_a_file_of_the_defaults_that_is_not_there_is_inconclusive(job: Path) -> None:
-    (job.parent.parent / "common" / "envs.yaml").unlink()
-    report = preflight(script=job)
-    assert (report.status, report.findings) == ("inconclusive", [])
-    assert text_with(f"{job}:3 ../common/envs") in report.facts["not read"]
-
-
-ROLLS_OWN = [
-    *("envs", "traj_envs", "step_envs", "vl_traj_envs", "traj_envs_gem_math", "deepspeed_zero"),
-    *("deepspeed_zero2", "deepspeed_zero3_cpuoffload"),
-]
-
-
 @pytest.mark.parametrize(
     ("name", "status"),
     [
-        *((f"../config/{name}@_here_", "passed") for name in ROLLS_OWN),
-        *((f"../config/{name}@_here_", "inconclusive") for name in ("sizes", "envs_of_mine", "deepspeed")),
+        ("../config/traj_envs_gem_math@_here_", "passed"),
+        ("../config/deepspeed_zero3_cpuoffload@_here_", "passed"),
+        ("../config/envs_of_mine@_here_", "inconclusive"),
         ("../common/traj_envs@_here_", "inconclusive"),  # the folder is there, and the file is not
     ],
 )
 def test_files_of_rolls_own_examples_need_not_be_there(name: str, status: str, job: Path) -> None:
     """They hold environments and settings of DeepSpeed, and no path or size of a role."""
-    job.write_text(job.read_text().replace("../common/envs@_here_", name))
+    text = job.read_text().replace("../common/envs@_here_", name)
+    job.write_text(text)
     report = preflight(script=job)
     assert (report.status, report.findings) == (status, [])
-
-
-def test_settings_that_depend_on_a_file_that_is_not_there_are_inconclusive(job: Path) -> None:
-    text = job.read_text().replace("../common/envs@_here_", "../config/deepspeed_zero3@_here_")
+    # What depends on such a file is not known.
     job.write_text(text.replace("strategy_config: {expert_model_parallel_size: 4", "strategy_config: ${sizes} #"))
     report = preflight(script=job)
     assert (report.status, report.findings) == ("inconclusive", [])
-    assert any("${sizes}" in line for line in report.facts["not read"])
+
+
+TEACHER = "  model_args: {model_name_or_path: NAME}\n  strategy_args: {strategy_name: megatron_infer}\n"
+OF_A_SUBJECT = (
+    "  math:\n    model_args: {model_name_or_path: NAME}\n    strategy_args: {strategy_name: megatron_infer}\n"
+)
 
 
 def distillation(job: Path, teacher: str) -> str:
@@ -211,44 +159,26 @@ def distillation(job: Path, teacher: str) -> str:
     return f"{text}teacher:\n{teacher}"
 
 
-TEACHER = "  model_args: {model_name_or_path: NAME}\n  strategy_args: {strategy_name: megatron_infer}\n"
-
-
-@pytest.mark.parametrize(
-    "text", [TEACHER, "  math:\n  " + TEACHER.replace("\n  s", "\n    s").replace("  model", "  model")]
-)
-@pytest.mark.parametrize("name", ["MODEL", "Qwen/Qwen3-32B", "/nowhere/teacher"])
-def test_distillation_reads_students_as_actors_and_names_the_teacher(
-    text: str, name: str, job: Path, hf: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(job.parent / "hub"))
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    job.write_text(distillation(job, text.replace("NAME", name)).replace("MODEL", str(hf)))
-    report = preflight(script=job)
-    expected = [("CK714", "no such directory")] if name.startswith("/") else []
-    assert [(one.code, one.actual) for one in report.findings] == expected
-    assert report.status == ("failed" if expected else "passed")
-    assert loads(report)[0] == f"actor loads {hf} (HF): actor_train.model_args.model_name_or_path"
-    notes = "\n".join(report.facts.get("notes", []))
-    assert ("depends" in notes) == (name == "Qwen/Qwen3-32B")
-
-
-def test_a_teacher_that_roll_replaces_by_the_student_is_found(job: Path, hf: Path) -> None:
-    """Where a student has no model of its own, `pretrain` counts for the teacher too."""
-    text = distillation(job, TEACHER.replace("NAME", "/models/teacher"))
-    job.write_text(text.replace("model_name_or_path: '${pretrain}', ", "").replace("MODEL", str(hf)))
+@pytest.mark.parametrize("text", [TEACHER, OF_A_SUBJECT])
+def test_distillation_reads_students_as_actors_and_finds_the_teacher(text: str, job: Path, hf: Path) -> None:
+    first = job.read_text()
+    for name, findings in ((str(hf), []), ("/nowhere/teacher", [("CK714", "no such directory")])):
+        job.write_text(first)
+        job.write_text(distillation(job, text.replace("NAME", name)))
+        report = preflight(script=job)
+        assert [(one.code, one.actual) for one in report.findings] == findings
+        assert loads(report)[0] == f"actor loads {hf} (HF): actor_train.model_args.model_name_or_path"
+    # Where a student has no model of its own, `pretrain` counts for the teacher too.
+    job.write_text(job.read_text().replace("model_name_or_path: '${pretrain}', ", ""))
     finding = next(one for one in preflight(script=job).findings if one.code == "CK711")
-    assert finding.actual.startswith(f"/models/teacher, which ROLL replaces by pretrain = {hf}")
+    assert finding.actual.startswith(f"/nowhere/teacher, which ROLL replaces by pretrain = {hf}")
 
 
-@pytest.mark.parametrize(("devices", "found"), [("4,5", ["4,5"]), ("0,1", []), ("$UNSET_HERE", []), ("", [])])
-def test_devices_that_do_not_count_from_0_are_found(
-    devices: str, found: list[str], job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_that_do_not_count_from_0_are_found(job: Path, tmp_path: Path) -> None:
     """ROLL counts the GPUs of device_mapping from the first of a node, and sets the variable for each worker."""
-    monkeypatch.delenv("UNSET_HERE", raising=False)
     script = tmp_path / "run.sh"
     start = f"python3 start_rlvr_pipeline.py --config_path {job.parent} --config_name {job.stem}\n"
-    script.write_text((f"export CUDA_VISIBLE_DEVICES={devices}\n" if devices else "") + start)
-    issues = [one for one in preflight(script=script).findings if one.code == "CK722"]
-    assert [one.actual.partition(" ")[0] for one in issues] == found
+    for devices, found in (("4,5", ["4,5"]), ("0,1", []), ("$NOBODY_SETS_IT", [])):
+        script.write_text(f"export CUDA_VISIBLE_DEVICES={devices}\n{start}")
+        issues = [one for one in preflight(script=script).findings if one.code == "CK722"]
+        assert [one.actual.partition(" ")[0] for one in issues] == found
