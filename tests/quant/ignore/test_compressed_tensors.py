@@ -1,13 +1,12 @@
-"""ckptkit's reading of compressed-tensors' lists against compressed-tensors itself, over all lists of the tests.
+"""ckptkit's reading of compressed-tensors' lists against compressed-tensors itself, over many lists.
 
 At run time it is not asked: importing it takes seconds, which `lint` of a header must not.
 """
 
 from __future__ import annotations
 
-import ast
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,18 +15,28 @@ from typing import Any
 import pytest
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 from compressed_tensors.utils.match import match_name, match_named_modules, match_targets
-from support.published import GLM, KIMI, MINIMAX, PUBLISHED, QWEN, quantization, restored
+from support.published import (
+    GLM,
+    GLM_LIST,
+    GLM_RULES,
+    KIMI,
+    KIMI_LIST,
+    MINIMAX,
+    MINIMAX_LIST,
+    PUBLISHED,
+    QWEN,
+    QWEN_LIST,
+    quantization,
+    restored,
+)
 from torch import nn
 
-from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.groups import Target, group_of, groups_of, targets_of
 from ckptkit.quant.ignore.names import Matrix, matrices_named, names_in_vllm
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tree import class_tree
-from ckptkit.quant.patterns import check_entries
 
-TESTS = Path(__file__).parents[2]
-PLACES = ("quant/ignore", "quant/online", "mutations", "reports", "support", "faults")
+ENTRIES = tomllib.loads(Path(__file__).with_name("entries.toml").read_text())
 QWEN3 = {**QWEN, "model_type": "qwen3", "num_hidden_layers": 2}
 MODELS = {"qwen3": QWEN3, "qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI, "minimax_m2": MINIMAX}
 CLASSES = ("Linear", "Module", "Embedding", "linear")
@@ -44,23 +53,12 @@ def published(content: Any) -> Iterator[tuple[str, ...]]:
 
 @cache
 def lists() -> Sequence[tuple[str, ...]]:
-    """Every literal list of names in these tests, every expression by itself, and the lists of published configs."""
+    """Every entry of entries.toml by itself, all of a kind at once, and published lists."""
     found = {list_: None for release in PUBLISHED.values() for list_ in published(release)}
-    for place in PLACES:
-        for file in sorted((TESTS / place).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                parts = node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else [node]
-                words = tuple(
-                    one.value for one in parts if isinstance(one, ast.Constant) and isinstance(one.value, str)
-                )
-                if len(words) == len(parts) and any(word.startswith("re:") or "layers." in word for word in words):
-                    found[words] = None
-    readable = []
-    for one in found:
-        with suppress(CkptkitError):  # entries that readers of hostile lists refuse
-            check_entries(one, "a list of the tests")
-            readable.append(one)
-    return readable
+    found |= {tuple(entries): None for entries in (KIMI_LIST, QWEN_LIST, GLM_LIST, GLM_RULES, MINIMAX_LIST)}
+    for entries in ENTRIES.values():
+        found |= dict.fromkeys([tuple(entries), *((entry,) for entry in entries)])
+    return list(found)
 
 
 def matrices_of(config: Mapping[str, Any]) -> list[Matrix]:
@@ -116,8 +114,8 @@ def contents() -> Iterator[dict[str, Any]]:
         yield from (content_of((name,), ("Linear",)), content_of((), (name,)))
 
 
-def test_there_are_as_many_lists_as_in_the_tests() -> None:
-    assert len(lists()) > 370
+def test_there_are_many_lists_and_long_ones() -> None:
+    assert len(lists()) > 130
     assert any(len(one) > 100 for one in lists())
 
 
