@@ -58,13 +58,6 @@ def test_an_engine_refuses_other_layers_before_it_touches_any(kind: str) -> None
     assert [scheme.calls for scheme in schemes.values()] == [[], []]
 
 
-def test_an_engine_refuses_to_repack_what_is_packed() -> None:
-    model, schemes = engine_model(experts="CompressedTensorsWNA16MoE")
-    with pytest.raises(CkptkitError, match="repacked"):
-        end(model, [])
-    assert schemes["experts"].calls == []
-
-
 def test_a_draft_model_without_packed_experts_is_left_alone() -> None:
     model, _ = engine_model()
     before = model.plain.weight.clone()
