@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from compressed_tensors.utils.match import match_name, match_named_modules, match_targets
+from compressed_tensors.utils.match import match_name
 from support.published import (
     GLM,
     GLM_LIST,
     GLM_RULES,
     KIMI,
     KIMI_LIST,
+    LAYERS,
     MINIMAX,
     MINIMAX_LIST,
     PUBLISHED,
@@ -31,14 +32,19 @@ from support.published import (
 )
 from torch import nn
 
-from ckptkit.quant.formats.groups import Target, group_of, groups_of, targets_of
+from ckptkit.quant.formats.groups import Target, groups_of, targets_of
 from ckptkit.quant.ignore.names import Matrix, matrices_named, names_in_vllm
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tree import class_tree
 
 ENTRIES = tomllib.loads(Path(__file__).with_name("entries.toml").read_text())
-QWEN3 = {**QWEN, "model_type": "qwen3", "num_hidden_layers": 2}
-MODELS = {"qwen3": QWEN3, "qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI, "minimax_m2": MINIMAX}
+MODELS = {
+    "qwen3": {**QWEN, "model_type": "qwen3"},
+    "qwen3_moe": QWEN,
+    "glm4_moe": GLM,
+    "kimi_k2": KIMI,
+    "minimax_m2": MINIMAX,
+}
 CLASSES = ("Linear", "Module", "Embedding", "linear")
 KEYS = ("ignore", "exclude_modules", "exclude", "modules_to_not_convert", "ignored_layers")
 
@@ -82,15 +88,6 @@ def built(matrices: Sequence[Matrix]) -> nn.Module:
     return root
 
 
-def by_itself(model: nn.Module, targets: Sequence[str], ignore: Sequence[str]) -> dict[str, str]:
-    """The target by which compressed-tensors quantizes each module, as `apply_quantization_config` chooses it."""
-    return {
-        name: match_targets(name, module, targets)[0]
-        for name, module in match_named_modules(model, targets, ignore)
-        if isinstance(module, nn.Linear | nn.Embedding)
-    }
-
-
 def content_of(ignore: Sequence[str], *targets: Sequence[str]) -> dict[str, Any]:
     """A quantization_config with a group for each of `targets`, of 4 and of 8 bits in turn."""
     content = quantization(ignore, groups=len(targets))
@@ -128,24 +125,9 @@ def taken(matrices: Sequence[Matrix], config: Mapping[str, Any], content: Mappin
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_module_is_read_as_compressed_tensors_reads_it(name: str) -> None:
-    matrices = matrices_of(MODELS[name])
-    model, wrong = built(matrices), []
-    for content in contents():
-        groups = groups_of({"quantization_config": content})
-        expected = by_itself(model, [target.pattern for target in targets_of(groups)], content["ignore"])
-        found = {module: target.pattern for module, target in taken(matrices, MODELS[name], content).items()}
-        if found != expected:
-            wrong.append((content, found, expected))
-        for module, target in expected.items():
-            if isinstance(model.get_submodule(module), nn.Linear):
-                assert target in getattr(group_of(groups, module), "targets", ()), (module, content)
-    assert wrong == []
-
-
-def test_the_lists_applied_by_compressed_tensors_itself() -> None:
+def test_lists_are_read_as_compressed_tensors_applies_them(name: str) -> None:
     """Its `apply_quantization_config` gives each module the bits of the group that ckptkit has it in."""
-    matrices = [matrix for matrix in matrices_of(QWEN3) if ".layers.1." not in matrix.module]
+    matrices = [matrix for matrix in matrices_of(MODELS[name]) if f".layers.{LAYERS - 1}." not in matrix.module]
     for content in contents():
         model = built(matrices)
         config = QuantizationConfig.model_validate(content)
@@ -155,7 +137,9 @@ def test_the_lists_applied_by_compressed_tensors_itself() -> None:
             for name, module in model.named_modules()
             if getattr(module, "quantization_scheme", None)
         }
-        assert applied == {name: 4 + 4 * one.group for name, one in taken(matrices, QWEN3, content).items()}, content
+        assert applied == {name: 4 + 4 * one.group for name, one in taken(matrices, MODELS[name], content).items()}, (
+            content
+        )
 
 
 @pytest.mark.parametrize("config", [QWEN, KIMI], ids=["Qwen3-MoE", "Kimi-K2"])

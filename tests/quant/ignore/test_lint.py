@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.ignore.lint import LintReport, lint
 from ckptkit.quant.ignore.readers import SGLANG, VLLM
-from ckptkit.quant.ignore.tree import class_tree
 
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 DRAFT = r"re:model\.(layers\.4|decoder)\..*"
@@ -311,75 +309,3 @@ def test_of_many_entries_that_cover_nothing_one_stands_for_all(tmp_path: Path) -
     (finding,) = lint(write(tmp_path, QWEN, ignore)).findings
     assert (finding.kind, finding.pattern) == ("unused", "no_such.0")
     assert "499 more" in finding.message
-
-
-CONFIG = QWEN | {"num_hidden_layers": 2}
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
-GATES = [f"model.layers.{layer}.mlp.gate" for layer in (0, 1)]
-QKV = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
-OUTPUT = "model.layers.0.self_attn.o_proj"
-NEVER, NO_ENTRY = "whatever", "no entry"
-
-
-def stored(unpacked: Sequence[str], more: Sequence[str] = ()) -> list[str]:
-    """The names of a release in which all but these Linear layers are packed, and `more`."""
-    tree = class_tree(CONFIG)
-    linears = [one for one in sorted({*tree.linears, *more}) if one not in unpacked and one != HEAD]
-    plain = [one for one in {*tree.others, HEAD, *unpacked} if one not in more]
-    return [*(name for one in linears for name in packed(one)), *(f"{one}.weight" for one in sorted(plain))]
-
-
-PLAIN = [HEAD, EMBEDDING, ROUTER]
-COVERED, IN_PART = f"'{OUTPUT}' covers it", f"'{QKV[0]}' covers only"
-# What is packed beside the list, the list, a reader, the tensor, and the reason by hand. None: it agrees.
-CASES: list[tuple[Sequence[str], Sequence[str], Sequence[str], str, str, str | None]] = [
-    ((), GATES, [HEAD, EMBEDDING], "sglang", GATES[0], NEVER),
-    ((), GATES, PLAIN, "transformers", GATES[0], NEVER),
-    ((), GATES, PLAIN, "vllm", GATES[0], f"'{ROUTER}' covers it"),
-    ((), GATES, [HEAD, EMBEDDING], "vllm", GATES[0], None),
-    ((), GATES, PLAIN, "slime", GATES[0], f"'{ROUTER}' covers it"),
-    ((), [EMBEDDING], [HEAD, ROUTER], "vllm", EMBEDDING, NEVER),
-    ((), [EMBEDDING], [HEAD, ROUTER], "slime", EMBEDDING, None),
-    ((), (), [HEAD, EMBEDDING], "vllm", GATES[0], NO_ENTRY),
-    ((), (), [HEAD, EMBEDDING], "sglang", GATES[0], None),
-    ([OUTPUT], (), PLAIN, "sglang", OUTPUT, NO_ENTRY),
-    ([OUTPUT], (), PLAIN, "transformers", OUTPUT, NO_ENTRY),
-    ([OUTPUT], (), [*PLAIN, OUTPUT], "vllm", OUTPUT, None),
-    ((), (), [*PLAIN, OUTPUT], "sglang", OUTPUT, COVERED),
-    ((), (), [*PLAIN, OUTPUT], "transformers", OUTPUT, COVERED),
-    ((), (), [*PLAIN, OUTPUT], "slime", OUTPUT, COVERED),
-    (QKV, (), [*PLAIN, QKV[0]], "sglang", QKV[0], IN_PART),
-    (QKV, (), [*PLAIN, QKV[0]], "vllm", QKV[0], IN_PART),
-    (QKV, (), [*PLAIN, QKV[0]], "transformers", QKV[1], NO_ENTRY),
-    ([OUTPUT], (), [*PLAIN, "re:.*0.self_attn.o_proj$"], "slime", OUTPUT, "how it reads"),
-]
-
-
-@pytest.mark.parametrize(("unpacked", "more", "ignore", "reader", "module", "reason"), CASES)
-def test_the_reason_is_the_readers(
-    tmp_path: Path,
-    unpacked: Sequence[str],
-    more: Sequence[str],
-    ignore: Sequence[str],
-    reader: str,
-    module: str,
-    reason: str | None,
-) -> None:
-    names = stored(unpacked, more)
-    report = lint(write(tmp_path, CONFIG, ignore, names), readers=[reader])
-    leaf = f"{module.rpartition('.')[2]}.weight"
-    found = [
-        one.message
-        for one in report.findings
-        if one.kind in ("disagreement", "exposed") and any(tensor.endswith(leaf) for tensor in one.tensors)
-    ]
-    assert [reason in message for message in found] == ([] if reason is None else [True]), found
-
-
-def test_targets_are_the_reason_where_they_name_no_layer(tmp_path: Path) -> None:
-    names = stored(())
-    ignore, targets = [HEAD, EMBEDDING, ROUTER], [r"re:.*\.(q|k|v)_proj$", "re:.*experts.*", "re:.*qkv_proj"]
-    report = lint(write(tmp_path, CONFIG, ignore, names, targets=targets), readers=["vllm", "sglang", "transformers"])
-    found = {one.readers: one.message for one in report.findings if any("o_proj" in name for name in one.tensors)}
-    assert set(found) == {("compressed-tensors", "transformers", *VLLM), SGLANG}
-    assert all("`targets`" in message for message in found.values())

@@ -153,14 +153,6 @@ def test_a_gate_projection_without_its_up_projection_is_an_error(tmp_path: Path)
     assert partly == [("error", ("model.layers.{0..3}.self_attn.k_proj.weight",))]
 
 
-def test_vllm_takes_a_modelopt_entry_for_any_part_of_a_name(tmp_path: Path) -> None:
-    config = {**QWEN, "num_hidden_layers": 12}
-    report = lint(write(tmp_path, config, {**NVFP4, "ignore": ["lm_head", "*mlp.gate", "model.layers.1"]}))
-    told = [one for one in report.findings if one.kind == "disagreement" and one.readers == VLLM]
-    assert told
-    assert {name.startswith("model.layers.{10..11}.") for one in told for name in one.tensors} == {True}
-
-
 def test_transformers_raises_for_a_glob_and_reads_prefixes(tmp_path: Path) -> None:
     report = lint(write(tmp_path, QWEN, {**FP8, "modules_to_not_convert": ["lm_head", "*mlp.gate"]}, qwen_names()))
     refused = [one for one in report.findings if one.kind == "refused"]
