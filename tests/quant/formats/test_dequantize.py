@@ -27,9 +27,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ckptkit.converters.foreign import MODELOPT_READ
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.quant.formats.compressed import compressed_floats
 from ckptkit.quant.formats.dequantize import dequantized, described, modelopt_format
-from ckptkit.quant.formats.release import Floats
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -438,15 +436,3 @@ def test_every_algorithm_that_is_not_refused_is_read() -> None:
     for algorithm in MODELOPT_READ:
         layers = {"a": {"quant_algo": "FP8"}} if algorithm == "MIXED_PRECISION" else None
         assert modelopt_format(modelopt(algorithm, quantized_layers=layers)).layouts
-
-
-def test_a_config_of_integers_and_floats_has_its_floats() -> None:
-    content = float_groups("nvfp4-pack-quantized", NVFP4)
-    content["config_groups"]["group_1"] = {
-        "targets": ["re:.*experts.*"],
-        "weights": {"num_bits": 4, "type": "int", "group_size": 32},
-    }
-    found = compressed_floats(content)
-    assert isinstance(found, Floats)
-    assert len(found.layouts) == 1
-    assert compressed_floats({"config_groups": {"g": content["config_groups"]["group_1"]}}) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +126,7 @@ def test_a_reference_that_lacks_a_part_is_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     """`int4(name, **arguments)`: a release that compressed-tensors' own compressor packed, as ckptkit would."""
     root = tmp_path_factory.mktemp("int4")
 
@@ -154,7 +153,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_a_release_by_way_of_megatron(int4: Callable[..., Path], tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_a_release_by_way_of_megatron(int4: PathOf, tmp_path: Path, arguments: dict[str, Any]) -> None:
     """minmax to BF16 Megatron and back with `like`, and directly, keeps the bits; without `like` they differ."""
     source = int4("qwen2-tied", **arguments)
     scheme = int4_scheme(source)
@@ -184,7 +183,7 @@ def test_our_own_by_way_of_megatron(releases: PathOf, tmp_path: Path, grid: Any)
     assert left == right
 
 
-def test_other_groups_are_quantized_anew(int4: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_groups_are_quantized_anew(int4: PathOf, tmp_path: Path) -> None:
     source = int4("qwen2-tied", **ARGUMENTS[0])
     quantize(source, tmp_path / "out", QuantScheme(None, "qmax7"))
     convert(source, tmp_path / "megatron")

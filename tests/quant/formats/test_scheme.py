@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.quant.formats.compressed import judged_format, stated_scheme, usual_int4
+from ckptkit.quant.formats.compressed import stated_scheme
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from ckptkit.quant.planner import quantize_step
 from ckptkit.quant.schemes.w4a16 import PackedWeights
@@ -132,7 +131,6 @@ def test_refuses_what_it_does_not_support(content: dict[str, Any] | None, messag
         read_scheme({} if content is None else {"quantization_config": content})
 
 
-RECORDS = Path(__file__).parents[2] / "releases" / "records"
 # By key of `weights`, what may stand there; every one is tried in a config that is otherwise usual.
 ODD: dict[str, list[Any]] = {
     "type": ["float", "INT", None, 4],
@@ -174,17 +172,6 @@ def usual(request: pytest.FixtureRequest) -> dict[str, Any]:
     return quantization_config(QuantScheme(size, "minmax", ("lm_head",), request.param != "asymmetric"))
 
 
-def test_configs_of_releases_are_read_as_compressed_tensors_reads_them() -> None:
-    configs = [json.loads(file.read_text())["config"] for file in RECORDS.glob("*.json")]
-    found = [one.get("quantization_config") or one.get("text_config", {}).get("quantization_config") for one in configs]
-    packed = [one for one in found if one and one.get("quant_method") == "compressed-tensors"]
-    packed = [one for one in packed if one["format"] != "mxfp4-pack-quantized"]  # that is no INT4
-    assert len(packed) > 3
-    for content in packed:
-        content["ignore"] = ["lm_head"]  # records have it folded
-        assert usual_int4(content) == judged_format(content)
-
-
 def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """A key, its value, and the usual config with it."""
     for place, odd in enumerate((ODD_TOP, ODD_GROUP, ODD)):
@@ -193,14 +180,6 @@ def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any
             group = content["config_groups"]["group_0"]
             (content, group, group["weights"])[place][key] = value
             yield key, value, content
-
-
-def test_odd_config_is_left_to_compressed_tensors_or_read_alike(usual: dict[str, Any]) -> None:
-    assert usual_int4(usual) == judged_format(usual) is not None
-    read = [(found, one) for one in odd_configs(usual) if (found := usual_int4(one[2])) is not None]
-    for found, (key, value, content) in read:
-        assert found == judged_format(content), (key, value)
-    assert len(read) > 3
 
 
 def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, Any]) -> object:

@@ -16,7 +16,7 @@ from support.installed import release
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
 from ckptkit.quant.ignore.matching import Names, Rule, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
-from ckptkit.quant.ignore.names import Matrix, names_in_vllm, names_of_layer
+from ckptkit.quant.ignore.names import names_of_layer
 from ckptkit.quant.ignore.readers import ALL_READERS, INT4_READERS, readers_of
 
 L0 = "model.layers.0"
@@ -96,17 +96,6 @@ def test_readers_by_the_name_of_the_option() -> None:
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
-
-
-def matrix(layer: str, module: str = "other") -> Matrix:
-    return Matrix(f"{module}.weight", True, None, layer, layer, module)
-
-
-def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> None:
-    """GLM-4 stores gate_up_proj as one."""
-    layer = f"{L0}.mlp.gate_up_proj"
-    assert list(names_in_vllm(matrix(layer))) == [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]
-    assert list(names_in_vllm(matrix(layer, layer))) == [layer]
 
 
 @pytest.mark.sglang

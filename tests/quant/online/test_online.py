@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import models, quantized
 from support.engine_models import saved
+from support.fixture_types import PathOf
 from support.messages import text_with
 from support.online_model import GLM, GROUP, KIMI, QWEN, config, flat, names_of, quantizer, release, same
 from torch import Tensor
@@ -50,7 +51,7 @@ def test_everything_else_passes_untouched_under_its_own_name() -> None:
 
 
 @pytest.mark.parametrize("grid", ["qmax7", "minmax"])
-def test_the_bytes_are_those_of_ckptkit_quantize(grid: Any, releases: Callable[[str], Path], tmp_path: Path) -> None:
+def test_the_bytes_are_those_of_ckptkit_quantize(grid: Any, releases: PathOf, tmp_path: Path) -> None:
     quantize(releases("glm4_moe"), tmp_path / "int4", QuantScheme(GROUP, grid, GLM))
     stored = models.tensors(tmp_path / "int4")
     assert sum(name.endswith("_packed") for name in stored) == 10 * 12 * 3  # two of twelve layers are dense
@@ -155,7 +156,7 @@ def test_names_are_matched_in_the_checkpoints_namespace(theirs: str, ours: str) 
     assert flat(online.stream(release(theirs).items())).keys() == set(names_of(reference))
 
 
-def test_without_a_reference_the_classes_decide(releases: Callable[[str], Path], tmp_path: Path) -> None:
+def test_without_a_reference_the_classes_decide(releases: PathOf, tmp_path: Path) -> None:
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(GROUP, "qmax7", QWEN))
     config = HfCheckpoint(tmp_path / "int4").config
     source = models.tensors(releases("qwen3_moe"))
@@ -324,7 +325,7 @@ def test_unknown_names_are_refused(name: str, shape: tuple[int, ...], reference:
         OnlineQuantizer(config(), reference).quantize([(name, torch.zeros(shape, dtype=torch.bfloat16))])
 
 
-def test_a_shard_of_a_tensor_is_refused(releases: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_shard_of_a_tensor_is_refused(releases: PathOf, tmp_path: Path) -> None:
     quantize(releases("qwen3_moe"), tmp_path / "int4", QuantScheme(GROUP, "qmax7", QWEN))
     online = OnlineQuantizer(HfCheckpoint(tmp_path / "int4").config, tmp_path / "int4")
     for name, shape, whole in ((EXPERT, (48, 128), (96, 128)), ("self_attn.o_proj.weight", (128, 160), (128, 320))):

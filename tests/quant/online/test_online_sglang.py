@@ -6,7 +6,6 @@ Configs and zero points go through SGLang's own code, in a process of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import online_runs, quantized
+from support.fixture_types import PathOf
 from support.forking import run_script
 from support.messages import text_with
 from support.sglang_runs import int4_config
@@ -33,7 +33,7 @@ FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def reports(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("online")
     quantize(releases("qwen3_moe"), root / "qwen3_moe", QuantScheme(GROUP, "qmax7", (ATTENTION,)))
     quantize(releases("glm4_moe"), root / "glm4_moe", QuantScheme(GROUP, "minmax", (ATTENTION, DENSE, SHARED)))
