@@ -141,35 +141,33 @@ def test_a_packed_embedding_is_an_error(olmo2_int4: Path, copy_of: Callable[[Pat
     assert ("CK301", "model.embed_tokens.weight_packed") in errors(verify(broken))
 
 
-def test_a_tied_head_is_neither_stored_nor_packed(tmp_path: Path) -> None:
-    source = save_wide(tmp_path / "tied", tie_word_embeddings=True)
-    assert tied_head(json.loads((source / "config.json").read_text())) == (
-        "lm_head.weight",
-        "model.embed_tokens.weight",
-    )
-    assert quantize(source, tmp_path / "int4").exit_code == 0
-    assert packed(tmp_path / "int4") == PACKED
-    assert errors(verify(tmp_path / "int4", source)) == []
+ROUTED = {f"block_sparse_moe.experts.{expert}.w{name}" for expert in range(4) for name in (1, 2, 3)}
+OF_ROUTED = {f"model.layers.{layer}.{name}" for layer in range(2) for name in ROUTED}
 
 
-def test_routers_of_a_mixture_of_experts_are_never_packed(tmp_path: Path) -> None:
-    source = save_small("phimoe", tmp_path / "phimoe")
-    done = quantize(source, tmp_path / "int4", "--group-size", "32", "--preset", "rl")
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected", "ignored"),
+    [
+        ("olmo2", (), PACKED, "model.embed_tokens"),  # a tied head is neither stored nor packed
+        ("phimoe", ("--group-size", "32", "--preset", "rl"), OF_ROUTED, r"re:.*\.self_attn\.o_proj(\.weight)?$"),
+        ("qwen2_vl", ("--group-size", "32"), PACKED, r"re:.*visual\..*"),
+    ],
+)
+def test_tied_heads_routers_and_towers_stay_as_they_are(
+    model_type: str, options: tuple[str, ...], expected: set[str], ignored: str, tmp_path: Path
+) -> None:
+    if model_type == "olmo2":
+        source = save_wide(tmp_path / "source", tie_word_embeddings=True)
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        assert tied_head(json.loads((source / "config.json").read_text())) == (head, embedding)
+    else:
+        source = save_small(model_type, tmp_path / "source")
+    done = quantize(source, tmp_path / "int4", *options)
     assert done.exit_code == 0, done.output
-    block = "model.layers.{}.block_sparse_moe."
-    experts = {f"experts.{expert}.w{name}" for expert in range(4) for name in (1, 2, 3)}
-    assert packed(tmp_path / "int4") == {block.format(layer) + name for layer in range(2) for name in experts}
-    report = verify(tmp_path / "int4", source)
-    assert {code for code, _ in errors(report)} <= {"CK307"}  # matrices smaller than any tile of a kernel
-
-
-def test_a_vision_tower_stays_as_it_is(tmp_path: Path) -> None:
-    source = save_small("qwen2_vl", tmp_path / "vl")
-    assert quantize(source, tmp_path / "int4", "--group-size", "32").exit_code == 0
-    assert packed(tmp_path / "int4") == PACKED
-    ignore = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert r"re:.*visual\..*" in ignore
-    assert {code for code, _ in errors(verify(tmp_path / "int4", source))} <= {"CK307"}
+    assert packed(tmp_path / "int4") == expected
+    assert ignored in json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["ignore"]
+    # CK307: matrices smaller than any tile of a kernel.
+    assert {code for code, _ in errors(verify(tmp_path / "int4", source))} <= ({"CK307"} if options else set())
 
 
 def test_experts_of_another_layout_are_refused(tmp_path: Path) -> None:

@@ -43,12 +43,10 @@ def floats(weights: dict[str, Any], form: str) -> dict[str, Any]:
 
 REFUSED: dict[str, dict[str, Any]] = {
     "INT4": quantization(ALL),
-    "INT4 by pattern": quantization(ALL, targets=["re:.*proj$"]),
     "INT4 in two groups": quantization(ALL, groups=2),
     "INT4 with an own target": quantization(ALL, targets=["Linear", "model.layers.0.self_attn.q_proj"]),
     "FP8 a row": floats({**FP8, "strategy": "channel"}, "float-quantized"),
     "FP8 in blocks": floats({**FP8, "strategy": "block", "block_structure": [128, 128]}, "float-quantized"),
-    "MXFP4": floats(FP4, "mxfp4-pack-quantized"),
     "NVFP4": floats({**FP4, "strategy": "tensor_group", "group_size": 16}, "nvfp4-pack-quantized"),
 }
 LOADED: dict[str, dict[str, Any]] = {
