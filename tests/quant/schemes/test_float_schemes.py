@@ -286,9 +286,13 @@ def test_megatron_becomes_floats_in_one_pass(
     assert all(same_bytes(found[name], wanted[name]) for name in wanted)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"), [(("fp9",), "unknown scheme 'fp9'"), (("fp8-block", "nearest"), "fp8-block")]
-)
+@pytest.mark.parametrize("options", [("--scheme", "fp8-block", "--group-size", "32"), ("--rounding", "slime")])
+def test_options_of_another_scheme_are_refused(options: tuple[str, ...], plain: PathOf, tmp_path: Path) -> None:
+    result = run("quantize", plain("dense"), tmp_path / "out", *options)
+    assert (result.exit_code, options[-2] in result.output) == (2, True)
+
+
+@pytest.mark.parametrize(("given", "message"), [(("fp9",), "'fp9'"), (("fp8-block", "nearest"), "'nearest'")])
 def test_a_scheme_that_is_not_known_is_refused(given: tuple[str, ...], message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
         FloatScheme(*given)
