@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,9 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from support.messages import text_with
+from safetensors.torch import save_file
+from support import models
+from support.nightly import daily
 from support.other_models import class_for, save_small, small_config
 from support.published import quantization
 
@@ -27,6 +24,7 @@ from ckptkit.app.cli import cli
 from ckptkit.converters import by_class, class_in_transformers
 from ckptkit.converters.by_class import built_from, family_by_class, family_from
 from ckptkit.converters.class_in_transformers import build, describe
+from ckptkit.converters.family import ModelFamily
 from ckptkit.converters.planner import tied_head
 from ckptkit.converters.registry import FAMILIES, family_of
 from ckptkit.core.errors import CkptkitError, UnknownModelError
@@ -37,20 +35,10 @@ from ckptkit.verify.core.report import Report
 from ckptkit.verify.run import verify
 
 # Dense, with experts in one tensor each or all in one, with a vision tower, with other layers than attention.
-TYPES = (
-    *("olmo2", "cohere2", "gpt_neox", "phimoe", "flex_olmo", "jetmoe", "granitemoe", "qwen2_vl", "llava"),
-    "lfm2",
-)
+TYPES = ("olmo2", "phimoe", "jetmoe", "qwen2_vl", "lfm2", "cohere2", "gpt_neox", "flex_olmo", "granitemoe", "llava")
 # SGLang's kernels take these, so that `verify` finds nothing at all.
-WIDE = {
-    "hidden_size": 256,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "vocab_size": 320,
-    "pad_token_id": None,
-    "eos_token_id": 3,
-}
-OLMO2 = WIDE | {"num_attention_heads": 4, "num_key_value_heads": 2}
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 320}
+OLMO2 = WIDE | {"pad_token_id": None, "eos_token_id": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def content(model_type: str) -> dict[str, Any]:
@@ -59,15 +47,11 @@ def content(model_type: str) -> dict[str, Any]:
     return config | {"architectures": [class_for(model_type).__name__]}
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", daily(TYPES, TYPES[:5]))
 def test_names_shapes_and_linear_layers_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
-    """The names and shapes that it saves; and the Linear layers that compressed-tensors would quantize."""
     assert model_type not in FAMILIES
     save_small(model_type, tmp_path)
-    saved = {}
-    for file in tmp_path.glob("*.safetensors"):
-        with safe_open(file, "pt") as shard:
-            saved |= {name: tuple(shard.get_slice(name).get_shape()) for name in shard.keys()}  # noqa: SIM118
+    saved = {name: tuple(tensor.shape) for name, tensor in models.tensors(tmp_path).items()}
     built = built_from(describe(build(json.loads((tmp_path / "config.json").read_text()))))
     assert {one.name: one.shape for one in built.tensors} == saved
 
@@ -81,7 +65,6 @@ def test_names_shapes_and_linear_layers_are_those_of_transformers(model_type: st
 
 
 def save_wide(path: Path, **more: Any) -> Path:
-    """Saves an OLMo 2 in BF16, with random weights that no norm leaves at their first value."""
     torch.manual_seed(0)
     config = transformers.Olmo2Config(**OLMO2 | more)
     transformers.Olmo2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
@@ -100,8 +83,7 @@ def quantize(source: Path, target: Path, *more: str) -> Result:
 
 def packed(path: Path) -> set[str]:
     """The modules that are stored in INT4."""
-    names = {name for file in path.glob("*.safetensors") for name in load_file(file)}
-    return {name.removesuffix(".weight_packed") for name in names if name.endswith(".weight_packed")}
+    return {name.removesuffix(".weight_packed") for name in models.tensors(path) if name.endswith(".weight_packed")}
 
 
 def errors(report: Report) -> list[tuple[str, str | None]]:
@@ -118,10 +100,11 @@ def olmo2_int4(olmo2: Path) -> Path:
 
 
 LINEAR = {f"self_attn.{name}_proj" for name in "qkvo"} | {f"mlp.{name}_proj" for name in ("gate", "up", "down")}
+PACKED = {f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEAR}
 
 
 def test_quantize_and_verify_a_dense_model(olmo2: Path, olmo2_int4: Path) -> None:
-    assert packed(olmo2_int4) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEAR}
+    assert packed(olmo2_int4) == PACKED
     assert set(json.loads((olmo2_int4 / "config.json").read_text())["quantization_config"]["ignore"]) == {
         "model.embed_tokens",
         "lm_head",
@@ -137,61 +120,54 @@ def test_quantize_and_verify_a_dense_model(olmo2: Path, olmo2_int4: Path) -> Non
     [("model.layers.1.mlp.up_proj.weight_packed", "CK302"), ("model.layers.0.self_attn.q_norm.weight", "CK104")],
 )
 def test_verify_names_what_is_gone_of_the_quantized_model(
-    olmo2: Path, olmo2_int4: Path, tmp_path: Path, name: str, code: str
+    olmo2: Path, olmo2_int4: Path, copy_of: Callable[[Path], Path], name: str, code: str
 ) -> None:
-    for file in olmo2_int4.iterdir():
-        if file.suffix == ".safetensors":
-            save_file({key: one for key, one in load_file(file).items() if key != name}, tmp_path / file.name)
-        elif file.name != "ckptkit.json":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    report = verify(tmp_path, olmo2)
+    broken = copy_of(olmo2_int4)
+    models.edit(broken, name, None)
+    report = verify(broken, olmo2)
     assert report.status == "failed"
     assert code in {found for found, tensor in errors(report)}, report.findings
 
 
-def test_a_packed_embedding_is_an_error(olmo2_int4: Path, tmp_path: Path) -> None:
-    for file in olmo2_int4.iterdir():
-        if file.suffix == ".safetensors":
-            tensors = load_file(file)
-            tensors.pop("model.embed_tokens.weight")
-            donor = "model.layers.0.self_attn.q_proj.weight_"
-            tensors |= {
-                f"model.embed_tokens.weight_{part}": tensors[donor + part].clone()
-                for part in ("packed", "scale", "shape")
-            }
-            save_file(tensors, tmp_path / file.name)
-        elif file.name != "ckptkit.json":
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    assert ("CK301", "model.embed_tokens.weight_packed") in errors(verify(tmp_path))
+def test_a_packed_embedding_is_an_error(olmo2_int4: Path, copy_of: Callable[[Path], Path]) -> None:
+    broken = copy_of(olmo2_int4)
+    (file,) = broken.glob("*.safetensors")
+    tensors = models.tensors(broken)
+    del tensors["model.embed_tokens.weight"]
+    for part in ("packed", "scale", "shape"):
+        donor = tensors[f"model.layers.0.self_attn.q_proj.weight_{part}"]
+        tensors[f"model.embed_tokens.weight_{part}"] = donor.clone()
+    save_file(tensors, file)
+    assert ("CK301", "model.embed_tokens.weight_packed") in errors(verify(broken))
 
 
-def test_a_tied_head_is_neither_stored_nor_packed(tmp_path: Path) -> None:
-    source = save_wide(tmp_path / "tied", tie_word_embeddings=True)
-    config = json.loads((source / "config.json").read_text())
-    assert tied_head(config) == ("lm_head.weight", "model.embed_tokens.weight")
-    assert quantize(source, tmp_path / "int4").exit_code == 0
-    assert packed(tmp_path / "int4") == {f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEAR}
-    assert errors(verify(tmp_path / "int4", source)) == []
+ROUTED = {f"block_sparse_moe.experts.{expert}.w{name}" for expert in range(4) for name in (1, 2, 3)}
+OF_ROUTED = {f"model.layers.{layer}.{name}" for layer in range(2) for name in ROUTED}
 
 
-def test_routers_of_a_mixture_of_experts_are_never_packed(tmp_path: Path) -> None:
-    source = save_small("phimoe", tmp_path / "phimoe")
-    done = quantize(source, tmp_path / "int4", "--group-size", "32", "--preset", "rl")
+@pytest.mark.parametrize(
+    ("model_type", "options", "expected", "ignored"),
+    [
+        ("olmo2", (), PACKED, "model.embed_tokens"),  # a tied head is neither stored nor packed
+        ("phimoe", ("--group-size", "32", "--preset", "rl"), OF_ROUTED, r"re:.*\.self_attn\.o_proj(\.weight)?$"),
+        ("qwen2_vl", ("--group-size", "32"), PACKED, r"re:.*visual\..*"),
+    ],
+)
+def test_tied_heads_routers_and_towers_stay_as_they_are(
+    model_type: str, options: tuple[str, ...], expected: set[str], ignored: str, tmp_path: Path
+) -> None:
+    if model_type == "olmo2":
+        source = save_wide(tmp_path / "source", tie_word_embeddings=True)
+        head, embedding = "lm_head.weight", "model.embed_tokens.weight"
+        assert tied_head(json.loads((source / "config.json").read_text())) == (head, embedding)
+    else:
+        source = save_small(model_type, tmp_path / "source")
+    done = quantize(source, tmp_path / "int4", *options)
     assert done.exit_code == 0, done.output
-    block = "model.layers.{}.block_sparse_moe."
-    experts = {f"experts.{expert}.w{name}" for expert in range(4) for name in (1, 2, 3)}
-    assert packed(tmp_path / "int4") == {block.format(layer) + name for layer in range(2) for name in experts}
-    report = verify(tmp_path / "int4", source)
-    assert {code for code, _ in errors(report)} <= {"CK307"}  # matrices smaller than any tile of a kernel
-
-
-def test_a_vision_tower_stays_as_it_is(tmp_path: Path) -> None:
-    source = save_small("qwen2_vl", tmp_path / "vl")
-    assert quantize(source, tmp_path / "int4", "--group-size", "32").exit_code == 0
-    assert packed(tmp_path / "int4") == {f"model.layers.{layer}.{name}" for layer in range(2) for name in LINEAR}
-    ignore = json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["ignore"]
-    assert r"re:.*visual\..*" in ignore
-    assert {code for code, _ in errors(verify(tmp_path / "int4", source))} <= {"CK307"}
+    assert packed(tmp_path / "int4") == expected
+    assert ignored in json.loads((tmp_path / "int4" / "config.json").read_text())["quantization_config"]["ignore"]
+    # CK307: matrices smaller than any tile of a kernel.
+    assert {code for code, _ in errors(verify(tmp_path / "int4", source))} <= ({"CK307"} if options else set())
 
 
 def test_experts_of_another_layout_are_refused(tmp_path: Path) -> None:
@@ -203,23 +179,27 @@ def test_experts_of_another_layout_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "int4").exists()
 
 
+def family_without_process(config: dict[str, Any]) -> ModelFamily:
+    """The family that `family_by_class` makes of a config, built here."""
+    return family_from((built_from(describe(build(config))),), config["model_type"])
+
+
 def test_stacked_experts_stay_as_they_are() -> None:
     """Under names of Linear layers, with three axes: engines that ask about them are told to leave them."""
     config = content("granitemoehybrid")
-    family = family_from((built_from(describe(build(config))),), "granitemoehybrid")
+    family = family_without_process(config)
     assert family.release is not None
     tree = family_tree(family, family.release, config)
     block = "model.layers.1.block_sparse_moe."
-    assert tree.reason_to_keep(f"{block}input_linear") == "GraniteMoeHybridParallelExperts is not a Linear"
-    assert tree.reason_to_keep(f"{block}router.layer") == text_with("router")
+    assert "GraniteMoeHybridParallelExperts" in str(tree.reason_to_keep(f"{block}input_linear"))
+    assert "router" in str(tree.reason_to_keep(f"{block}router.layer"))
     assert family.release.stacked == ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")
 
 
 @pytest.mark.parametrize(("model_type", "offset"), [("gemma2", True), ("olmo2", False), ("starcoder2", False)])
 def test_norms_are_stored_minus_one_where_the_class_begins_them_at_zero(model_type: str, offset: bool) -> None:
     config = content(model_type)
-    family = family_from((built_from(describe(build(config))),), model_type)
-    assert family.read_dims(config).norm_offset is offset
+    assert family_without_process(config).read_dims(config).norm_offset is offset
 
 
 def test_transformers_is_no_reference_for_olmo_3_with_yarn() -> None:
@@ -240,21 +220,21 @@ def test_megatron_has_no_names_for_it(olmo2: Path, tmp_path: Path) -> None:
     for more in ([], ["--unwitnessed"]):
         done = CliRunner().invoke(cli, ["convert", str(olmo2), str(tmp_path / "megatron"), *more])
         assert isinstance(done.exception, UnknownModelError)
-        assert done.exception.message == "config.json: model_type 'olmo2' is not supported"
+        assert "model_type 'olmo2'" in done.exception.message
 
 
 def test_without_transformers_the_type_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(by_class, "find_spec", lambda name: None)
-    with pytest.raises(UnknownModelError, match="model_type 'arcee' is not supported"):
+    with pytest.raises(UnknownModelError, match="model_type 'arcee'"):
         family_of({"model_type": "arcee"})
 
 
 def test_what_transformers_refuses_is_said() -> None:
-    with pytest.raises(CkptkitError, match="transformers cannot build model_type 'olmo2' from config.json: "):
+    with pytest.raises(CkptkitError, match="model_type 'olmo2' from config.json: "):
         family_by_class({"model_type": "olmo2", "hidden_size": "x", "architectures": ["Olmo2ForCausalLM"]})
 
 
-def test_code_of_the_checkpoint_is_not_run(tmp_path: Path) -> None:
+def test_code_of_the_checkpoint_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the files that config.json names nor a `torch.py` next to the weights, nor kernels from a hub."""
     mark = tmp_path / "run"
     for name in ("evil.py", "torch.py"):
@@ -265,51 +245,27 @@ def test_code_of_the_checkpoint_is_not_run(tmp_path: Path) -> None:
         "experts_implementation": "evil/kernels",
         "num_hidden_layers": 3,
     }
-    before = Path.cwd()
-    os.chdir(tmp_path)
-    try:
-        family = family_by_class(config)
-    finally:
-        os.chdir(before)
+    monkeypatch.chdir(tmp_path)
+    family = family_by_class(config)
     assert family is not None
     assert family.architectures == ("Olmo2ForCausalLM",)
     assert not mark.exists()
 
 
-# In the place of the process that builds the class: it writes down its number, and waits.
-STAND_IN = """
-import os, sys, time
-from ckptkit.core.isolation import end_with_parent
-end_with_parent(int(sys.argv[1]))
-with open(sys.argv[2], "w") as file:
-    file.write(str(os.getpid()))
-time.sleep(60)
-"""
-
-
-def stand_in(pid: Path) -> Callable[..., Any]:
-    """`start_python` with STAND_IN for the program that it is to start."""
-
-    def start(words: Sequence[str], folder: Path, variables: Mapping[str, str], **streams: Any) -> Any:
-        return start_python(["-c", STAND_IN, words[2], str(pid)], folder, variables, **streams)
-
-    return start
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+# In the place of the program that builds the class: it writes down its number, and waits.
+STAND_IN = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
 
 
 def test_a_class_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(by_class, "start_python", stand_in(tmp_path / "pid"))
+    pid = tmp_path / "pid"
+    monkeypatch.setattr(
+        by_class, "start_python", lambda words, *at, **how: start_python(["-c", STAND_IN, str(pid)], *at, **how)
+    )
     monkeypatch.setattr(by_class, "_LIMIT_S", 5)
     with pytest.raises(UnknownModelError, match="answer.*5"):
         family_by_class({"model_type": "olmo2", "hidden_size": 192})
-    assert not is_running(int((tmp_path / "pid").read_text()))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_an_error_of_our_own_is_no_verdict_on_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,24 +284,3 @@ def test_an_error_of_our_own_is_no_verdict_on_the_config(tmp_path: Path, monkeyp
     monkeypatch.setattr(class_in_transformers, "build", failing)
     class_in_transformers.main()
     assert list(json.loads(report.read_text())) == ["refused"]
-
-
-def test_the_process_that_builds_the_class_ends_with_its_parent(tmp_path: Path) -> None:
-    asker = (
-        f"import sys; sys.path[:0] = {[str(Path(__file__).parent), *sys.path]!r}\n"
-        "from pathlib import Path; from ckptkit.converters import by_class; from test_any_model import stand_in\n"
-        "by_class.start_python = stand_in(Path(sys.argv[1])); by_class.family_by_class({'model_type': 'olmo2'})"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", asker, str(tmp_path / "pid")])
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert parent.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    child = int((tmp_path / "pid").read_text())
-    assert is_running(child)
-    os.kill(parent.pid, signal.SIGKILL)
-    parent.wait()
-    while is_running(child):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

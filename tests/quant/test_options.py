@@ -23,7 +23,6 @@ from ckptkit.verify.run import verify
 
 CASES = [
     (["--ignore", r"re:.*\.o_proj(\.weight)?$"], QuantScheme(128, "qmax7")),  # 320 input features
-    (["--group-size", "channel"], QuantScheme(None, "qmax7")),
     (["--group-size", "64", "--asymmetric"], QuantScheme(64, "minmax", (), symmetric=False)),
     (["--group-size", "channel", "--grid", "minmax", "--search", "mse"], QuantScheme(None, "minmax", (), True, "mse")),
     (["--group-size", "32", "--scale-dtype", "float32"], QuantScheme(32, "qmax7", scale_dtype=torch.float32)),
@@ -55,32 +54,14 @@ def test_every_option_is_recorded_and_the_result_verifies(
     assert {check.code for check in report.checks if check.status == "passed"} >= {"CK302", "CK303", "CK304", "CK305"}
 
 
-def test_convert_from_megatron_with_quantize_takes_the_int4_options(converted: PathOf, tmp_path: Path) -> None:
-    run(
-        "convert",
-        converted("qwen2-tied"),
-        tmp_path / "out",
-        "--quantize",
-        "w4a16",
-        "--group-size",
-        "32",
-        "--asymmetric",
-    )
-    assert scheme_of(tmp_path / "out") == QuantScheme(32, "minmax", (), symmetric=False)
-
-
-def test_options_not_given_default_to_those_of_an_int4_source(releases: PathOf, tmp_path: Path) -> None:
-    run("quantize", releases("qwen2-tied"), tmp_path / "first", "--group-size", "32", "--asymmetric")
+def test_options_of_convert_and_of_an_int4_source(releases: PathOf, converted: PathOf, tmp_path: Path) -> None:
+    """`convert --quantize` has the same; of an INT4 source those that are not given are its own."""
+    options = ("--group-size", "32", "--asymmetric")
+    run("convert", converted("qwen2-tied"), tmp_path / "out", "--quantize", "w4a16", *options)
+    run("quantize", releases("qwen2-tied"), tmp_path / "first", *options)
     run("quantize", tmp_path / "first", tmp_path / "second")
-    assert scheme_of(tmp_path / "second") == QuantScheme(32, "minmax", (), symmetric=False)
-
-
-@pytest.mark.parametrize(
-    "options", [["--grid", "qmax7", "--asymmetric"], ["--grid", "qmax7", "--search", "mse"]], ids=str
-)
-def test_qmax7_options_that_contradict_it_are_refused(options: list[str], releases: PathOf, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="qmax7 grid"):
-        run("quantize", releases("qwen2-tied"), tmp_path / "out", *options)
+    for name in ("out", "second"):
+        assert scheme_of(tmp_path / name) == QuantScheme(32, "minmax", (), symmetric=False)
 
 
 @pytest.mark.usefixtures("kernel_tiles")
@@ -115,23 +96,17 @@ def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts
     assert [status[code] for code in ("CK301", "CK302", "CK709", "CK715")] == ["passed"] * 4, report.findings
 
 
-def test_the_command_line_records_the_preset(releases: PathOf, tmp_path: Path) -> None:
-    run("quantize", releases("qwen3_moe"), tmp_path / "int4", "--preset", "rl", "--group-size", "32")
-    command = json.loads((tmp_path / "int4" / "ckptkit.json").read_text())["command"]
-    assert command[3:5] == ["--preset", "rl"]
-
-
-def test_a_dense_model_is_refused(releases: PathOf, tmp_path: Path) -> None:
+def test_what_the_preset_refuses(releases: PathOf, tmp_path: Path) -> None:
+    """A dense model, another grid than training's, and a reference."""
     with pytest.raises(CkptkitError, match="packs") as refused:
         quantize(releases("qwen2-tied"), tmp_path / "int4", SCHEME, preset="rl")
-    assert "serve it in BF16" in str(refused.value.hint)
-    assert not (tmp_path / "int4").exists()
-
-
-def test_another_grid_is_refused(releases: PathOf, tmp_path: Path) -> None:
+    assert "BF16" in str(refused.value.hint)
     for scheme in (int4_scheme(grid="minmax"), int4_scheme(symmetric=False)):
         with pytest.raises(CkptkitError, match="qmax7"):
             quantize(releases("qwen3_moe"), tmp_path / "int4", scheme, preset="rl")
+    with pytest.raises(CkptkitError, match="both"):
+        quantize(releases("qwen3_moe"), tmp_path / "int4", SCHEME, preset="rl", like=releases("qwen3_moe"))
+    assert not (tmp_path / "int4").exists()
 
 
 def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_so(
@@ -148,21 +123,14 @@ def test_a_run_on_trainings_grid_says_what_loses_less_where_no_training_rounds_s
     assert advice("qwen3_moe", int4_scheme(grid="minmax", group_size=32)) is None
 
 
-def test_a_reference_beside_the_preset_is_refused(releases: PathOf, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="both"):
-        quantize(releases("qwen3_moe"), tmp_path / "int4", SCHEME, preset="rl", like=releases("qwen3_moe"))
-
-
 ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"
 PLAIN = ["model.embed_tokens", ROUTER, "lm_head"]
 ATTENTION = [r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$", r"re:.*\.self_attn\.o_proj(\.weight)?$"]
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("source")
-    models.save("qwen3_moe", path)
-    return path
+def source(releases: PathOf) -> Path:
+    return releases("qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -189,22 +157,15 @@ def test_what_the_reference_has_packed_is_packed(source: Path, reference: Path, 
     assert models.unequal(tmp_path / "int4", reference) == []
 
 
-def test_what_an_int4_source_has_packed_is_packed_again(reference: Path, tmp_path: Path) -> None:
-    """By itself it is its own reference: the classes of the model would pack the attention too."""
+def test_an_int4_source_is_its_own_reference_less_what_is_ignored(
+    source: Path, reference: Path, tmp_path: Path
+) -> None:
+    """The classes of the model would pack the attention too."""
     run("quantize", reference, tmp_path / "again")
     assert models.unequal(tmp_path / "again", reference) == []
-
-
-def test_an_int4_source_less_what_is_ignored(source: Path, reference: Path, tmp_path: Path) -> None:
     run("quantize", source, tmp_path / "whole", "--group-size", "32")
     run("quantize", tmp_path / "whole", tmp_path / "less", "--ignore", "re:.*self_attn.*")
     assert packed(tmp_path / "whole") > packed(tmp_path / "less") == packed(reference)
-
-
-def test_a_reference_that_is_not_there(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="config.json"):
-        run("quantize", source, tmp_path / "int4", "--like", str(tmp_path / "none"))
-    assert not (tmp_path / "int4").exists()
 
 
 def test_only_engines_must_agree(source: Path, tmp_path: Path) -> None:
@@ -216,13 +177,20 @@ def test_only_engines_must_agree(source: Path, tmp_path: Path) -> None:
     assert not any("o_proj" in name for name in packed(tmp_path / "int4"))
 
 
-def test_a_tensor_parallel_size_that_does_not_fit(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="SGLang's INT4.*2"):
-        run("quantize", source, tmp_path / "int4", "--group-size", "32", "--tp", "2")
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and tests/gpu uses it")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, and tests/gpu uses it")
-def test_a_gpu_that_is_not_there(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match="torch finds no GPU for --device cuda"):
-        run("quantize", source, tmp_path / "int4", "--group-size", "32", "--device", "cuda")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--like", "none"), "config.json"),
+        (("--group-size", "32", "--tp", "2"), "SGLang.*2"),
+        (("--grid", "qmax7", "--asymmetric"), "qmax7 grid"),
+        (("--grid", "qmax7", "--search", "mse"), "qmax7 grid"),
+        pytest.param(("--group-size", "32", "--device", "cuda"), "no GPU .*--device cuda", marks=NO_GPU),
+    ],
+)
+def test_options_that_cannot_be_followed(options: tuple[str, ...], message: str, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(CkptkitError, match=message):
+        run("quantize", source, tmp_path / "int4", *options)
     assert not (tmp_path / "int4").exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,14 @@ import torch
 from compressed_tensors.compressors.mxfp4.base import MXFP4PackedCompressor
 from compressed_tensors.compressors.naive_quantized.base import FloatQuantizationCompressor
 from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
-from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-from compressed_tensors.quantization.utils import calculate_qparams
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from support import quantized
 from support.installed import since
 from support.messages import text_with
 from support.models import InMemory
-from support.quantized import group_config
 from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
@@ -29,17 +27,10 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from ckptkit.converters.foreign import MODELOPT_READ
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.quant.formats.dequantize import dequantized, described, format_of, modelopt_format
-from ckptkit.quant.formats.release import Floats
+from ckptkit.quant.formats.dequantize import dequantized, described, modelopt_format
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 GPT_OSS = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-
-
-def compressed(weights: Mapping[str, Any], form: str = "pack-quantized", **more: Any) -> dict[str, Any]:
-    """A quantization_config as compressed-tensors writes it, with these `weights` in its one group."""
-    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "symmetric": True, **weights}, **more}
-    return group_config(form, group)
 
 
 def read(quantization: Mapping[str, Any], tensors: Mapping[str, Tensor], **config: Any) -> dict[str, Tensor]:
@@ -61,205 +52,10 @@ def fp8(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.uint8).view(torch.float8_e4m3fn)
 
 
-def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
-    """Returns the scale of every weight, float32: each is repeated over its block; the last blocks may be partial."""
-    matrices = [
-        torch.kron(scale, torch.ones(block))[: shape[-2], : shape[-1]]
-        for scale in scales.float().reshape(-1, *scales.shape[-2:])
-    ]
-    return torch.stack(matrices).reshape(shape)
-
-
 def decoded(byte: int) -> float:
     """What a byte of float8_e4m3fn means, by the OCP 8-bit floating point specification."""
     sign, exponent, mantissa = -1.0 if byte & 0x80 else 1.0, byte >> 3 & 0xF, byte & 7
     return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
-
-
-def test_every_fp8_byte() -> None:
-    numbers = [byte for byte in range(256) if byte & 0x7F != 0x7F]
-    found = read(
-        FP8 | {"weight_block_size": [1, 256]}, {"x.weight": fp8(numbers), "x.weight_scale_inv": torch.ones(1, 1)}
-    )
-    assert same(found["x.weight"], torch.tensor([[decoded(byte) for byte in numbers]], dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (7, 5), (128, 128), (129, 127), (300, 260), (300, 1100), (576, 40), (3, 130, 70), (2, 3, 5, 9)]
-)
-@pytest.mark.parametrize("block", [(128, 128), (1, 32), (64, 1), (33, 57)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu])
-def test_fp8_blocks_of_every_size(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(sum(shape))
-    weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
-    grid = (*shape[:-2], math.ceil(shape[-2] / block[0]), math.ceil(shape[-1] / block[1]))
-    scales = (torch.rand(grid, generator=generator) * 0.01 + 1e-4).to(dtype)
-    if dtype.itemsize > 1:
-        scales.view(-1)[0] = 0  # what a quantizer makes of a block of zeros
-    expected = (weight.float() * spread(scales, block, weight.shape)).to(torch.bfloat16)
-    found = read(
-        FP8 | {"weight_block_size": list(block), "scale_fmt": "ue8m0"},
-        {"x.weight": weight, "x.weight_scale_inv": scales},
-    )
-    assert same(found["x.weight"], expected)
-
-
-@pytest.mark.parametrize("byte", [0x7F, 0xFF])
-@pytest.mark.parametrize("at", [0, 300_001, -1])
-def test_nan_is_found_wherever_it_is(byte: int, at: int) -> None:
-    weight = torch.zeros(600, 1000, dtype=torch.uint8)
-    weight.view(-1)[at] = byte
-    tensors = {"x.weight": weight.view(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(5, 8)}
-    with pytest.raises(CkptkitError, match="x.weight .* holds NaN"):
-        read(FP8 | {"weight_block_size": [128, 128]}, tensors)
-
-
-def test_fused_experts_and_exponents_as_bytes() -> None:
-    weight = torch.randn(2, 64, 96).to(torch.float8_e4m3fn)
-    exponents = torch.tensor([[[120, 121, 130]], [[127, 126, 1]]], dtype=torch.uint8)
-    tensors = {"mlp.experts.gate_up_proj": weight, "mlp.experts.gate_up_proj_scale_inv": exponents}
-    found = read(FP8 | {"weight_block_size": [64, 32], "scale_fmt": "ue8m0"}, tensors)
-    factors = 2.0 ** (exponents.double() - 127).repeat_interleave(32, 2)
-    assert same(found["mlp.experts.gate_up_proj"], (weight.double() * factors).to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("scale", [torch.tensor(0.003), torch.tensor([0.003])])
-@pytest.mark.parametrize("ending", ["_scale_inv", "_scale"])
-def test_one_fp8_scale_a_tensor(scale: Tensor, ending: str) -> None:
-    weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
-    tensors = {"x.weight": weight, "x.input_scale": torch.ones(1), f"x.weight{ending}": scale}
-    found = read(FP8 | {"activation_scheme": "static"}, tensors)
-    assert list(found) == ["x.weight"]
-    assert same(found["x.weight"], (weight.float() * 0.003).to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
-def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype) -> None:
-    weight = torch.randn(4, 96, 64).to(torch.float8_e4m3fn)
-    scales = (torch.rand(4, 3, 2) * 0.01 + 1e-4).to(dtype)
-    found = read(FP8 | {"weight_block_size": [32, 32]}, {"x.weight": weight, "x.weight_scale_inv": scales})
-    assert same(found["x.weight"], Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16))
-
-
-UNEVEN_BLOCKS = since("compressed-tensors", (0, 20), "its compressor takes whole blocks only")
-BLOCKS: dict[str, Any] = {"strategy": "block", "block_structure": [32, 48]}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "shape"),
-    [
-        *(({"strategy": strategy}, shape) for strategy in ("tensor", "channel") for shape in ((64, 96), (77, 50))),
-        (BLOCKS, (64, 96)),
-        pytest.param(BLOCKS, (77, 50), marks=UNEVEN_BLOCKS),
-    ],
-    ids=str,
-)
-def test_fp8_is_what_compressed_tensors_makes_of_it(arguments: dict[str, Any], shape: tuple[int, int]) -> None:
-    args = QuantizationArgs(num_bits=8, type="float", symmetric=True, **arguments)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="float-quantized")
-    weight = torch.randn(shape).to(torch.bfloat16) * 0.02
-    scale = scales_of(weight, args)[0]
-    stored = FloatQuantizationCompressor.compress({"weight": weight, "weight_scale": scale}, scheme)
-    config = compressed(arguments | {"num_bits": 8, "type": "float"}, "float-quantized", input_activations=None)
-    found = read(config, {f"x.{name}": tensor for name, tensor in stored.items()} | {"norm.weight": torch.ones(3)})
-    assert stored["weight"].dtype == torch.float8_e4m3fn
-    assert list(found) == ["x.weight", "norm.weight"]
-    assert same(found["x.weight"], FloatQuantizationCompressor.decompress(stored, scheme)["weight"].to(torch.bfloat16))
-
-
-def scales_of(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """Scales and zero points of a matrix by compressed-tensors' formula, over the weights that share one."""
-    rows, columns = weight.shape
-    if args.strategy == "block":
-        height, width = args.block_structure
-        padded = torch.nn.functional.pad(weight, (0, -columns % width, 0, -rows % height))
-        together = padded.reshape(-(-rows // height), height, -(-columns // width), width).transpose(1, 2).flatten(2)
-    else:
-        together = {
-            "tensor": weight.reshape(1, -1),
-            "channel": weight.unsqueeze(1),
-            "group": weight.reshape(rows, -1, args.group_size or 1),
-        }[args.strategy]
-    return calculate_qparams(together.amin(-1), together.amax(-1), args)
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(
-    "arguments",
-    [{"strategy": "group", "group_size": 32}, {"strategy": "group", "group_size": 128}, {"strategy": "channel"}],
-    ids=str,
-)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("rows", [9, 13, 64, 2050])
-def test_int4_is_what_compressed_tensors_makes_of_it(
-    arguments: dict[str, Any], symmetric: bool, dtype: torch.dtype, rows: int
-) -> None:
-    args = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, **arguments)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args, format="pack-quantized")
-    weight = (torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows)) * 0.02 + 0.01).to(dtype)
-    weight[0, :32] = 0
-    scale, zero_point = scales_of(weight, args)
-    stored = PackedQuantizationCompressor.compress(
-        {"weight": weight, "weight_scale": scale, "weight_zero_point": zero_point}, scheme
-    )
-    assert ("weight_zero_point" in stored) != symmetric
-    found = read(
-        compressed(arguments | {"symmetric": symmetric}), {f"x.{name}": tensor for name, tensor in stored.items()}
-    )
-    assert list(found) == ["x.weight"]
-    assert same(found["x.weight"], PackedQuantizationCompressor.decompress(stored, scheme)["weight"])
-    assert found["x.weight"].dtype == dtype
-
-
-def test_mxfp4_is_what_transformers_makes_of_it() -> None:
-    rows = 4 * 253  # more than are worked on at a time
-    blocks = torch.randint(0, 256, (3, rows, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    scales = (
-        (torch.arange(rows) % 253).to(torch.uint8).reshape(1, rows, 1).expand(3, rows, 5).contiguous()
-    )  # beyond, 6 is not a bfloat16
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    found = read(GPT_OSS, {f"{name}_blocks": blocks, f"{name}_scales": scales})
-    assert found[name].shape == (3, 160, rows)
-    assert same(found[name], convert_moe_packed_tensors(blocks, scales))
-
-
-@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-@pytest.mark.parametrize("inside", [False, True])
-def test_wherever_the_config_says_it(key: str, inside: bool) -> None:
-    weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
-    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.full((1, 1), 2.0)}
-    said = {key: FP8 | {"weight_block_size": [128, 128]}}
-    config: dict[str, Any] = (
-        {"model_type": "x", "text_config": {"hidden_size": 4, **said}} if inside else {"model_type": "x", **said}
-    )
-    view = dequantized(InMemory(config, tensors), "here")
-    assert view.config == ({"model_type": "x", "text_config": {"hidden_size": 4}} if inside else {"model_type": "x"})
-    assert same(view.read(["x.weight"])["x.weight"], (weight.float() * 2).to(torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("quantizer", "said"),
-    [
-        (
-            quantized.fp8_blocks(1, 0, ending="_scale"),
-            compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, "float-quantized"),
-        ),
-        (quantized.int4(strategy="channel"), compressed({"strategy": "channel"})),
-    ],
-)
-def test_a_quantized_copy_is_the_original(quantizer: quantized.Quantizer, said: dict[str, Any]) -> None:
-    """GLM's FP8 releases quantize the output layer's copy in the draft layer, and not the output layer itself."""
-    head = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    tensors = {"lm_head.weight": head} | {f"draft.weight{ending}": part for ending, part in quantizer(head)[0].items()}
-    config = {"quantization_config": said}
-    view = dequantized(
-        InMemory(config, tensors), "here", {"draft.weight": "lm_head.weight", "absent.weight": "lm_head.weight"}
-    )
-    assert list(view.specs) == ["lm_head.weight", "draft.weight"]
-    assert view.groups == [("lm_head.weight", "draft.weight")]
-    found = view.read(["draft.weight"])["draft.weight"]
-    assert torch.equal(found, head)
-    assert not torch.equal(dequantized(InMemory(config, tensors), "here").read(["draft.weight"])["draft.weight"], head)
 
 
 ROWS, COLUMNS = 48, 96
@@ -292,6 +88,11 @@ def scheme_of(weights: Mapping[str, Any], form: str) -> QuantizationScheme:
     return QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(type="float", **weights), format=form)
 
 
+def unpacked(codes: Tensor, exponents: Tensor) -> Tensor:
+    """What transformers makes of the MXFP4 codes of a matrix."""
+    return convert_moe_packed_tensors(codes.reshape(1, len(codes), -1, 16), exponents[None])[0].T
+
+
 def nvfp4(divisor: float) -> dict[str, Tensor]:
     """Any codes, and every block scale that is a number above zero."""
     scales = (torch.arange(ROWS * COLUMNS // 16) % 126 + 1).to(torch.uint8).view(torch.float8_e4m3fn)
@@ -303,33 +104,183 @@ def nvfp4(divisor: float) -> dict[str, Tensor]:
     }
 
 
+def test_every_fp8_byte() -> None:
+    numbers = [byte for byte in range(256) if byte & 0x7F != 0x7F]
+    found = read(
+        FP8 | {"weight_block_size": [1, 256]}, {"x.weight": fp8(numbers), "x.weight_scale_inv": torch.ones(1, 1)}
+    )
+    assert same(found["x.weight"], torch.tensor([[decoded(byte) for byte in numbers]], dtype=torch.bfloat16))
+
+
+SCALE_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu]
+SIDE = st.integers(1, 300)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 4), max_size=2), SIDE, SIDE, SIDE, SIDE, st.sampled_from(SCALE_DTYPES))
+def test_fp8_blocks_of_every_size(
+    before: list[int], rows: int, columns: int, height: int, width: int, dtype: torch.dtype
+) -> None:
+    weight = torch.randn(*before, rows, columns, generator=seeded()).to(torch.float8_e4m3fn)
+    grid = (*before, -(-rows // height), -(-columns // width))
+    scales = (torch.rand(grid, generator=seeded()) * 0.01 + 1e-4).to(dtype)
+    if dtype.itemsize > 1:
+        scales.view(-1)[0] = 0  # what a quantizer makes of a block of zeros
+    spread = scales.float().repeat_interleave(height, -2).repeat_interleave(width, -1)[..., :rows, :columns]
+    found = read(
+        FP8 | {"weight_block_size": [height, width], "scale_fmt": "ue8m0"},
+        {"x.weight": weight, "x.weight_scale_inv": scales},
+    )
+    assert same(found["x.weight"], (weight.float() * spread).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("byte", "at"), [(0x7F, 0), (0xFF, 300_001), (0x7F, -1)])
+def test_nan_is_found_wherever_it_is(byte: int, at: int) -> None:
+    weight = torch.zeros(600, 1000, dtype=torch.uint8)
+    weight.view(-1)[at] = byte
+    tensors = {"x.weight": weight.view(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(5, 8)}
+    with pytest.raises(CkptkitError, match=r"x\.weight .* NaN"):
+        read(FP8 | {"weight_block_size": [128, 128]}, tensors)
+
+
+def test_fused_experts_and_exponents_as_bytes() -> None:
+    weight = torch.randn(2, 64, 96).to(torch.float8_e4m3fn)
+    exponents = torch.tensor([[[120, 121, 130]], [[127, 126, 1]]], dtype=torch.uint8)
+    tensors = {"mlp.experts.gate_up_proj": weight, "mlp.experts.gate_up_proj_scale_inv": exponents}
+    found = read(FP8 | {"weight_block_size": [64, 32], "scale_fmt": "ue8m0"}, tensors)
+    factors = 2.0 ** (exponents.double() - 127).repeat_interleave(32, 2)
+    assert same(found["mlp.experts.gate_up_proj"], (weight.double() * factors).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(("scale", "ending"), [(torch.tensor(0.003), "_scale_inv"), (torch.tensor([0.003]), "_scale")])
+def test_one_fp8_scale_a_tensor(scale: Tensor, ending: str) -> None:
+    weight = torch.randn(5, 7).to(torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.input_scale": torch.ones(1), f"x.weight{ending}": scale}
+    found = read(FP8 | {"activation_scheme": "static"}, tensors)
+    assert list(found) == ["x.weight"]
+    assert same(found["x.weight"], (weight.float() * 0.003).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_fp8_is_what_transformers_makes_of_it(dtype: torch.dtype) -> None:
+    weight = torch.randn(4, 96, 64).to(torch.float8_e4m3fn)
+    scales = (torch.rand(4, 3, 2) * 0.01 + 1e-4).to(dtype)
+    found = read(FP8 | {"weight_block_size": [32, 32]}, {"x.weight": weight, "x.weight_scale_inv": scales})
+    assert same(found["x.weight"], Fp8Dequantize(None)._dequantize_one(weight, scales, torch.bfloat16))
+
+
+BLOCKS: dict[str, Any] = {"strategy": "block", "block_structure": [32, 48]}
+UNEVEN_BLOCKS = since("compressed-tensors", (0, 20), "its compressor takes whole blocks only")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shape", "scales"),
+    [
+        ({"strategy": "tensor"}, (77, 50), (1,)),
+        ({"strategy": "channel"}, (77, 50), (77, 1)),
+        (BLOCKS, (64, 96), (2, 2)),
+        pytest.param(BLOCKS, (77, 50), (3, 2), marks=UNEVEN_BLOCKS),
+    ],
+    ids=str,
+)
+def test_fp8_is_what_compressed_tensors_makes_of_it(
+    arguments: dict[str, Any], shape: tuple[int, int], scales: tuple[int, ...]
+) -> None:
+    form, weight = "float-quantized", torch.randn(shape, generator=seeded()).to(torch.float8_e4m3fn)
+    stored = {"weight": weight, "weight_scale": torch.rand(scales, generator=seeded()).bfloat16()}
+    config = float_groups(form, {"num_bits": 8, **arguments}, input_activations=None)
+    found = read(config, {f"x.{name}": tensor for name, tensor in stored.items()} | {"norm.weight": torch.ones(3)})
+    assert list(found) == ["x.weight", "norm.weight"]
+    scheme = scheme_of({"num_bits": 8, **arguments}, form)
+    assert same(found["x.weight"], FloatQuantizationCompressor.decompress(stored, scheme)["weight"].to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"strategy": "group", "group_size": 32}, {"strategy": "group", "group_size": 128}, {"strategy": "channel"}],
+    ids=str,
+)
+def test_int4_is_what_compressed_tensors_makes_of_it(arguments: dict[str, Any], symmetric: bool) -> None:
+    for rows, dtype in ((9, torch.bfloat16), (13, torch.float16), (64, torch.float32), (2050, torch.bfloat16)):
+        weight = (torch.randn(rows, 256, generator=seeded()) * 0.02 + 0.01).to(dtype)
+        weight[0, :32] = 0
+        stored, meant = quantized.int4(symmetric=symmetric, **arguments)(weight)
+        assert ("_zero_point" in stored) != symmetric
+        config = quantized.compressed_config("pack-quantized", **arguments, symmetric=symmetric)
+        found = read(config, {f"x.weight{ending}": part for ending, part in stored.items()})
+        assert list(found) == ["x.weight"]
+        assert same(found["x.weight"], meant)
+
+
+def test_mxfp4_is_what_transformers_makes_of_it() -> None:
+    rows = 4 * 253  # more than are worked on at a time
+    blocks = torch.randint(0, 256, (3, rows, 5, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    # Beyond 252, 6 is not a bfloat16.
+    scales = (torch.arange(rows) % 253).to(torch.uint8).reshape(1, rows, 1).expand(3, rows, 5).contiguous()
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    found = read(GPT_OSS, {f"{name}_blocks": blocks, f"{name}_scales": scales})
+    assert found[name].shape == (3, 160, rows)
+    assert same(found[name], convert_moe_packed_tensors(blocks, scales))
+
+
+@pytest.mark.parametrize(("key", "inside"), [("quantization_config", True), ("compression_config", False)])
+def test_wherever_the_config_says_it(key: str, inside: bool) -> None:
+    weight = torch.randn(4, 4).to(torch.float8_e4m3fn)
+    tensors = {"x.weight": weight, "x.weight_scale_inv": torch.full((1, 1), 2.0)}
+    said = {key: FP8 | {"weight_block_size": [128, 128]}}
+    plain: dict[str, Any] = {"model_type": "x", "text_config": {"hidden_size": 4}}
+    config = {**plain, "text_config": plain["text_config"] | said} if inside else plain | said
+    view = dequantized(InMemory(config, tensors), "here")
+    assert view.config == plain
+    assert same(view.read(["x.weight"])["x.weight"], (weight.float() * 2).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said"),
+    [
+        (
+            quantized.fp8_blocks(1, 0, ending="_scale"),
+            quantized.compressed_config("float-quantized", num_bits=8, type="float", strategy="channel"),
+        ),
+        (quantized.int4(strategy="channel"), quantized.compressed_config("pack-quantized", strategy="channel")),
+    ],
+)
+def test_a_quantized_copy_is_the_original(quantizer: quantized.Quantizer, said: dict[str, Any]) -> None:
+    """GLM's FP8 releases quantize the output layer's copy in the draft layer, and not the output layer itself."""
+    head = torch.randn(64, 96, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    tensors = {"lm_head.weight": head} | {f"draft.weight{ending}": part for ending, part in quantizer(head)[0].items()}
+    config = {"quantization_config": said}
+    view = dequantized(
+        InMemory(config, tensors), "here", {"draft.weight": "lm_head.weight", "absent.weight": "lm_head.weight"}
+    )
+    assert list(view.specs) == ["lm_head.weight", "draft.weight"]
+    assert view.groups == [("lm_head.weight", "draft.weight")]
+    found = view.read(["draft.weight"])["draft.weight"]
+    assert torch.equal(found, head)
+    assert not torch.equal(dequantized(InMemory(config, tensors), "here").read(["draft.weight"])["draft.weight"], head)
+
+
 @pytest.mark.parametrize("divisor", [28928.0, 28822.37, 2.0**14, 0.3])
 def test_nvfp4_is_what_compressed_tensors_makes_of_it(divisor: float) -> None:
     stored, form = nvfp4(divisor), "nvfp4-pack-quantized"
     parts = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
-    meant = NVFP4PackedCompressor.decompress(parts, scheme_of(NVFP4, form))["weight"]
+    meant = NVFP4PackedCompressor.decompress(parts, scheme_of(NVFP4, form))["weight"].to(torch.bfloat16)
     found = read(float_groups(form, NVFP4, input_activations=INPUTS), stored)
     assert list(found) == ["x.weight"]
-    assert same(found["x.weight"], meant.to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_modelopts_nvfp4_multiplies_what_compressed_tensors_divides(shape: tuple[int, ...]) -> None:
-    """By a power of two, both are exact."""
-    stored, form = nvfp4(2.0**14), "nvfp4-pack-quantized"
-    parts = {name.removeprefix("x."): tensor for name, tensor in stored.items()}
-    meant = NVFP4PackedCompressor.decompress(parts, scheme_of(NVFP4, form))["weight"]
-    tensors = {
-        "x.weight": stored["x.weight_packed"],
-        "x.weight_scale": stored["x.weight_scale"],
-        "x.weight_scale_2": torch.full(shape, 2.0**-14),
-        "x.input_scale": torch.tensor(0.1),
-        "x.k_scale": torch.tensor(0.1),
-    }
-    for algorithm in ("NVFP4", "W4A16_NVFP4"):
-        found = read(modelopt(algorithm, kv_cache_scheme={"type": "float"}), tensors)
-        assert list(found) == ["x.weight"]
-        assert same(found["x.weight"], meant.to(torch.bfloat16))
+    assert same(found["x.weight"], meant)
+    if divisor == 2.0**14:  # ModelOpt multiplies instead: by a power of two both are exact
+        tensors = {
+            "x.weight": stored["x.weight_packed"],
+            "x.weight_scale": stored["x.weight_scale"],
+            "x.input_scale": torch.tensor(0.1),
+            "x.k_scale": torch.tensor(0.1),
+        }
+        for algorithm, shape in (("NVFP4", ()), ("W4A16_NVFP4", (1,))):
+            whole = {"x.weight_scale_2": torch.full(shape, 2.0**-14)}
+            found = read(modelopt(algorithm, kv_cache_scheme={"type": "float"}), tensors | whole)
+            assert list(found) == ["x.weight"]
+            assert same(found["x.weight"], meant)
 
 
 def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> None:
@@ -352,9 +303,7 @@ def test_quarks_nvfp4_is_modelopts_with_another_name_of_the_inputs_scale() -> No
 def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias: int) -> None:
     codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, high=32) + bias
     parts = {"weight_packed": codes, "weight_scale": scales}
-    by_transformers = convert_moe_packed_tensors(
-        codes.reshape(1, ROWS, COLUMNS // 32, 16), scales.reshape(1, ROWS, COLUMNS // 32)
-    )[0].T
+    by_transformers = unpacked(codes, scales)
     found = read(float_groups("mxfp4-pack-quantized", MXFP4), {f"x.{name}": tensor for name, tensor in parts.items()})
     assert same(found["x.weight"], by_transformers)
     if bias:  # 2^-127 is less than compressed-tensors can compute with
@@ -368,9 +317,7 @@ def test_mxfp4_is_what_compressed_tensors_and_transformers_make_of_it(bias: int)
 
 def test_deepseek_v4s_experts_beside_its_fp8() -> None:
     codes, scales = bytes_of(ROWS, COLUMNS // 2), bytes_of(ROWS, COLUMNS // 32, low=100, high=140)
-    meant = convert_moe_packed_tensors(
-        codes.reshape(1, ROWS, COLUMNS // 32, 16), scales.reshape(1, ROWS, COLUMNS // 32)
-    )[0].T
+    meant = unpacked(codes, scales)
     weight = torch.randn(130, 200, generator=seeded()).to(torch.float8_e4m3fn)
     exponents = torch.tensor([[120, 121], [127, 130]], dtype=torch.uint8).view(torch.float8_e8m0fnu)
     tensors = {
@@ -442,8 +389,7 @@ def test_each_module_of_a_mixed_release_has_its_own_format() -> None:
     found = read(modelopt("MIXED_PRECISION", quantized_layers=layers), tensors)
     assert same(found["a.weight"], (weight.float() * 0.5).to(torch.bfloat16))
     assert same(found["c.weight"], (weight.float() * rows[:, None]).to(torch.bfloat16))
-    one = convert_moe_packed_tensors(codes.reshape(1, 16, 2, 16), torch.full((1, 16, 2), 127, dtype=torch.uint8))
-    assert same(found["b.mlp.up.weight"], one[0].T)
+    assert same(found["b.mlp.up.weight"], unpacked(codes, torch.full((16, 2), 127, dtype=torch.uint8)))
 
 
 def test_groups_of_one_compressed_tensors_config() -> None:
@@ -490,93 +436,3 @@ def test_every_algorithm_that_is_not_refused_is_read() -> None:
     for algorithm in MODELOPT_READ:
         layers = {"a": {"quant_algo": "FP8"}} if algorithm == "MIXED_PRECISION" else None
         assert modelopt_format(modelopt(algorithm, quantized_layers=layers)).layouts
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (modelopt("NVFP4_AWQ"), "'modelopt' with quant_algo 'NVFP4_AWQ' is not supported"),
-        (modelopt("NVFP4", group_size=0), "group_size is 0"),
-        (modelopt("MIXED_PRECISION"), "quantized_layers is None"),
-        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "MXFP8 with weight_block_size"),
-        ({"quant_method": "mxfp8", "fmt": "e5m2"}, "MXFP8 with fmt 'e5m2' is not supported"),
-        ({"quant_method": "quark", "global_quant_config": {}}, "quantizes"),
-        (
-            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}}},
-            "int4",
-        ),
-        (float_groups("mxfp6-quantized", MXFP4), "format mxfp6-quantized is not supported"),
-        (float_groups("mxfp4-pack-quantized", MXFP4 | {"group_size": 16}), "group_size 16 is not supported"),
-        (float_groups("nvfp4-pack-quantized", NVFP4 | {"symmetric": False}), "symmetric False is not supported"),
-    ],
-    ids=str,
-)
-def test_what_is_not_read_is_named(content: dict[str, Any], message: str) -> None:
-    with pytest.raises(CkptkitError, match=message) as error:
-        format_of({"quantization_config": content})
-    assert error.value.hint
-
-
-@pytest.mark.parametrize(
-    ("name", "tensor", "message"),
-    [
-        ("x.weight_scale", None, r"has no x\.weight_scale beside it"),
-        ("x.weight_scale_2", None, r"has no x\.weight_scale_2 beside it"),
-        ("x.weight_scale", torch.ones(16, 2).to(torch.float8_e4m3fn), r"must be \[16, 4\] float8_e4m3fn"),
-        ("x.weight_scale", torch.ones(16, 4), r"must be \[16, 4\] float8_e4m3fn"),
-        ("x.weight_scale_2", torch.ones(2), r"must be \[\] float32"),
-        ("x.weight_scale_2", torch.tensor(torch.nan), r"x\.weight_scale_2 \[\] float32 gives NaN"),
-        ("x.weight", torch.zeros(16, dtype=torch.uint8), "NVFP4"),
-    ],
-)
-def test_parts_of_nvfp4_that_do_not_fit(name: str, tensor: Tensor | None, message: str) -> None:
-    tensors = {
-        "x.weight": bytes_of(16, 32),
-        "x.weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn),
-        "x.weight_scale_2": torch.tensor(1.0),
-    }
-    tensors = {key: value for key, value in (tensors | {name: tensor}).items() if value is not None}
-    with pytest.raises(CkptkitError, match=message):
-        read(modelopt("NVFP4"), tensors)
-
-
-def test_a_config_of_integers_and_floats_has_its_floats() -> None:
-    from ckptkit.quant.formats.compressed import compressed_floats
-
-    content = float_groups("nvfp4-pack-quantized", NVFP4)
-    content["config_groups"]["group_1"] = {
-        "targets": ["re:.*experts.*"],
-        "weights": {"num_bits": 4, "type": "int", "group_size": 32},
-    }
-    found = compressed_floats(content)
-    assert isinstance(found, Floats)
-    assert len(found.layouts) == 1
-    assert compressed_floats({"config_groups": {"g": content["config_groups"]["group_1"]}}) is None
-
-
-def decoded_bytes(layout: str, scales: range) -> torch.Tensor:
-    """What all bytes mean at each of these scales, in a row each."""
-    rows = len(scales)
-    codes = torch.arange(256, dtype=torch.uint8).repeat(rows, 1)
-    powers = torch.tensor(scales, dtype=torch.uint8).reshape(rows, 1).repeat(1, 16)
-    tensors = {"x.weight_packed": codes, "x.weight_scale": powers}
-    config: dict[str, object] = {"quantization_config": float_groups("mxfp4-pack-quantized", MXFP4)}
-    if layout == "gpt-oss":
-        tensors = {"x_blocks": codes.reshape(1, rows, 16, 16), "x_scales": powers.reshape(1, rows, 16)}
-        config = {"quantization_config": {"quant_method": "mxfp4"}}
-    elif layout == "deepseek-v4":
-        tensors = {"x.weight": codes.view(torch.int8), "x.scale": powers.view(torch.float8_e8m0fnu)}
-        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-        config = {"quantization_config": fp8, "expert_dtype": "fp4"}
-    view = dequantized(InMemory(config, tensors), "here")
-    (name,) = view.specs
-    found = view.read([name])[name]
-    return found[0].T if layout == "gpt-oss" else found
-
-
-@pytest.mark.parametrize("layout", ["compressed-tensors", "gpt-oss", "deepseek-v4"])
-@pytest.mark.parametrize("scale", [253, 254, 255])
-def test_scales_that_may_give_infinity_or_are_nan_are_refused(scale: int, layout: str) -> None:
-    """6 x 2^126 is more than BF16 has, and 255 is NaN."""
-    with pytest.raises(CkptkitError, match=r"scale.* NaN"):
-        decoded_bytes(layout, range(scale, scale + 1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.models import InMemory
+from support.quantized import group_config
 from torch import Tensor
 
 from ckptkit.core.errors import CkptkitError
@@ -18,22 +19,62 @@ from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.quant.formats.dequantize import dequantized, described, format_of
 
 Tensors = dict[str, Tensor]
-Change = Callable[[Tensors], Any]
 
 BLOCK = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
+MXFP4 = {"num_bits": 4, "type": "float", "scale_dtype": "torch.uint8"}
+NVFP4 = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 
 
-def compressed(weights: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-    group = {
-        "targets": ["Linear"],
-        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, **weights},
-    }
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "config_groups": {"group_0": group},
-        **more,
-    }
+def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    usual = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+    return group_config(form, {"targets": ["Linear"], "weights": usual | weights})
+
+
+def of_int4(*sizes: int) -> dict[str, Any]:
+    groups = [{"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": size}} for size in sizes]
+    return group_config("pack-quantized", *groups)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "awq", "bits": 4}, "'awq'"),
+        ({"quant_method": "modelopt"}, "quant_algo None"),
+        ({}, "None"),
+        ([1], r"quantization_config is \[1\]"),
+        (BLOCK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
+        (BLOCK | {"scale_fmt": "e4m3"}, "scale_fmt 'e4m3'"),
+        (BLOCK | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
+        (BLOCK | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
+        (BLOCK | {"weight_block_size": 128}, "weight_block_size is 128"),
+        (compressed("nvfp4-pack-quantized"), "format nvfp4-pack-quantized"),
+        (compressed(type="float"), "type 'float'"),
+        (compressed(strategy="tensor", group_size=None), "strategy 'tensor'"),
+        (compressed(actorder="group"), "actorder 'group'"),
+        (compressed("float-quantized", num_bits=8, type="float"), "strategy 'group'"),
+        (compressed("float-quantized", **ROWS | {"type": "int"}), "type 'int'"),
+        (compressed("float-quantized", **ROWS, symmetric=False), "symmetric False"),
+        (of_int4(), "config_groups"),
+        (of_int4(32, 64), "config_groups"),
+        (compressed(nonsense=1), "compressed-tensors"),
+        (NVFP4 | {"quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ'"),
+        (NVFP4 | {"group_size": 0}, "group_size is 0"),
+        (NVFP4 | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is None"),
+        ({"quant_method": "mxfp8", "weight_block_size": [128, 128]}, "weight_block_size"),
+        ({"quant_method": "quark", "global_quant_config": {}}, "quant"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4"}}}, "int4"),
+        (compressed("mxfp6-quantized", **MXFP4), "format mxfp6-quantized"),
+        (compressed("mxfp4-pack-quantized", **MXFP4, group_size=16), "group_size 16"),
+        (compressed("nvfp4-pack-quantized", type="float", group_size=16, symmetric=False), "symmetric False"),
+    ],
+)
+def test_formats(quantization: Any, message: str) -> None:
+    with pytest.raises(CkptkitError, match=message) as error:
+        format_of({"quantization_config": quantization})
+    assert "config.json" in error.value.message or "quantization_config" in error.value.message
+    assert error.value.hint
+    assert message.replace("\\", "") in str(described({"quantization_config": quantization}, {}))
 
 
 def fp8() -> Tensors:
@@ -48,191 +89,130 @@ def int4() -> Tensors:
     }
 
 
+def gpt_oss() -> Tensors:
+    blocks = torch.zeros(2, 3, 4, 16, dtype=torch.uint8)
+    return {"x_blocks": blocks, "x_scales": torch.full((2, 3, 4), 127, dtype=torch.uint8)}
+
+
 def mxfp4() -> Tensors:
+    codes = torch.zeros(2, 32, dtype=torch.uint8)
+    return {"x.weight_packed": codes, "x.weight_scale": torch.full((2, 2), 127, dtype=torch.uint8)}
+
+
+def deepseek_v4() -> Tensors:
+    codes, scale = mxfp4().values()
+    return {"x.weight": codes.view(torch.int8), "x.scale": scale.view(torch.float8_e8m0fnu)}
+
+
+def nvfp4() -> Tensors:
     return {
-        "x_blocks": torch.zeros(2, 3, 4, 16, dtype=torch.uint8),
-        "x_scales": torch.full((2, 3, 4), 127, dtype=torch.uint8),
+        "x.weight": torch.zeros(16, 32, dtype=torch.uint8),
+        "x.weight_scale": torch.ones(16, 4).to(torch.float8_e4m3fn),
+        "x.weight_scale_2": torch.tensor(1.0),
     }
-
-
-def read_all(quantization: Any, tensors: Tensors) -> Tensors:
-    view = dequantized(InMemory({"quantization_config": quantization}, tensors), "here")
-    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
-
-
-@pytest.mark.parametrize(
-    ("quantization", "message"),
-    [
-        ({"quant_method": "awq", "bits": 4}, "quantization method 'awq' is not supported"),
-        ({"quant_method": "modelopt"}, "'modelopt' with quant_algo None"),
-        ({}, "quantization method None is not supported"),
-        ([1], r"quantization_config is \[1\], not an object"),
-        (BLOCK | {"fmt": "e5m2"}, "FP8 with fmt 'e5m2' is not supported"),
-        (BLOCK | {"scale_fmt": "e4m3"}, "FP8 with scale_fmt 'e4m3' is not supported"),
-        (BLOCK | {"weight_block_size": [128]}, r"weight_block_size is \[128\]"),
-        (BLOCK | {"weight_block_size": [128, 0]}, r"weight_block_size is \[128, 0\]"),
-        (BLOCK | {"weight_block_size": [128, 1.5]}, r"weight_block_size is \[128, 1.5\]"),
-        (BLOCK | {"weight_block_size": 128}, "weight_block_size is 128"),
-        (compressed({}, format="nvfp4-pack-quantized"), "format nvfp4-pack-quantized is not supported"),
-        (compressed({}, format="mixed-precision"), "format mixed-precision is not supported"),
-        (compressed({"num_bits": 8}), "num_bits 8 is not supported"),
-        (compressed({"type": "float"}), "type 'float' is not supported"),
-        (compressed({"strategy": "tensor", "group_size": None}), "strategy 'tensor' is not supported"),
-        (compressed({"actorder": "group"}), "actorder 'group' is not supported"),
-        (compressed({"actorder": "dynamic"}), "actorder 'dynamic' is not supported"),
-        (compressed({"num_bits": 8, "type": "float"}, format="float-quantized"), "strategy 'group' is not supported"),
-        (
-            compressed({"num_bits": 8, "strategy": "channel", "group_size": None}, format="float-quantized"),
-            "type 'int' is not supported",
-        ),
-        (
-            compressed(
-                {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None, "symmetric": False},
-                format="float-quantized",
-            ),
-            "symmetric False",
-        ),
-        (compressed({}, config_groups={}), "config_groups"),
-        (
-            compressed(
-                {},
-                config_groups={
-                    f"g{size}": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": size}}
-                    for size in (32, 64)
-                },
-            ),
-            "config_groups",
-        ),
-        (compressed({"nonsense": 1}), "compressed-tensors refuses this quantization_config"),
-    ],
-)
-def test_formats(quantization: Any, message: str) -> None:
-    with pytest.raises(CkptkitError, match=message) as error:
-        format_of({"quantization_config": quantization})
-    assert "config.json" in error.value.message or "quantization_config" in error.value.message
-    assert error.value.hint
-    assert message.replace("\\", "") in str(described({"quantization_config": quantization}, {}))
-
-
-def without(name: str) -> Change:
-    return lambda tensors: tensors.pop(name)
-
-
-def put(name: str, tensor: Tensor) -> Change:
-    return lambda tensors: tensors.update({name: tensor})
-
-
-def at(name: str, index: Any, value: float) -> Change:
-    def change(tensors: Tensors) -> None:
-        tensors[name].reshape(-1)[index] = value
-
-    return change
 
 
 STORED: dict[str, tuple[dict[str, Any], Callable[[], Tensors]]] = {
     "fp8": (BLOCK, fp8),
     "fp8 in rows": (BLOCK | {"weight_block_size": [1, 4]}, fp8),
     "fp8 of a tensor": ({"quant_method": "fp8"}, fp8),
-    "int4": (compressed({}), int4),
-    "asymmetric": (compressed({"symmetric": False}), int4),
-    "int4 in 64": (compressed({"group_size": 64}), int4),
-    "int4 in rows": (compressed({"strategy": "channel", "group_size": None}), int4),
-    "mxfp4": ({"quant_method": "mxfp4"}, mxfp4),
+    "int4": (compressed(), int4),
+    "asymmetric": (compressed(symmetric=False), int4),
+    "int4 in rows": (compressed(strategy="channel", group_size=None), int4),
+    "gpt-oss": ({"quant_method": "mxfp4"}, gpt_oss),
+    "mxfp4": (compressed("mxfp4-pack-quantized", **MXFP4), mxfp4),
+    "deepseek-v4": (BLOCK, deepseek_v4),
+    "nvfp4": (NVFP4, nvfp4),
 }
+ZEROS = torch.zeros(2, 2, dtype=torch.int32)
 
 
-def unchanged(tensors: Tensors) -> None: ...
+def parts_of(form: str, changes: Mapping[str, Tensor | None]) -> Tensors:
+    """The tensors of a sound matrix, but for these; None: it is not there."""
+    return {name: tensor for name, tensor in (STORED[form][1]() | dict(changes)).items() if tensor is not None}
+
+
+def at(form: str, name: str, index: int, value: float) -> dict[str, Tensor]:
+    """A part of a sound matrix with another value in one place."""
+    tensor = STORED[form][1]()[name]
+    whole = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e8m0fnu else tensor
+    whole.reshape(-1)[index] = value
+    return {name: tensor}
+
+
+def read(form: str, tensors: Tensors) -> Tensors:
+    config = {"quantization_config": STORED[form][0]} | ({"expert_dtype": "fp4"} if form == "deepseek-v4" else {})
+    view = dequantized(InMemory(config, tensors), "here")
+    return {name: tensor for names in view.groups for name, tensor in view.read(names).items()}
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4", "gpt-oss", "mxfp4", "deepseek-v4", "nvfp4"])
+def test_sound_parts_are_read(form: str) -> None:
+    assert [bool(tensor.isfinite().all()) for tensor in read(form, STORED[form][1]()).values()] == [True]
 
 
 @pytest.mark.parametrize(
-    ("form", "change", "message"),
+    ("form", "changes", "message"),
     [
-        ("fp8", without("x.weight_scale_inv"), r"x\.weight .* has no x\.weight_scale_inv beside it"),
-        ("fp8", without("x.weight"), r"x\.weight_scale_inv"),
-        ("fp8", put("x.weight", torch.ones(3, 4)), r"x\.weight_scale_inv"),
-        ("fp8", put("y.weight_scale_inv", torch.ones(1)), r"y\.weight_scale_inv"),
-        ("fp8", put("x.weight_scale_inv", torch.ones(1, 2)), r"scale_inv .* must be \[2, 2\] float32 or bf"),
-        ("fp8", put("x.weight_scale_inv", torch.ones(2, 2, 1)), r"must be \[2, 2\]"),
-        ("fp8", put("x.weight_scale_inv", torch.tensor(1.0)), r"must be \[2, 2\]"),
-        ("fp8", put("x.weight_scale_inv", torch.ones(2, 2, dtype=torch.uint8)), r"scale_inv .* uint8 must be"),
-        ("fp8 in rows", unchanged, r"must be \[3, 1\]"),
-        ("fp8", put("v", torch.ones(4).to(torch.float8_e4m3fn)), r"\[4\] float8_e4m3fn.*FP8"),
-        ("fp8", put("y.weight", torch.ones(4, 4).to(torch.float8_e5m2)), r"y\.weight.*e5m2.*FP8"),
-        ("fp8", put("experts.w", torch.ones(4, 4, dtype=torch.int8)), r"experts\.w.*int8.*FP8"),
-        ("fp8", at("x.weight_scale_inv", 2, torch.nan), r"scale_inv.*NaN"),
-        ("fp8", at("x.weight_scale_inv", 2, torch.inf), r"scale_inv.*NaN"),
-        ("fp8", at("x.weight_scale_inv", 2, -1e38), r"x\.weight_scale_inv \[2, 2\] float32.*NaN"),
+        ("fp8", {"x.weight_scale_inv": None}, r"x\.weight .* no x\.weight_scale_inv"),
+        ("fp8", {"x.weight": None}, r"x\.weight_scale_inv"),
+        ("fp8", {"y.weight_scale_inv": torch.ones(1)}, r"y\.weight_scale_inv"),
+        ("fp8", {"x.weight_scale_inv": torch.ones(1, 2)}, r"scale_inv .* \[2, 2\] float32 or bf"),
+        ("fp8", {"x.weight_scale_inv": torch.tensor(1.0)}, r"scale_inv .* \[2, 2\] float32"),
+        ("fp8", {"x.weight_scale_inv": torch.ones(2, 2, dtype=torch.uint8)}, r"scale_inv .* uint8 .* \[2, 2\]"),
+        ("fp8 in rows", {}, r"scale_inv .* \[3, 1\]"),
+        ("fp8", {"v": torch.ones(4).to(torch.float8_e4m3fn)}, r"\[4\] float8_e4m3fn.*FP8"),
+        ("fp8", {"experts.w": torch.ones(4, 4, dtype=torch.int8)}, r"experts\.w.*int8.*FP8"),
+        ("fp8", at("fp8", "x.weight_scale_inv", 2, torch.inf), r"scale_inv.*NaN"),
+        ("fp8", at("fp8", "x.weight_scale_inv", 2, -1e38), r"x\.weight_scale_inv \[2, 2\] float32.*NaN"),
         (
             "fp8",
-            put("x.weight_scale_inv", torch.full((2, 2), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)),
-            "NaN",
+            {"x.weight_scale_inv": torch.full((2, 2), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu)},
+            "scale_inv.*NaN",
         ),
-        ("fp8", at("x.weight", 7, torch.nan), r"x\.weight .* holds NaN, which some quantizers"),
-        ("fp8 of a tensor", unchanged, r"x\.weight_scale_inv \[2, 2\] float32 must be \[1, 1\]"),
-        ("int4", without("x.weight_scale"), r"packed .* int32 has no x\.weight_scale beside it"),
-        ("int4", without("x.weight_shape"), r"has no x\.weight_shape beside it"),
-        ("int4", without("x.weight_packed"), r"x\.weight_scale, x\.weight_shape"),
-        ("asymmetric", unchanged, r"has no x\.weight_zero_point beside it"),
-        ("int4", put("x.weight_zero_point", torch.zeros(2, 2, dtype=torch.int32)), r"beside x\.weight_zero_point"),
-        ("asymmetric", put("x.weight_zero_point", torch.zeros(16, 2, dtype=torch.int8)), r"must be \[2, 2\] int32"),
-        ("asymmetric", put("x.weight_zero_point", torch.zeros(2, 16, dtype=torch.int32)), r"must be \[2, 2\] int32"),
-        ("int4", put("x.weight_g_idx", torch.zeros(64, dtype=torch.int32)), r"beside x\.weight_g_idx"),
-        ("int4", put("x.weight_scale", torch.ones(16, 1)), r"packed .* must be \[16, 4\] int32"),
-        ("int4", put("x.weight_scale", torch.ones(8, 2)), r"_scale \[8, 2\] float32 must be \[16, 2\]"),
-        ("int4", put("x.weight_scale", torch.ones(16, 2).to(torch.float8_e4m3fn)), "must be"),
-        ("int4 in 64", unchanged, r"packed \[16, 8\] .* must be \[16, 16\] int32"),
-        ("int4 in rows", unchanged, r"x\.weight_scale \[16, 2\] bfloat16 must be \[16, 1\]"),
-        (
-            "int4",
-            put("x.weight_packed", torch.zeros(16, 8, dtype=torch.int64)),
-            r"x\.weight_packed \[16, 8\] int64 must be",
-        ),
-        ("int4", put("x.weight_packed", torch.zeros(2, 16, 8, dtype=torch.int32)), "matrix"),
-        (
-            "int4",
-            put("x.weight_shape", torch.tensor([16, 63])),
-            r"x\.weight_shape \[2\] int64 says \[16, 63\], but .* make \[16, 64\]",
-        ),
-        ("int4", put("x.weight_shape", torch.tensor([16, 64, 1])), r"_shape \[3\] int64 must be \[2\]"),
-        ("int4", at("x.weight_scale", 3, torch.nan), r"_scale \[16, 2\] bfloat16 gives NaN"),
-        ("int4", at("x.weight_scale", 3, 1e38), r"_scale \[16, 2\] bfloat16 gives NaN"),
-        ("mxfp4", without("x_scales"), r"x_blocks .* has no x_scales beside it"),
-        ("mxfp4", without("x_blocks"), "x_scales"),
-        (
-            "mxfp4",
-            put("x_scales", torch.zeros(2, 3, dtype=torch.uint8)),
-            r"x_scales \[2, 3\] uint8 must be \[2, 3, 4\] uint8",
-        ),
-        (
-            "mxfp4",
-            put("x_blocks", torch.zeros(2, 3, 4, 8, dtype=torch.uint8)),
-            r"must be \[experts, rows, groups, 16\] uint8",
-        ),
-        (
-            "mxfp4",
-            put("x_blocks", torch.zeros(2, 3, 4, 16, dtype=torch.int8)),
-            r"must be \[experts, rows, groups, 16\] uint8",
-        ),
-        ("mxfp4", at("x_scales", 5, 255), r"x_scales .* holds exponents above 252"),
-        ("mxfp4", at("x_scales", 5, 253), r"x_scales .* holds exponents above 252"),
+        ("fp8", at("fp8", "x.weight", 7, torch.nan), r"x\.weight .* NaN"),
+        ("fp8 of a tensor", {}, r"x\.weight_scale_inv \[2, 2\] float32 .* \[1, 1\]"),
+        ("int4", {"x.weight_scale": None}, r"packed .* int32 .* no x\.weight_scale "),
+        ("int4", {"x.weight_shape": None}, r"no x\.weight_shape"),
+        ("int4", {"x.weight_packed": None}, r"x\.weight_scale, x\.weight_shape"),
+        ("asymmetric", {}, r"no x\.weight_zero_point"),
+        ("int4", {"x.weight_zero_point": ZEROS}, r"x\.weight_zero_point"),
+        ("asymmetric", {"x.weight_zero_point": torch.zeros(2, 16, dtype=torch.int32)}, r"\[2, 16\] .* \[2, 2\] int32"),
+        ("int4", {"x.weight_g_idx": torch.zeros(64, dtype=torch.int32)}, r"x\.weight_g_idx"),
+        ("int4", {"x.weight_scale": torch.ones(16, 1)}, r"packed .* \[16, 4\] int32"),
+        ("int4", {"x.weight_scale": torch.ones(8, 2)}, r"_scale \[8, 2\] float32 .* \[16, 2\]"),
+        ("int4 in rows", {}, r"x\.weight_scale \[16, 2\] bfloat16 .* \[16, 1\]"),
+        ("int4", {"x.weight_packed": torch.zeros(16, 8, dtype=torch.int64)}, r"x\.weight_packed \[16, 8\] int64"),
+        ("int4", {"x.weight_packed": torch.zeros(2, 16, 8, dtype=torch.int32)}, "matrix"),
+        ("int4", {"x.weight_shape": torch.tensor([16, 63])}, r"x\.weight_shape .* \[16, 63\].* \[16, 64\]"),
+        ("int4", at("int4", "x.weight_scale", 3, 1e38), r"_scale \[16, 2\] bfloat16 .*NaN"),
+        ("gpt-oss", {"x_scales": None}, r"x_blocks .* no x_scales"),
+        ("gpt-oss", {"x_blocks": None}, "x_scales"),
+        ("gpt-oss", {"x_scales": torch.zeros(2, 3, dtype=torch.uint8)}, r"x_scales \[2, 3\] .* \[2, 3, 4\] uint8"),
+        ("gpt-oss", {"x_blocks": torch.zeros(2, 3, 4, 8, dtype=torch.uint8)}, r"x_blocks .*16\] uint8"),
+        # 6 x 2^126 is more than BF16 has, and 255 is NaN.
+        *(("gpt-oss", at("gpt-oss", "x_scales", 5, scale), "x_scales .* 252") for scale in (253, 255)),
+        *(("mxfp4", at("mxfp4", "x.weight_scale", 1, scale), "_scale.* NaN") for scale in (253, 255)),
+        *(("deepseek-v4", at("deepseek-v4", "x.scale", 1, scale), "scale.* NaN") for scale in (253, 255)),
+        ("nvfp4", {"x.weight_scale": None}, r"no x\.weight_scale "),
+        ("nvfp4", {"x.weight_scale_2": None}, r"no x\.weight_scale_2"),
+        ("nvfp4", {"x.weight_scale": torch.ones(16, 2).to(torch.float8_e4m3fn)}, r"\[16, 4\] float8_e4m3fn"),
+        ("nvfp4", {"x.weight_scale_2": torch.ones(2)}, r"\[\] float32"),
+        ("nvfp4", {"x.weight_scale_2": torch.tensor(torch.nan)}, r"x\.weight_scale_2 \[\] float32 .*NaN"),
     ],
 )
-def test_parts_that_do_not_fit(form: str, change: Change, message: str) -> None:
-    quantization, make = STORED[form]
-    tensors = make()
-    change(tensors)
+def test_parts_that_do_not_fit(form: str, changes: Mapping[str, Tensor | None], message: str) -> None:
     with pytest.raises(CkptkitError, match=message) as error:
-        read_all(quantization, tensors)
+        read(form, parts_of(form, changes))
     assert error.value.message.startswith("here: ")
     assert error.value.hint
 
 
 def test_the_file_is_named(tmp_path: Path) -> None:
-    tensors = fp8()
-    tensors["x.weight_scale_inv"][0, 0] = torch.nan
-    save_file({"x.weight": tensors["x.weight"]}, tmp_path / "model-00001-of-00002.safetensors")
-    save_file({"x.weight_scale_inv": tensors["x.weight_scale_inv"]}, tmp_path / "model-00002-of-00002.safetensors")
+    tensors = parts_of("fp8", at("fp8", "x.weight_scale_inv", 0, torch.nan))
     weight_map = {name: f"model-0000{index}-of-00002.safetensors" for index, name in enumerate(tensors, 1)}
+    for name, file in weight_map.items():
+        save_file({name: tensors[name]}, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": BLOCK}))
     view = dequantized(HfCheckpoint(tmp_path), str(tmp_path))
@@ -241,17 +221,15 @@ def test_the_file_is_named(tmp_path: Path) -> None:
     assert error.value.message.startswith(f"{tmp_path / 'model-00002-of-00002.safetensors'}: x.weight_scale_inv")
 
 
-def copies(head: Tensor, copy: Tensor) -> Any:
-    scale = torch.ones(copy.shape[0], 1)
-    tensors = {"lm_head.weight": head, "draft.weight": copy.to(torch.float8_e4m3fn), "draft.weight_scale": scale}
-    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
-    config = {"quantization_config": compressed(weights, format="float-quantized")}
-    return dequantized(InMemory(config, tensors), "here", {"draft.weight": "lm_head.weight"})
-
-
 def test_a_quantized_copy_of_something_else() -> None:
-    view = copies(torch.randn(64, 32), torch.randn(64, 32))
-    with pytest.raises(CkptkitError, match=r"draft\.weight.*is.*lm_head\.weight"):
-        view.read(["draft.weight"])
-    with pytest.raises(CkptkitError, match=r"draft\.weight.*is.*lm_head\.weight \[64, 16\] float32"):
-        copies(torch.randn(64, 16), torch.randn(64, 32))
+    copy = {"draft.weight": torch.randn(64, 32).to(torch.float8_e4m3fn), "draft.weight_scale": torch.ones(64, 1)}
+    config = {"quantization_config": compressed("float-quantized", **ROWS)}
+
+    def opened(head: Tensor) -> Any:
+        tensors = {"lm_head.weight": head, **copy}
+        return dequantized(InMemory(config, tensors), "here", {"draft.weight": "lm_head.weight"})
+
+    with pytest.raises(CkptkitError, match=r"draft\.weight.*lm_head\.weight"):
+        opened(torch.randn(64, 32)).read(["draft.weight"])
+    with pytest.raises(CkptkitError, match=r"draft\.weight.*lm_head\.weight \[64, 16\] float32"):
+        opened(torch.randn(64, 16))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.quant.formats.grids import dequantize
 from ckptkit.quant.formats.grids import quantize as by_formula
-from ckptkit.quant.formats.packing import Packed, pack, pack_zero_point, unpack, unpack_zero_point
+from ckptkit.quant.formats.packing import Packed, pack, unpack, unpack_zero_point
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
 from ckptkit.quant.kernels.dispatch import quantize_pack
 from ckptkit.quant.planner import quantized as as_int4
@@ -49,17 +48,17 @@ def equal(left: Packed, right: Packed) -> bool:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_was_quantized_is_quantized_alike(dtype: torch.dtype, scheme: QuantScheme) -> None:
-    weight = hard_weights(dtype)[:-1]
-    (before,) = quantize_pack([weight], scheme, ["a"])
-    again = requantize(meant(before, weight.shape).to(dtype), before, scheme, "a")
-    # A code of a group so small that its scale was epsilon is lost with its weight: 0 is its zero point.
-    lost = (meant(before, weight.shape) == 0).all(1)
-    assert torch.equal(again.scale, before.scale)
-    assert torch.equal(again.words[~lost], before.words[~lost])
-    assert torch.equal(meant(again, weight.shape), meant(before, weight.shape))
-    assert int((~lost).sum()) > 45
+def test_what_was_quantized_is_quantized_alike(scheme: QuantScheme) -> None:
+    for dtype in DTYPES:
+        weight = hard_weights(dtype)[:-1]
+        (before,) = quantize_pack([weight], scheme, ["a"])
+        again = requantize(meant(before, weight.shape).to(dtype), before, scheme, "a")
+        # A code of a group so small that its scale was epsilon is lost with its weight: 0 is its zero point.
+        lost = (meant(before, weight.shape) == 0).all(1)
+        assert torch.equal(again.scale, before.scale)
+        assert torch.equal(again.words[~lost], before.words[~lost])
+        assert torch.equal(meant(again, weight.shape), meant(before, weight.shape))
+        assert int((~lost).sum()) > 45
 
 
 def test_every_code_survives() -> None:
@@ -93,35 +92,27 @@ def test_only_the_groups_that_changed_get_a_fresh_scale(scheme: QuantScheme) -> 
         assert zeros[0][3, 1] == zeros[2][3, 1]
 
 
-@pytest.mark.parametrize("scale", [0.0, float("nan"), float("inf")])
-def test_a_broken_scale_is_not_kept(scale: float) -> None:
-    weight = torch.zeros(1, 32)
-    before = Packed(torch.zeros(1, 4, dtype=torch.int32), torch.full((1, 1), scale), None)
-    assert equal(
-        requantize(weight, before, QuantScheme(32, "minmax"), "a"),
-        quantize_pack([weight], QuantScheme(32, "minmax"), ["a"])[0],
-    )
+def test_a_broken_scale_is_not_kept() -> None:
+    weight, scheme = torch.zeros(1, 32), QuantScheme(32, "minmax")
+    for scale in (0.0, float("nan"), float("inf")):
+        before = Packed(torch.zeros(1, 4, dtype=torch.int32), torch.full((1, 1), scale), None)
+        assert equal(requantize(weight, before, scheme, "a"), quantize_pack([weight], scheme, ["a"])[0])
 
 
 def test_scales_keep_their_dtype_unless_another_is_asked_for() -> None:
-    torch.manual_seed(0)
-    codes, scale, _ = by_formula(
-        (torch.randn(4, 64) * 0.02).bfloat16(), QuantScheme(32, "qmax7", scale_dtype=torch.float32)
-    )
+    weight = (torch.randn(4, 64, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    codes, scale, _ = by_formula(weight, QuantScheme(32, "qmax7", scale_dtype=torch.float32))
     before, weight = Packed(pack(codes), scale, None), dequantize(codes, scale).bfloat16()
     assert equal(requantize(weight, before, QuantScheme(32, "qmax7"), "a"), before)
     after = requantize(weight, before, QuantScheme(32, "qmax7", scale_dtype=torch.bfloat16), "a")
     assert after.scale.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
-def test_empty(shape: tuple[int, int]) -> None:
-    for scheme in [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax", (), symmetric=False)]:
-        (before,) = quantize_pack([torch.empty(shape)], scheme, ["a"])
-        assert equal(requantize(torch.empty(shape), before, scheme, "a"), before)
-
-
-def test_refuses_scales_of_another_shape() -> None:
+def test_empty_matrices_are_kept_and_scales_of_another_shape_refused() -> None:
+    for shape in ((0, 64), (3, 0)):
+        for scheme in [QuantScheme(32, "qmax7"), QuantScheme(None, "minmax", (), symmetric=False)]:
+            (before,) = quantize_pack([torch.empty(shape)], scheme, ["a"])
+            assert equal(requantize(torch.empty(shape), before, scheme, "a"), before)
     before = Packed(torch.zeros(1, 8, dtype=torch.int32), torch.ones(1, 1), None)
     with pytest.raises(CkptkitError, match=r"\[1, 1\].*\[1, 2\]"):
         requantize(torch.ones(1, 64), before, QuantScheme(32, "qmax7"), "a")
@@ -129,13 +120,13 @@ def test_refuses_scales_of_another_shape() -> None:
 
 def test_a_reference_that_lacks_a_part_is_refused() -> None:
     reference = models.InMemory({}, {"x.weight_packed": torch.zeros(1, 4, dtype=torch.int32)})
-    with pytest.raises(CkptkitError, match=r"the reference has x\.weight_packed but no x\.weight_scale"):
+    with pytest.raises(CkptkitError, match=r"x\.weight_packed .* x\.weight_scale"):
         stored_parts(reference, "x", symmetric=True)
     assert stored_parts(reference, "y", symmetric=True) is None
 
 
 @pytest.fixture(scope="module")
-def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     """`int4(name, **arguments)`: a release that compressed-tensors' own compressor packed, as ckptkit would."""
     root = tmp_path_factory.mktemp("int4")
 
@@ -144,16 +135,11 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable
         if not path.exists():
             view, _ = as_int4(HfCheckpoint(releases(name)), QuantScheme(32, "qmax7"), Request("here"))
             modules = {key.removesuffix("_packed") for key in view.specs if key.endswith("_packed")}
-            content = quantized.compressed_config("pack-quantized", **arguments) | {
-                "ignore": view.config["quantization_config"]["ignore"]
-            }
-            quantized.write(
-                releases(name),
-                path,
-                modules.__contains__,
-                quantized.int4(**arguments),
-                lambda config: config | {"quantization_config": content},
-            )
+            content = quantized.compressed_config("pack-quantized", **arguments)
+            content["ignore"] = view.config["quantization_config"]["ignore"]
+            edit = {"quantization_config": content}
+            make = quantized.int4(**arguments)
+            quantized.write(releases(name), path, modules.__contains__, make, lambda config: config | edit)
         return path
 
     return packed
@@ -167,7 +153,7 @@ ARGUMENTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
-def test_a_release_by_way_of_megatron(int4: Callable[..., Path], tmp_path: Path, arguments: dict[str, Any]) -> None:
+def test_a_release_by_way_of_megatron(int4: PathOf, tmp_path: Path, arguments: dict[str, Any]) -> None:
     """minmax to BF16 Megatron and back with `like`, and directly, keeps the bits; without `like` they differ."""
     source = int4("qwen2-tied", **arguments)
     scheme = int4_scheme(source)
@@ -197,7 +183,7 @@ def test_our_own_by_way_of_megatron(releases: PathOf, tmp_path: Path, grid: Any)
     assert left == right
 
 
-def test_other_groups_are_quantized_anew(int4: Callable[..., Path], tmp_path: Path) -> None:
+def test_other_groups_are_quantized_anew(int4: PathOf, tmp_path: Path) -> None:
     source = int4("qwen2-tied", **ARGUMENTS[0])
     quantize(source, tmp_path / "out", QuantScheme(None, "qmax7"))
     convert(source, tmp_path / "megatron")
@@ -206,17 +192,15 @@ def test_other_groups_are_quantized_anew(int4: Callable[..., Path], tmp_path: Pa
     assert models.unequal(tmp_path / "out", tmp_path / "expected") == []
 
 
-def config_of(scheme: QuantScheme) -> dict[str, Any]:
-    """A config.json of a checkpoint that ckptkit quantized."""
-    return {"quantization_config": quantization_config(scheme)}
+def config_of(scheme: QuantScheme, **how: bool) -> dict[str, Any]:
+    return {"quantization_config": quantization_config(scheme, **how)}
 
 
 def test_what_a_config_records() -> None:
-    assert stored_scheme(config_of(QuantScheme(64, "minmax", (), False, "none", torch.float32))) == StoredScheme(
-        64, False, "minmax", torch.float32
-    )
-    kept = {"quantization_config": quantization_config(QuantScheme(32, "qmax7"), kept_scales=True)}
-    assert stored_scheme(kept) == StoredScheme(32, True, "qmax7", None, kept_scales=True)
+    full = QuantScheme(64, "minmax", (), False, "none", torch.float32)
+    assert stored_scheme(config_of(full)) == StoredScheme(64, False, "minmax", torch.float32)
+    kept = stored_scheme(config_of(QuantScheme(32, "qmax7"), kept_scales=True))
+    assert kept == StoredScheme(32, True, "qmax7", None, kept_scales=True)
     content = quantized.compressed_config("pack-quantized", strategy="channel", symmetric=True)
     assert stored_scheme({"quantization_config": content}) == StoredScheme(None, True)
     assert stored_scheme({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}) is None
@@ -224,15 +208,11 @@ def test_what_a_config_records() -> None:
 
 
 def test_what_is_not_said_is_as_in_the_reference(tmp_path: Path) -> None:
-    assert int4_scheme() == QuantScheme(128, "qmax7")
-    assert int4_scheme(tmp_path) == QuantScheme(128, "qmax7")
+    assert int4_scheme() == int4_scheme(tmp_path) == QuantScheme(128, "qmax7")
     assert int4_scheme(symmetric=False) == QuantScheme(128, "minmax", (), symmetric=False)
     assert int4_scheme(search="mse") == QuantScheme(128, "minmax", (), True, "mse")
-    (tmp_path / "config.json").write_text(
-        json.dumps(config_of(QuantScheme(32, "minmax", (), False, "none", torch.float32)))
-    )
-    assert int4_scheme(tmp_path) == QuantScheme(32, "minmax", (), False, "none", torch.float32)
-    assert int4_scheme(
-        tmp_path, group_size="channel", grid="qmax7", symmetric=True, scale_dtype=torch.bfloat16
-    ) == QuantScheme(None, "qmax7", scale_dtype=torch.bfloat16)
-    assert pack_zero_point(torch.zeros(8, 1, dtype=torch.int8)).tolist() == [[-0x77777778]]  # eight nibbles of 8
+    full = QuantScheme(32, "minmax", (), False, "none", torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps(config_of(full)))
+    assert int4_scheme(tmp_path) == full
+    other: dict[str, Any] = {"group_size": "channel", "grid": "qmax7", "symmetric": True, "scale_dtype": torch.bfloat16}
+    assert int4_scheme(tmp_path, **other) == QuantScheme(None, "qmax7", scale_dtype=torch.bfloat16)

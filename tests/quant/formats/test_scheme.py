@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
-from ckptkit.quant.formats.compressed import judged_format, stated_scheme, usual_int4
+from ckptkit.quant.formats.compressed import stated_scheme
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config, read_scheme
 from ckptkit.quant.planner import quantize_step
 from ckptkit.quant.schemes.w4a16 import PackedWeights
@@ -62,11 +61,8 @@ def test_compressed_tensors_and_transformers_accept_the_config(scheme: QuantSche
     parsed = QuantizationConfig.model_validate(content)
     assert parsed.quantization_status == QuantizationStatus.COMPRESSED
     weights = parsed.config_groups["group_0"].weights
-    assert (weights.strategy, weights.group_size) == (
-        ("group", scheme.group_size) if scheme.group_size else ("channel", None)
-    )
-    assert weights.symmetric == scheme.symmetric
-    assert weights.scale_dtype == scheme.scale_dtype
+    assert (weights.strategy, weights.group_size) == ("group" if scheme.group_size else "channel", scheme.group_size)
+    assert (weights.symmetric, weights.scale_dtype) == (scheme.symmetric, scheme.scale_dtype)
     hf = CompressedTensorsConfig.from_dict(content)
     assert hf.is_quantization_compressed
     # What transformers writes back still tells the grid.
@@ -75,10 +71,7 @@ def test_compressed_tensors_and_transformers_accept_the_config(scheme: QuantSche
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme: QuantScheme) -> None:
-    """Shapes and dtypes match, too.
-
-    Expected: compressed-tensors' own allocation, which transformers uses, and by hand what vLLM and SGLang allocate.
-    """
+    """Shapes and dtypes too, as compressed-tensors allocates them, and by hand as vLLM and SGLang do."""
     parsed = QuantizationConfig.model_validate(quantization_config(scheme)).config_groups["group_0"]
     weight = torch.randn(24, 256).bfloat16()
     spec = TensorSpec("x.weight", (24, 256), "bfloat16")
@@ -102,53 +95,42 @@ def test_the_names_of_the_parts_are_those_that_compressed_tensors_expects(scheme
 
 
 def test_reads_a_config_of_another_tool() -> None:
-    assert read_scheme({"quantization_config": KIMI}) == QuantScheme(32, "minmax", ("lm_head", "re:.*self_attn.*"))
+    expected = QuantScheme(32, "minmax", ("lm_head", "re:.*self_attn.*"))
+    for actorder in (None, "weight", "static"):  # GPTQ with columns in their own order is the same scheme
+        assert read_scheme({"quantization_config": changed(actorder=actorder)}) == expected
 
 
-def _changed(**weights: Any) -> dict[str, Any]:
+def changed(**weights: Any) -> dict[str, Any]:
     group = KIMI["config_groups"]["group_0"]
     return KIMI | {"config_groups": {"group_0": group | {"weights": group["weights"] | weights}}}
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("content", "message"),
     [
-        ({}, "has no quantization_config"),
-        ({"quantization_config": KIMI | {"quant_method": "fp8"}}, "quant_method is 'fp8'"),
-        ({"quantization_config": KIMI | {"format": "mixed-precision"}}, "format is 'mixed-precision'"),
-        ({"quantization_config": KIMI | {"config_groups": {}}}, "number of config_groups is 0"),
-        (
-            {"quantization_config": KIMI | {"config_groups": {"group_0": {"targets": ["Linear"]}}}},
-            "quantizes no weights",
-        ),
-        (
-            {"quantization_config": KIMI | {"config_groups": {"nonsense": ["Linear"]}}},
-            "refuses this quantization_config",
-        ),
-        ({"quantization_config": KIMI | {"config_groups": {"W4A16": ["re:.*experts.*"]}}}, r"targets is \['re:"),
-        ({"quantization_config": KIMI | {"config_groups": {"W8A8": ["Linear"]}}}, "input_activations is"),
-        ({"quantization_config": KIMI | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, "kv_cache_scheme is"),
-        ({"quantization_config": _changed(num_bits=8)}, "num_bits is 8"),
-        ({"quantization_config": _changed(strategy="tensor", group_size=None)}, "strategy is 'tensor'"),
-        ({"quantization_config": _changed(scale_dtype="torch.float64")}, r"unknown scale dtype torch\.float64"),
+        (None, "no quantization_config"),
+        (KIMI | {"quant_method": "fp8"}, "quant_method is 'fp8'"),
+        (KIMI | {"format": "mixed-precision"}, "format is 'mixed-precision'"),
+        (KIMI | {"config_groups": {}}, "config_groups is 0"),
+        (KIMI | {"config_groups": {"group_0": {"targets": ["Linear"]}}}, "no weights"),
+        (KIMI | {"config_groups": {"nonsense": ["Linear"]}}, "refuses"),
+        (KIMI | {"config_groups": {"W4A16": ["re:.*experts.*"]}}, r"targets is \['re:"),
+        (KIMI | {"config_groups": {"W8A8": ["Linear"]}}, "input_activations is"),
+        (KIMI | {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "kv_cache_scheme is"),
+        (changed(num_bits=8), "num_bits is 8"),
+        (changed(strategy="tensor", group_size=None), "strategy is 'tensor'"),
+        (changed(scale_dtype="torch.float64"), r"torch\.float64"),
         # compressed-tensors refuses it for Kimi's other arguments from 0.20 on; before, it is left to us.
-        ({"quantization_config": _changed(actorder="group")}, "refuses this quantization_config|actorder is 'group'"),
-        ({"quantization_config": _changed(unknown=1)}, "refuses this quantization_config"),
-        ({"quantization_config": _changed(group_size=16)}, "group size 16"),
+        (changed(actorder="group"), "refuses|actorder is 'group'"),
+        (changed(unknown=1), "refuses"),
+        (changed(group_size=16), "group size 16"),
     ],
 )
-def test_refuses_what_it_does_not_support(config: dict[str, Any], message: str) -> None:
+def test_refuses_what_it_does_not_support(content: dict[str, Any] | None, message: str) -> None:
     with pytest.raises(CkptkitError, match=message):
-        read_scheme(config)
+        read_scheme({} if content is None else {"quantization_config": content})
 
 
-@pytest.mark.parametrize("actorder", ["weight", "static"])
-def test_gptq_with_columns_in_their_own_order_is_the_same_scheme(actorder: str) -> None:
-    changed = {"quantization_config": _changed(actorder=actorder)}
-    assert read_scheme(changed) == read_scheme({"quantization_config": _changed(actorder=None)})
-
-
-RECORDS = Path(__file__).parents[2] / "releases" / "records"
 # By key of `weights`, what may stand there; every one is tried in a config that is otherwise usual.
 ODD: dict[str, list[Any]] = {
     "type": ["float", "INT", None, 4],
@@ -190,54 +172,14 @@ def usual(request: pytest.FixtureRequest) -> dict[str, Any]:
     return quantization_config(QuantScheme(size, "minmax", ("lm_head",), request.param != "asymmetric"))
 
 
-def judged(content: dict[str, Any]) -> object:
-    """The format that compressed-tensors reads, or None where it refuses."""
-    try:
-        return judged_format(content)
-    except CkptkitError:
-        return None
-
-
-def test_config_that_ckptkit_writes_is_read_without_compressed_tensors(usual: dict[str, Any]) -> None:
-    assert usual_int4(usual) == judged_format(usual) is not None
-
-
-def test_configs_of_releases_are_read_as_compressed_tensors_reads_them() -> None:
-    configs = [json.loads(file.read_text())["config"] for file in RECORDS.glob("*.json")]
-    found = [
-        config.get("quantization_config") or config.get("text_config", {}).get("quantization_config")
-        for config in configs
-    ]
-    packed = [content for content in found if content and content.get("quant_method") == "compressed-tensors"]
-    packed = [content for content in packed if content["format"] != "mxfp4-pack-quantized"]  # that is no INT4
-    assert len(packed) > 3
-    for content in packed:
-        content["ignore"] = ["lm_head"]  # records have it folded
-        assert usual_int4(content) == judged_format(content)
-
-
 def odd_configs(usual: dict[str, Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """A key, its value, and the usual config with it."""
-    places: list[tuple[dict[str, list[Any]], tuple[str, ...]]] = [
-        (ODD, ("config_groups", "group_0", "weights")),
-        (ODD_GROUP, ("config_groups", "group_0")),
-        (ODD_TOP, ()),
-    ]
-    for odd, path in places:
+    for place, odd in enumerate((ODD_TOP, ODD_GROUP, ODD)):
         for key, value in [(key, value) for key, values in odd.items() for value in values]:
             content = copy.deepcopy(usual)
-            holder = content
-            for name in path:
-                holder = holder[name]
-            holder[key] = value
+            group = content["config_groups"]["group_0"]
+            (content, group, group["weights"])[place][key] = value
             yield key, value, content
-
-
-def test_odd_config_is_left_to_compressed_tensors_or_read_alike(usual: dict[str, Any]) -> None:
-    read = [(found, one) for one in odd_configs(usual) if (found := usual_int4(one[2])) is not None]
-    for found, (key, value, content) in read:
-        assert found == judged(content), (key, value)
-    assert len(read) > 3
 
 
 def outcome(read: Callable[[dict[str, Any]], QuantScheme], content: dict[str, Any]) -> object:

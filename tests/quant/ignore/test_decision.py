@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from families import HF_CASES
 from families.table import config_of
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support import models
 from support.installed import release
 from support.messages import text_with
@@ -21,20 +24,11 @@ from ckptkit.converters.planner import dims_of, expected_hf
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
-from ckptkit.quant.ignore.readers import ALL_READERS
 from ckptkit.quant.ignore.select import default_ignore, packed_modules, resolve
 from ckptkit.quant.ignore.tiles import check_tiles, unrunnable
 from ckptkit.quant.ignore.tree import class_tree
 
-NOT_INT4 = (
-    "bailing_moe",
-    "deepseek_v4",
-    "glm5_next",
-    "gpt_oss",
-    "kimi_k3",
-    "qwen3_omni",
-    "step3p",
-)
+NOT_INT4 = ("bailing_moe", "deepseek_v4", "glm5_next", "gpt_oss", "kimi_k3", "qwen3_omni", "step3p")
 INT4_CASES = [name for name in HF_CASES if not name.startswith(NOT_INT4)]
 ATTENTION = r"self_attn\.[qkvo]_proj"
 MLP = r"mlp\.(gate|up|down)_proj"
@@ -124,34 +118,23 @@ def test_a_reference_says_what_is_packed() -> None:
     assert resolve(specs_of(KIMI), KIMI, scheme(*KIMI_LIST, *default_ignore(KIMI)), like=like) == packed
 
 
-def test_a_list_that_contradicts_the_reference() -> None:
-    with pytest.raises(
-        CkptkitError,
-        match=r"compressed-tensors and transformers and vLLM .* and SGLang .* and slime would pack "
-        r"model\.layers\.0\.mlp\.",
-    ):
+def test_a_list_or_a_model_that_contradicts_the_reference() -> None:
+    with pytest.raises(CkptkitError, match=r"slime .*model\.layers\.0\.mlp\."):
         resolve(specs_of(KIMI), KIMI, scheme(*default_ignore(KIMI)), like=set(kimi_names()))
-
-
-def test_a_reference_of_another_model() -> None:
+    absent = {name for name in kimi_names() if "layers.1.mlp.experts.3.down" not in name}
     with pytest.raises(CkptkitError, match=r"--like.*model\.layers\.1\.mlp\.experts\.3\.down_proj\.weight"):
-        resolve(
-            specs_of(KIMI),
-            KIMI,
-            scheme(),
-            like={name for name in kimi_names() if "layers.1.mlp.experts.3.down" not in name},
-        )
+        resolve(specs_of(KIMI), KIMI, scheme(), like=absent)
 
 
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        ("model.layers.2.mlp.gate", "DeepseekV3TopkRouter is not a Linear"),
-        ("model.layers.2.self_attn.kv_b_proj", "SGLang's latent attention reads the dense weight"),
+        ("model.layers.2.mlp.gate", "DeepseekV3TopkRouter"),
+        ("model.layers.2.self_attn.kv_b_proj", "SGLang"),
     ],
 )
 def test_a_reference_that_packs_what_can_not_be(module: str, reason: str) -> None:
-    with pytest.raises(CkptkitError, match=rf"--like has {module}\.weight_packed, which cannot be INT4: {reason}"):
+    with pytest.raises(CkptkitError, match=rf"--like .*{module}\.weight_packed.* {reason}"):
         resolve(specs_of(KIMI), KIMI, scheme(), like={*kimi_names(), f"{module}.weight_packed"})
 
 
@@ -161,9 +144,6 @@ def test_only_some_readers_must_agree() -> None:
     assert "model.layers.0.mlp.gate.weight" not in packed
     with pytest.raises(CkptkitError, match="slime would pack"):
         resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["slime"])
-    with pytest.raises(CkptkitError, match="unknown reader 'trtllm'"):
-        resolve(specs_of(QWEN), QWEN, scheme(*ignore), readers=["trtllm"])
-    assert set(ALL_READERS) == {"sglang", "vllm", "transformers", "slime", "miles"}
 
 
 def expert_specs(hidden: int, inner: int) -> list[TensorSpec]:
@@ -173,32 +153,46 @@ def expert_specs(hidden: int, inner: int) -> list[TensorSpec]:
     ]
 
 
-# Rows and columns on a rank that fit a tile or do not: of a plain layer [64, 128] and, by group, of an expert.
-@pytest.mark.sglang
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128, None])
-@pytest.mark.parametrize(("rows", "columns"), [(512, 1024), (256, 512), (96, 1024), (512, 96), (1024, 384), (512, 320)])
-def test_a_layer_fits_as_sglang_says(rows: int, columns: int, group_size: int | None, tp: int) -> None:
+SIZES = st.integers(1, 40).map(lambda tiles: 32 * tiles)
+RANKS, GROUPS = st.sampled_from([1, 2, 4, 8]), st.sampled_from([32, 64, 128, None])
+
+
+@pytest.fixture(scope="module")
+def marlin() -> Any:
+    """SGLang's own rules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from sglang.srt.layers.quantization.marlin_utils import check_marlin_supports_shape
-    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")
-    fits, _ = check_marlin_supports_shape(rows, columns // tp, columns, group_size or -1)
-    assert passes(QWEN, [spec], group_size, tp) == (fits and columns % tp == 0)
+        from sglang.srt.layers.quantization import marlin_utils
+    return marlin_utils
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
-@pytest.mark.parametrize("group_size", [32, 64, 128])
-@pytest.mark.parametrize(("hidden", "inner"), [(2048, 768), (2048, 1408), (1024, 512), (192, 512), (4096, 1536)])
-def test_experts_fit_as_sglang_says(hidden: int, inner: int, group_size: int, tp: int) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sglang.srt.layers.quantization.marlin_utils import check_moe_marlin_supports_layer
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SIZES, SIZES, GROUPS, RANKS)
+@example(512, 1024, 128, 8)
+@example(512, 1024, 64, 8)
+@example(96, 1024, 32, 1)
+def test_a_layer_fits_as_sglang_says(marlin: Any, rows: int, columns: int, group_size: int | None, tp: int) -> None:
+    fits, _ = marlin.check_marlin_supports_shape(rows, columns // tp, columns, group_size or -1)
+    assert passes(QWEN, plain_layer(rows, columns), group_size, tp) == (fits and columns % tp == 0)
+
+
+@pytest.mark.sglang
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SIZES, SIZES, GROUPS.filter(bool), RANKS)
+@example(2048, 768, 128, 2)
+@example(2048, 768, 128, 4)
+@example(192, 512, 64, 1)
+def test_experts_fit_as_sglang_says(marlin: Any, hidden: int, inner: int, group_size: int, tp: int) -> None:
     runner = SimpleNamespace(apply_router_weight_on_input=False, is_gated=True, activation="silu")
     layer = SimpleNamespace(hidden_size=hidden, intermediate_size_per_partition=inner // tp, moe_runner_config=runner)
     specs = expert_specs(hidden, inner)
-    assert passes(QWEN, specs, group_size, tp) == check_moe_marlin_supports_layer(layer, group_size)
+    supported = inner % tp == 0 and marlin.check_moe_marlin_supports_layer(layer, group_size)
+    assert passes(QWEN, specs, group_size, tp) == supported
+
+
+def plain_layer(rows: int, columns: int) -> list[TensorSpec]:
+    return [TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")]
 
 
 def passes(config: dict[str, Any], specs: list[TensorSpec], group_size: int | None, tp: int, ep: int = 1) -> bool:
@@ -241,6 +235,7 @@ def test_columns_that_fill_no_word() -> None:
         resolve(specs, GLM, scheme(*default_ignore(GLM), group_size=None))
 
 
+@cache
 def kernel_tiles(file: str) -> set[tuple[int, int]]:
     """Rows and columns of which a layer must be made, by the thread configurations in SGLang's own source.
 
@@ -258,35 +253,25 @@ def kernel_tiles(file: str) -> set[tuple[int, int]]:
     }
 
 
-@pytest.mark.sglang
-@pytest.mark.parametrize("group_size", [32, 64, None])
-@pytest.mark.parametrize(
-    ("rows", "columns"),
-    [(960, 576), (576, 576), (1024, 576), (192, 512), (512, 320), (576, 1024), (96, 1024), (512, 96)],
-)
-def test_a_layer_has_a_kernel_as_sglangs_source_has_it(rows: int, columns: int, group_size: int | None) -> None:
-    tiles = kernel_tiles("marlin/gptq_marlin.cuh")
-    assert len(tiles) == 4
-    spec = TensorSpec("model.layers.0.self_attn.o_proj.weight", (rows, columns), "bfloat16")
+def fits_some(tiles: set[tuple[int, int]], rows: int, columns: int, group_size: int | None) -> bool:
     tiled = any(rows % down == 0 and columns % across == 0 for down, across in tiles)
-    fits = tiled and columns % (group_size or 1) == 0
-    assert (unrunnable([spec], class_tree(QWEN), QWEN, group_size) is None) == fits
+    return tiled and columns % (group_size or 1) == 0
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize(
-    ("hidden", "inner"), [(2048, 768), (2048, 1408), (192, 512), (1024, 96), (576, 1536), (640, 576)]
-)
-def test_experts_have_a_kernel_as_sglangs_source_has_it(hidden: int, inner: int, group_size: int) -> None:
-    tiles = kernel_tiles("marlin_moe/moe_wna16_marlin.cuh")
-    assert len(tiles) == 3
-    specs = expert_specs(hidden, inner)
-    fits = all(
-        any(rows % down == 0 and columns % across == 0 for down, across in tiles) and columns % group_size == 0
-        for rows, columns in ((2 * inner, hidden), (hidden, inner))
-    )
-    assert (unrunnable(specs, class_tree(QWEN), QWEN, group_size) is None) == fits
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(SIZES, SIZES, st.sampled_from([32, 64, None]))
+@example(960, 576, 32)  # SmolLM2-135M's fused q, k and v
+@example(192, 512, 64)
+def test_a_layer_has_a_kernel_as_sglangs_source_has_it(rows: int, columns: int, group_size: int | None) -> None:
+    tiles, experts_tiles = kernel_tiles("marlin/gptq_marlin.cuh"), kernel_tiles("marlin_moe/moe_wna16_marlin.cuh")
+    assert (len(tiles), len(experts_tiles)) == (4, 3)
+    found = unrunnable(plain_layer(rows, columns), class_tree(QWEN), QWEN, group_size)
+    assert (found is None) == fits_some(tiles, rows, columns, group_size)
+    if group_size:
+        found = unrunnable(expert_specs(columns, rows), class_tree(QWEN), QWEN, group_size)
+        sides = ((2 * rows, columns), (columns, rows))
+        assert (found is None) == all(fits_some(experts_tiles, *one, group_size) for one in sides)
 
 
 FAMILIES = sorted(models.configs())
@@ -303,75 +288,46 @@ def specs() -> Mapping[str, dict[str, TensorSpec]]:
     return {family: release_specs(model_config(family)) for family in FAMILIES}
 
 
+ALL_ROUTERS = r"re:.*\.mlp\.gate(\.weight)?$"
 REFUSED = [
-    # family, entries, tensor and reader in the message, portable spelling in the hint
-    (
-        "glm4_moe",
-        ("re:.*mlp.gate$",),
-        r"slime would pack model\.layers\.\{2\.\.11\}\.mlp\.gate\.weight",
-        r"re:.*mlp.gate(\.weight)?$",
-    ),
-    (
-        "glm4_moe",
-        (),
-        r"slime would pack model\.layers\.\{2\.\.11\}\.mlp\.gate\.weight because no entry",
-        r"re:.*\.mlp\.gate(\.weight)?$",
-    ),
+    # family, entries, reader and tensor in the message, portable spelling in the hint
+    ("glm4_moe", ["re:.*mlp.gate$"], r"slime .*\.\{2\.\.11\}\.mlp\.gate\.weight", r"re:.*mlp.gate(\.weight)?$"),
+    ("glm4_moe", [], r"slime .*model\.layers\.\{2\.\.11\}\.mlp\.gate\.weight", ALL_ROUTERS),
     (
         "qwen2-untied",
-        ("model.layers.1",),
-        r"SGLang 0\.5\.16 and slime would leave unpacked .*model\.layers\.\{1,10\.\.11\}\.mlp",
+        ["model.layers.1"],
+        r"SGLang 0\.5\.16 and slime .*\{1,10\.\.11\}\.mlp",
         r"re:model\.layers\.1(\..*)?$",
     ),
+    ("qwen2-untied", [r"re:.*o_proj\..*"], r"slime .*o_proj\.weight", r"re:.*o_proj(\.weight)?$"),
+    ("qwen2-untied", [r"re:.*mlp\.gate\.*"], r"SGLang 0\.5\.16 and SGLang 0\.5\.23 .*mlp\.up_proj", None),
+    ("qwen2-untied", ["self_attn.o_proj"], r"\{0\.\.11\}\.self_attn\.o_proj", r"re:.*\.self_attn\.o_proj(\..*)?$"),
     (
         "qwen2-untied",
-        (r"re:.*self_attn\.o_proj\..*",),
-        r"slime would leave unpacked .*o_proj\.weight",
-        r"re:.*self_attn\.o_proj(\.weight)?$",
-    ),
-    ("qwen2-untied", (r"re:.*mlp\.gate\.*",), r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would .*mlp\.up_proj", None),
-    (
-        "qwen2-untied",
-        ("self_attn.o_proj",),
-        r"would leave unpacked model\.layers\.\{0\.\.11\}\.self_attn\.o_proj",
-        r"re:.*\.self_attn\.o_proj(\..*)?$",
-    ),
-    (
-        "qwen2-untied",
-        (r"re:.*\.self_attn\.q_proj(\.weight)?$",),
-        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.\{0\.\.11\}\.self_attn\.q_proj",
+        [r"re:.*\.self_attn\.q_proj(\.weight)?$"],
+        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 .*\{0\.\.11\}\.self_attn\.q_proj",
         r"re:.*\.self_attn\.(q|k|v|qkv)_proj(\.weight)?$",
     ),
     (
         "qwen3_moe",
-        (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*\.experts\.(5|6)\..*"),
-        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
-        r".*model\.layers\.\{0\.\.11\}\.mlp\.experts\.\{5\.\.6\}\.down_proj",
+        [ALL_ROUTERS, r"re:.*\.experts\.(5|6)\..*"],
+        r"SGLang 0\.5\.16 and SGLang 0\.5\.23 .*\{0\.\.11\}\.mlp\.experts\.\{5\.\.6\}\.down_proj",
         r"re:.*\.experts\..*",
     ),
     (
         "qwen3_moe",
-        (r"re:.*\.mlp\.gate(\.weight)?$", "model.layers.3.mlp.experts.1"),
-        r"slime would leave unpacked .*model\.layers\.3\.mlp\.experts\.\{1,10\.\.11\}\.down_proj",
+        [ALL_ROUTERS, "model.layers.3.mlp.experts.1"],
+        r"slime .*model\.layers\.3\.mlp\.experts\.\{1,10\.\.11\}\.down_proj",
         r"re:model\.layers\.3\.mlp\.experts\..*",
     ),
     # Cutting this one behind "experts" leaves a bracket open.
-    (
-        "qwen3_moe",
-        (r"re:.*\.mlp\.gate(\.weight)?$", r"re:.*(experts\.5|nothing)\..*"),
-        r"would pack .*\.experts\.5\.down_proj",
-        None,
-    ),
+    ("qwen3_moe", [ALL_ROUTERS, r"re:.*(experts\.5|nothing)\..*"], r"\.experts\.5\.down_proj", None),
 ]
 
 
 @pytest.mark.parametrize(("family", "entries", "message", "spelling"), REFUSED, ids=lambda value: str(value)[:40])
 def test_refuses_what_readers_take_differently(
-    specs: Mapping[str, dict[str, TensorSpec]],
-    family: str,
-    entries: tuple[str, ...],
-    message: str,
-    spelling: str | None,
+    specs: Mapping[str, dict[str, TensorSpec]], family: str, entries: list[str], message: str, spelling: str | None
 ) -> None:
     config = model_config(family)
     with pytest.raises(CkptkitError, match=message) as caught:
@@ -395,24 +351,18 @@ def test_advice_is_given_for_a_few_entries_at_a_time(specs: Mapping[str, dict[st
 
 def test_qwen3_moe_may_name_all_shards_of_a_fused_layer(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     """Its class in SGLang takes qkv_proj apart; that of Qwen2 does not."""
-    shards = tuple(f"model.layers.3.self_attn.{name}_proj" for name in "qkv")
-    for family, accepted in (("qwen3_moe", True), ("qwen2-untied", False)):
-        config = model_config(family)
-        ignore = scheme(*default_ignore(config), *shards)
-        if accepted:
-            kept = resolve(specs[family], config, scheme(*default_ignore(config))) - resolve(
-                specs[family], config, ignore
-            )
-            assert sorted(kept) == sorted(f"{shard}.weight" for shard in shards)
-        else:
-            with pytest.raises(CkptkitError, match=r"would pack model\.layers\.3\.self_attn\.k_proj"):
-                resolve(specs[family], config, ignore)
+    shards = [f"model.layers.3.self_attn.{name}_proj" for name in "qkv"]
+    config = model_config("qwen3_moe")
+    usual = default_ignore(config)
+    packed, fewer = (resolve(specs["qwen3_moe"], config, scheme(*usual, *more)) for more in ([], shards))
+    assert packed - fewer == {f"{shard}.weight" for shard in shards}
+    config = model_config("qwen2-untied")
+    with pytest.raises(CkptkitError, match=r"would pack model\.layers\.3\.self_attn\.k_proj"):
+        resolve(specs["qwen2-untied"], config, scheme(*default_ignore(config), *shards))
 
 
 def test_the_output_embedding_must_be_named(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
-    with pytest.raises(
-        CkptkitError, match=r"transformers and slime would pack lm_head\.weight because no entry"
-    ) as caught:
+    with pytest.raises(CkptkitError, match=r"transformers and slime .*lm_head\.weight") as caught:
         resolve(specs["qwen2-untied"], model_config("qwen2-untied"), scheme("model.embed_tokens"))
     assert "add 'lm_head'" in str(caught.value)
 
@@ -437,33 +387,25 @@ def test_draft_layers_stay_as_they_are() -> None:
     config = model_config("glm4_moe", num_nextn_predict_layers=1)
     ignore = default_ignore(config)
     assert ignore[-1] == r"re:model\.(layers\.12|decoder)\..*"
-    names = ["eh_proj", "self_attn.q_proj", "mlp.experts.0.gate_proj", "mlp.gate", "shared_head.head"]
-    draft = {
-        name: TensorSpec(name, (64, 128), "bfloat16") for name in (f"model.layers.12.{name}.weight" for name in names)
-    }
+    parts = ("eh_proj", "self_attn.q_proj", "mlp.experts.0.gate_proj", "mlp.gate", "shared_head.head")
+    names = [f"model.layers.12.{part}.weight" for part in parts]
+    draft = {name: TensorSpec(name, (64, 128), "bfloat16") for name in names}
     specs = release_specs(model_config("glm4_moe")) | draft
     assert resolve(specs, config, scheme(*ignore)).isdisjoint(draft)
-    with pytest.raises(
-        CkptkitError,
-        match=r"\n  vLLM 0\.26 and vLLM 0\.33 and SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack "
-        r"model\.layers\.12\.self_attn\.q_proj",
-    ) as caught:
+    engines = r"SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn\.q_proj"
+    with pytest.raises(CkptkitError, match=rf"\n  vLLM 0\.26 and vLLM 0\.33 and {engines}") as caught:
         resolve(specs, config, scheme(*ignore[:-1]))
     # SGLang's eh_proj, router and head of the draft layer are none that it quantizes.
     assert "slime would pack model.layers.12.eh_proj.weight" in str(caught.value)
     assert f"add '{ignore[-1]}'" in str(caught.value)
     # Naming the layer as the checkpoint does is not enough for SGLang.
-    with pytest.raises(
-        CkptkitError, match=r"\n  SGLang 0\.5\.16 and SGLang 0\.5\.23 would pack model\.layers\.12\.self_attn"
-    ):
+    with pytest.raises(CkptkitError, match=rf"\n  {engines}"):
         resolve(specs, config, scheme(*ignore[:-1], r"re:model\.layers\.12\..*"))
 
 
 def test_groups_must_divide(specs: Mapping[str, dict[str, TensorSpec]]) -> None:
     config = model_config("glm4_moe")
-    with pytest.raises(
-        CkptkitError, match=r"128.*96, 288, 320.*model\.layers\.\{0\.\.11\}\.self_attn\.o_proj"
-    ) as caught:
+    with pytest.raises(CkptkitError, match=r"128.*96, 288, 320.*\{0\.\.11\}\.self_attn\.o_proj") as caught:
         resolve(specs["glm4_moe"], config, scheme(*default_ignore(config), group_size=128))
     hint = caught.value.hint or ""
     assert "use --group-size 32" in hint

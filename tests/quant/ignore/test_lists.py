@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import tomllib
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,14 +38,14 @@ from ckptkit.quant.ignore.reading import read_list
 from ckptkit.quant.ignore.tree import class_tree
 
 L3, L5 = "model.layers.3", "model.layers.5"
-READERS: Sequence[tuple[str, rules.Rule]] = (
-    ("transformers 5.12", rules.regex_from_start),
-    ("transformers 5.24", rules.regex_to_a_dot),
-    ("SGLang fp8", rules.whole_parts),
-    ("SGLang ModelOpt", lambda entry: lambda name: rules.parts_only(entry)(name) or rules.glob(entry)(name)),
-    ("vLLM fp8", rules.exact),
-    ("vLLM ModelOpt", lambda entry: lambda name: rules.exact(entry)(name) or rules.substring(entry)(name)),
-    ("Quark", rules.regex_or_exact),
+READERS: Sequence[rules.Rule] = (
+    rules.regex_from_start,  # transformers 5.12
+    rules.regex_to_a_dot,  # transformers 5.24
+    rules.whole_parts,  # SGLang fp8
+    lambda entry: lambda name: rules.parts_only(entry)(name) or rules.glob(entry)(name),  # SGLang ModelOpt
+    rules.exact,  # vLLM fp8
+    lambda entry: lambda name: rules.exact(entry)(name) or rules.substring(entry)(name),  # vLLM ModelOpt
+    rules.regex_or_exact,  # Quark
 )
 # entry, module, is it left unquantized by each of `READERS`
 TABLE: list[tuple[str, str, str]] = [
@@ -64,30 +67,24 @@ TABLE: list[tuple[str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
-def test_an_entry_covers_a_module_as_listed(row: tuple[str, str, str]) -> None:
-    entry, module, expected = row
-    found = "".join(str(int(rule(entry)(module))) for _, rule in READERS)
-    assert found == expected, [name for (name, _), one, two in zip(READERS, found, expected, strict=True) if one != two]
+def test_entries_cover_modules_as_listed() -> None:
+    for entry, module, expected in TABLE:
+        assert "".join(str(int(rule(entry)(module))) for rule in READERS) == expected, (entry, module)
 
 
 LINEAR = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate", "mlp.down_proj")
+ENTRIES = tomllib.loads(Path(__file__).with_name("entries.toml").read_text())
 LISTS_ASKED: list[list[str]] = [
     [],
     *([entry] for entry, *_ in TABLE),
-    *([entry] for entry in ("lm_head", "model.layers.1.mlp", "mlp.experts", "model.layers.1.mlp.experts.7.gate_proj")),
-    *([entry] for entry in ("model.layers.1.mlp.experts", "*.mlp.gate", "*lm_head*", "model.layers.1*", "*experts*")),
-    *([entry] for entry in ("layers.1.mlp.experts", "model.layers.1.mlp.experts.", "experts", "gate", "self_attn")),
-    *([entry] for entry in ("model.layers.1.self_attn.qkv_proj", "qkv_proj", "model.layers.1.self_attn.q_proj")),
+    *([entry] for entry in ENTRIES["floats"]),
     [f"model.layers.1.self_attn.{one}_proj" for one in "qkv"],
     ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"],
     [f"model.layers.{layer}.{name}" for layer in range(4) for name in ("mlp.gate", "input_layernorm")],
     ["model.layers.1.mlp.shared_experts.down_proj", "model.layers.1.mlp.shared_experts"],
     ["model.layers.1.self_attn.q_a_proj", "model.layers.1.self_attn.kv_a_proj_with_mqa"],
-    [r"re:.*self_attn.*"],
     [r"re:.*experts$", r"re:.*v_proj$"],
 ]
-MODELS = {"qwen3_moe": QWEN, "glm4_moe": GLM, "kimi_k2": KIMI}
 CONTENT: Mapping[str, Mapping[str, Any]] = {
     "fp8": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
     "mxfp8": {"quant_method": "mxfp8", "activation_scheme": "dynamic"},
@@ -102,25 +99,26 @@ def matrices_of(config: Mapping[str, Any]) -> list[Matrix]:
     return matrices_named([f"{module}.weight" for module in [*tree.others, *sorted(tree.linears)]], tree, config)
 
 
-def questions(reader: str) -> list[tuple[Method, dict[str, Any], dict[str, tuple[str, ...]], dict[str, str]]]:
-    """A method, a quantization_config, layers by name with their parts, and what ckptkit predicts of each."""
-    found: list[tuple[Method, dict[str, Any], dict[str, tuple[str, ...]], dict[str, str]]] = []
-    for config in MODELS.values():
-        matrices = matrices_of(config)
-        for method, content in CONTENT.items():
-            row = readers_of_method(method)[reader]
-            if method == "mxfp8" and reader.startswith("SGLang"):
-                continue  # the same class as fp8
-            for entries in LISTS_ASKED:
-                key = row.keys[0]
-                reading = read_list(row, matrices, entries, config)
-                layers: dict[str, tuple[str, ...]] = {}
-                answers: dict[str, str] = {}
-                for asked, answer in zip(reading.asked, reading.answers, strict=True):
-                    if asked:
-                        layers[asked[-1]] = asked[:-1]
-                        answers[asked[-1]] = answer
-                found.append((method, {**content, key: entries}, layers, answers))
+@dataclass(frozen=True)
+class Question:
+    """Layers that a reader of this config asks about, with their parts, and what ckptkit predicts of each."""
+
+    method: Method
+    content: dict[str, Any]
+    layers: dict[str, tuple[str, ...]]
+    answers: dict[str, str]
+
+
+def questions(reader: str) -> list[Question]:
+    found = []
+    methods = [one for one in CONTENT if not (one == "mxfp8" and reader.startswith("SGLang"))]  # the same class as fp8
+    for config, method, entries in product((QWEN, GLM, KIMI), methods, LISTS_ASKED):
+        row = readers_of_method(method)[reader]
+        reading = read_list(row, matrices_of(config), entries, config)
+        asked = [(names, answer) for names, answer in zip(reading.asked, reading.answers, strict=True) if names]
+        layers = {names[-1]: names[:-1] for names, _ in asked}
+        answers = {names[-1]: answer for names, answer in asked}
+        found.append(Question(method, {**CONTENT[method], row.keys[0]: entries}, layers, answers))
     return found
 
 
@@ -130,16 +128,17 @@ def test_vllm_takes_every_list_for_what_the_table_says(tmp_path: Path) -> None:
     found = vllm_release()
     reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
     asked = questions(reader)
-    assert differing(asked, ask("lists", [one[:3] for one in asked], tmp_path)) == []
+    answers = ask("lists", [(one.method, one.content, one.layers) for one in asked], tmp_path)
+    assert differing(asked, answers) == []
 
 
-def differing(asked: Sequence[tuple[Any, ...]], answers: Sequence[Mapping[str, str]]) -> list[tuple[Any, ...]]:
+def differing(asked: Sequence[Question], answers: Sequence[Mapping[str, str]]) -> list[tuple[Any, ...]]:
     """Where a reader's own answers are not the predicted ones."""
     return [
-        (method, content, layer, wanted[layer], ours[layer])
-        for (method, content, _, ours), wanted in zip(asked, answers, strict=True)
-        for layer in ours
-        if wanted[layer] != ours[layer]
+        (one.method, one.content, layer, theirs[layer], ours)
+        for one, theirs in zip(asked, answers, strict=True)
+        for layer, ours in one.answers.items()
+        if theirs[layer] != ours
     ]
 
 
@@ -149,7 +148,7 @@ SGLANG = "SGLang 0.5.23" if release("sglang") >= (0, 5, 23) else "SGLang 0.5.16"
 @pytest.mark.sglang
 def test_sglang_takes_every_list_for_what_the_table_says() -> None:
     asked = questions(SGLANG)
-    assert differing(asked, [in_sglang(method, content, layers) for method, content, layers, _ in asked]) == []
+    assert differing(asked, [in_sglang(one.method, one.content, one.layers) for one in asked]) == []
 
 
 def in_sglang(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -172,9 +171,8 @@ def in_sglang(method: str, content: Mapping[str, Any], layers: Mapping[str, Sequ
     config = None if method == "quark" else classes[method].from_config({**content, "packed_modules_mapping": fused})
 
     def answer(name: str) -> str:
-        layer = (FusedMoE if name.endswith(".experts") else LinearBase).__new__(
-            FusedMoE if name.endswith(".experts") else LinearBase
-        )
+        kind = FusedMoE if name.endswith(".experts") else LinearBase
+        layer = kind.__new__(kind)
         for key in ("use_triton_kernels", "use_flashinfer_trtllm_moe"):
             object.__setattr__(layer, key, None)
         try:
@@ -233,56 +231,38 @@ def test_entries_of_words_and_dots_as_the_regular_expressions_that_they_are(
         assert rules.regex_to_a_dot(entry)(name) is (bool(dotted) or name.endswith(entry)), name
 
 
-L = "model.layers.3"
-# A parameter, and whether it is packed by: slime FP8, miles FP8, miles MXFP8, miles NVFP4, verl FP8.
-PACKED = [
-    (f"{L}.self_attn.q_proj.weight", "11101"),
-    (f"{L}.self_attn.o_proj.weight", "11101"),
-    (f"{L}.mlp.gate_up_proj.weight", "11101"),
-    (f"{L}.mlp.down_proj.weight", "11101"),
-    (f"{L}.mlp.experts.17.gate_proj.weight", "11111"),
-    (f"{L}.block_sparse_moe.experts.17.w1.weight", "11110"),
-    (f"{L}.mlp.shared_experts.up_proj.weight", "11111"),
-    (f"{L}.mlp.shared_expert.up_proj.weight", "11111"),
-    # Routers and gates: verl's "mlp" takes in the gate of the shared expert.
-    (f"{L}.mlp.gate.weight", "00000"),
-    (f"{L}.block_sparse_moe.gate.weight", "00000"),
-    (f"{L}.mlp.shared_expert_gate.weight", "00001"),
-    # Latent attention: none of verl's parts is in these names, but of the output projection.
-    (f"{L}.self_attn.q_a_proj.weight", "11100"),
-    (f"{L}.self_attn.q_b_proj.weight", "11100"),
-    (f"{L}.self_attn.kv_a_proj_with_mqa.weight", "11100"),
-    (f"{L}.self_attn.kv_b_proj.weight", "11100"),
-    # The indexer of sparse attention.
-    (f"{L}.self_attn.indexer.wq_b.weight", "11100"),
-    (f"{L}.self_attn.indexer.wk.weight", "11100"),
-    (f"{L}.self_attn.indexer.weights_proj.weight", "00000"),
+# Parameters of a layer by who packs them: slime FP8, miles FP8, miles MXFP8, miles NVFP4, verl FP8.
+PACKED = {
+    "11101": ["self_attn.q_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"],
+    "11111": ["mlp.experts.17.gate_proj", "mlp.shared_experts.up_proj", "mlp.shared_expert.up_proj"],
+    "11110": ["block_sparse_moe.experts.17.w1"],
+    # Latent attention, of which verl knows the output projection alone, and the indexer of sparse attention.
+    "11100": [
+        *(f"self_attn.{name}" for name in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")),
+        *("self_attn.indexer.wq_b", "self_attn.indexer.wk"),
+    ],
     # Linear attention: MXFP8 leaves all of it, FP8 what Qwen3-Next has fused.
-    (f"{L}.linear_attn.in_proj_qkv.weight", "11000"),
-    (f"{L}.linear_attn.in_proj_z.weight", "11000"),
-    (f"{L}.linear_attn.out_proj.weight", "11000"),
-    (f"{L}.linear_attn.in_proj_qkvz.weight", "00000"),
-    (f"{L}.linear_attn.in_proj_ba.weight", "00000"),
-    (f"{L}.linear_attn.in_proj_a.weight", "00000"),
-    (f"{L}.linear_attn.conv1d.weight", "00000"),
-    # Multi-token prediction: its layer as any other, what joins its inputs by nobody.
-    (f"{L}.eh_proj.weight", "00000"),
-    ("mtp.fc.weight", "00000"),
-    ("mtp.layers.0.self_attn.q_proj.weight", "11101"),
-    ("model.embed_tokens.weight", "00000"),
-    ("lm_head.weight", "00000"),
-    (f"{L}.input_layernorm.weight", "00000"),
-    (f"{L}.self_attn.q_norm.weight", "00000"),
-]
+    "11000": ["linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.out_proj"],
+    # verl's "mlp" takes in the gate of the shared expert.
+    "00001": ["mlp.shared_expert_gate"],
+    "00000": [
+        *("mlp.gate", "block_sparse_moe.gate", "self_attn.indexer.weights_proj", "input_layernorm", "self_attn.q_norm"),
+        *(f"linear_attn.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "in_proj_a", "conv1d")),
+        "eh_proj",
+    ],
+}
+# Of multi-token prediction, a layer as any other, what joins its inputs by nobody.
+OUTSIDE = {"mtp.layers.0.self_attn.q_proj": "11101"}
+OUTSIDE |= dict.fromkeys(("mtp.fc", "model.embed_tokens", "lm_head"), "00000")
 RULES = (slime_fp8, miles_fp8, miles_mxfp8, miles_nvfp4, verl_fp8)
 
 
-@pytest.mark.parametrize(("parameter", "packed"), PACKED, ids=[name for name, _ in PACKED])
-def test_each_trainer_packs_what_its_code_names(parameter: str, packed: str) -> None:
-    assert "".join(str(int(rule(parameter, {}))) for rule in RULES) == packed
+def test_each_trainer_packs_what_its_code_names() -> None:
+    expected = {f"{L3}.{name}": packed for packed, names in PACKED.items() for name in names} | OUTSIDE
+    found = {name: "".join(str(int(rule(f"{name}.weight", {}))) for rule in RULES) for name in expected}
+    assert found == expected
 
 
 def test_miles_leaves_the_key_of_an_interleaved_indexer_in_bf16() -> None:
-    name = f"{L}.self_attn.indexer.wk.weight"
-    config = {"indexer_rope_interleave": True}
-    assert [rule(name, config) for rule in RULES] == [True, False, False, False, False]
+    name = f"{L3}.self_attn.indexer.wk.weight"
+    assert [rule(name, {"indexer_rope_interleave": True}) for rule in RULES] == [True, False, False, False, False]

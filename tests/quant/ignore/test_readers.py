@@ -16,39 +16,42 @@ from support.installed import release
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme, quantization_config
 from ckptkit.quant.ignore.matching import Names, Rule, any_part, dotted_ending, exact, ignored, prefix, regex_or_exact
-from ckptkit.quant.ignore.names import Matrix, names_in_vllm, names_of_layer
+from ckptkit.quant.ignore.names import names_of_layer
 from ckptkit.quant.ignore.readers import ALL_READERS, INT4_READERS, readers_of
 
 L0 = "model.layers.0"
 
 # entry, module, is it ignored by: compressed-tensors, SGLang 0.5.16, SGLang 0.5.23, slime
-TABLE: list[tuple[str, str, bool, bool, bool, bool]] = [
-    ("model.embed_tokens.weight", "model.embed_tokens", False, False, False, True),
-    ("model.embed_tokens", "model.embed_tokens", True, True, True, True),
-    ("lm_head", "lm_head", True, True, True, True),
-    ("lm_head", "language_model.lm_head", False, True, True, False),
-    ("re:.*mlp.gate$", f"{L0}.mlp.gate", True, True, True, False),
-    (r"re:.*mlp\.gate\..*", f"{L0}.mlp.gate", False, False, False, True),
-    (r"re:.*mlp\.gate\.*", f"{L0}.mlp.gate_proj", True, True, True, True),
-    ("re:.*mlp.gate.*", f"{L0}.mlp.gate_proj", True, True, True, True),
-    (f"{L0}.mlp.gate", f"{L0}.mlp.gate_proj", False, True, False, True),
-    ("model.layers.1", "model.layers.17.mlp.up_proj", False, True, False, True),
-    (f"{L0}.mlp.experts.1", f"{L0}.mlp.experts.12.up_proj", False, True, False, True),
-    ("mlp.gate", f"{L0}.mlp.gate", False, True, True, False),
-    ("proj", f"{L0}.mlp.up_proj", False, True, False, False),
-    ("self_attn.kv_b_proj", f"{L0}.self_attn.kv_b_proj", False, True, True, False),
-    ("re:lm_head", "language_model.lm_head", False, False, False, False),
-    ("re:.*shared_experts.*", f"{L0}.mlp.shared_expert_gate", False, False, False, False),
-    ("re:.*q_proj$", f"{L0}.self_attn.q_proj", True, True, True, False),
-    ("re:.*q_proj$", f"{L0}.self_attn.qkv_proj", False, False, False, False),
-    (f"{L0}.self_attn.q_proj", f"{L0}.self_attn.qkv_proj", False, False, False, False),
-    ("Linear", f"{L0}.self_attn.q_proj", True, False, False, False),
-    ("linear", f"{L0}.linear_attn.out_proj", False, True, False, False),
-    ("LM_HEAD", "lm_head", False, True, False, False),
-    (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate", True, True, True, True),
-    (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate_proj", False, False, False, False),
-    (r"re:.*self_attn.*", f"{L0}.self_attn.qkv_proj", True, True, True, True),
+TABLE: list[tuple[str, str, str]] = [
+    ("model.embed_tokens.weight", "model.embed_tokens", "0001"),
+    ("model.embed_tokens", "model.embed_tokens", "1111"),
+    ("lm_head", "language_model.lm_head", "0110"),
+    ("re:.*mlp.gate$", f"{L0}.mlp.gate", "1110"),
+    (r"re:.*mlp\.gate\..*", f"{L0}.mlp.gate", "0001"),
+    (r"re:.*mlp\.gate\.*", f"{L0}.mlp.gate_proj", "1111"),
+    (f"{L0}.mlp.gate", f"{L0}.mlp.gate_proj", "0101"),
+    ("model.layers.1", "model.layers.17.mlp.up_proj", "0101"),
+    (f"{L0}.mlp.experts.1", f"{L0}.mlp.experts.12.up_proj", "0101"),
+    ("mlp.gate", f"{L0}.mlp.gate", "0110"),
+    ("proj", f"{L0}.mlp.up_proj", "0100"),
+    ("self_attn.kv_b_proj", f"{L0}.self_attn.kv_b_proj", "0110"),
+    ("re:lm_head", "language_model.lm_head", "0000"),
+    ("re:.*shared_experts.*", f"{L0}.mlp.shared_expert_gate", "0000"),
+    ("re:.*q_proj$", f"{L0}.self_attn.q_proj", "1110"),
+    ("re:.*q_proj$", f"{L0}.self_attn.qkv_proj", "0000"),
+    ("Linear", f"{L0}.self_attn.q_proj", "1000"),
+    ("linear", f"{L0}.linear_attn.out_proj", "0100"),
+    ("LM_HEAD", "lm_head", "0100"),
+    (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate", "1111"),
+    (r"re:.*\.mlp\.gate(\.weight)?$", f"{L0}.mlp.gate_proj", "0000"),
 ]
+
+
+def test_entries_match_modules_for_each_reader_as_listed() -> None:
+    for entry, module, expected in TABLE:
+        readers = (any_part(entry), dotted_ending(entry))
+        read = [ignored([module], [entry]), *(rule(module) for rule in readers), prefix(entry)(f"{module}.weight")]
+        assert "".join(str(int(bool(one))) for one in read) == expected, (entry, module)
 
 
 @pytest.fixture(scope="module")
@@ -64,18 +67,6 @@ def sglang_quantization() -> Any:
         )
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row[0]} {row[1]}")
-def test_entry_matches_a_module_for_each_reader_as_listed(row: tuple[str, str, bool, bool, bool, bool]) -> None:
-    entry, module, *expected = row
-    read = [
-        bool(ignored([module], [entry])),
-        bool(any_part(entry)(module)),
-        bool(dotted_ending(entry)(module)),
-        bool(prefix(entry)(f"{module}.weight")),
-    ]
-    assert read == expected
-
-
 INSTALLED = dotted_ending if release("sglang") >= (0, 5, 23) else any_part
 
 
@@ -87,13 +78,12 @@ ENTRIES = sorted({row[0] for row in TABLE})
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any, entry: str) -> None:
+def test_every_entry_on_every_name_as_the_readers_themselves(sglang_quantization: Any) -> None:
     linear = torch.nn.Linear(1, 1, device="meta")
-    assert ignored(NAMES, [entry]) == {name for name in NAMES if is_match(name, linear, entry)}
-    assert [bool(INSTALLED(entry)(name)) for name in NAMES] == [
-        sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES
-    ]
+    for entry in ENTRIES:
+        assert ignored(NAMES, [entry]) == {name for name in NAMES if is_match(name, linear, entry)}
+        found = [bool(INSTALLED(entry)(name)) for name in NAMES]
+        assert found == [sglang_quantization.should_ignore_layer(name, [entry]) for name in NAMES], entry
 
 
 def test_readers_by_the_name_of_the_option() -> None:
@@ -106,46 +96,22 @@ def test_readers_by_the_name_of_the_option() -> None:
 
 
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
-QKV, LATENT = {"qkv_proj": tuple(ATTENTION)}, {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
-
-
-def matrix(layer: str, module: str = "other") -> Matrix:
-    return Matrix(f"{module}.weight", True, None, layer, layer, module)
-
-
-def test_vllm_takes_every_fused_layer_apart_unless_the_release_has_it_so() -> None:
-    """GLM-4 stores gate_up_proj as one."""
-    layer = f"{L0}.mlp.gate_up_proj"
-    assert list(names_in_vllm(matrix(layer))) == [f"{L0}.mlp.gate_proj", f"{L0}.mlp.up_proj"]
-    assert list(names_in_vllm(matrix(layer, layer))) == [layer]
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("mapping", [{}, QKV], ids=["plain", "mapped"])
-@pytest.mark.parametrize(
-    "ignore",
-    [
-        [f"{L0}.self_attn.{name}" for name in ATTENTION],
-        [f"{L0}.self_attn.q_proj"],
-        [f"{L0}.self_attn.qkv_proj"],
-        ["re:.*self_attn.*"],
-        ["re:.*(q|k|v)_proj"],
-        ["re:.*k_proj"],
-        ["re:.*mlp.*"],
-    ],
-    ids=str,
-)
-def test_fused_layers_as_sglang_itself(
-    sglang_quantization: Any, ignore: list[str], mapping: dict[str, tuple[str, ...]]
-) -> None:
+@pytest.mark.parametrize("mapping", [{}, {"qkv_proj": tuple(ATTENTION)}], ids=["plain", "mapped"])
+def test_fused_layers_as_sglang_itself(sglang_quantization: Any, mapping: dict[str, tuple[str, ...]]) -> None:
     layer = f"{L0}.self_attn.qkv_proj"
-    names = (layer,) if layer in ignore else names_of_layer(layer, mapping)
-    verdicts = {any(INSTALLED(entry)(name) for entry in ignore) for name in names}
-    if len(verdicts) == 2:
-        with pytest.raises(ValueError, match="requires all to use the same scheme"):
-            sglang_quantization.should_ignore_layer(layer, ignore, mapping)
-    else:
-        assert verdicts == {sglang_quantization.should_ignore_layer(layer, ignore, mapping)}
+    lists = [[f"{L0}.self_attn.{name}" for name in ATTENTION], [f"{L0}.self_attn.q_proj"], [layer]]
+    lists += [[entry] for entry in ("re:.*self_attn.*", "re:.*(q|k|v)_proj", "re:.*k_proj", "re:.*mlp.*")]
+    for ignore in lists:
+        names = (layer,) if layer in ignore else names_of_layer(layer, mapping)
+        verdicts = {any(INSTALLED(entry)(name) for entry in ignore) for name in names}
+        if len(verdicts) == 2:
+            with pytest.raises(ValueError, match="requires all to use the same scheme"):
+                sglang_quantization.should_ignore_layer(layer, ignore, mapping)
+        else:
+            assert verdicts == {sglang_quantization.should_ignore_layer(layer, ignore, mapping)}, ignore
 
 
 @pytest.mark.sglang

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -48,6 +49,14 @@ WITHOUT_INT4 |= {"glm5_next", "kimi_k3", "qwen3_omni_moe", "qwen3_omni_moe_think
 KNOWN_AS = {"mimo": "qwen2", "kimi_k2": "deepseek_v3"}
 
 
+@cache
+def models_of_sglang(module: str) -> Any:
+    """A module of SGLang's models. Importing it warns about what a machine without a GPU lacks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(f"sglang.srt.models.{module}")
+
+
 def config(case: str) -> dict[str, Any]:
     return config_of(HF_CASES[case])
 
@@ -70,9 +79,7 @@ OUTPUT_LAYER = {"lm_head"} if release("sglang") >= (0, 5, 23) else set()
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, Any]]:
-    from sglang.srt.models.registry import ModelRegistry
-
-    lost = sorted(set(BUILT.values()) - ModelRegistry.models.keys())
+    lost = sorted(set(BUILT.values()) - models_of_sglang("registry").ModelRegistry.models.keys())
     assert not lost, f"SGLang has no class {lost}: add the model_type to RUN_BY_TRANSFORMERS of quant/formats/groups.py"
     configs = {}
     for case, architecture in BUILT.items():
@@ -84,104 +91,73 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, dict[str, An
 
 
 @pytest.mark.parametrize("case", list(BUILT))
-def test_names_that_the_class_looks_up(built: Mapping[str, dict[str, Any]], case: str) -> None:
+def test_a_built_class_looks_up_and_declares_what_is_known_of_it(
+    built: Mapping[str, dict[str, Any]], case: str
+) -> None:
     """If no list entry names a fused layer, mapped layers are split after the look-up recorded here."""
     content = config(case)
-    tree = class_tree(content)
+    tree, known = class_tree(content), CLASSES[content["model_type"]]
     expected = set()
     for matrix in matrices_named((f"{name}.weight" for name in [*tree.linears, *tree.others]), tree, content):
         expected.update(names_of_layer(matrix.sglang, {}) if matrix.sglang else ())
     outside = FAMILIES[content["model_type"]].carried or ("\0",)
-    found = {name for name in built[case]["names"] if not name.startswith(outside)} - OUTPUT_LAYER
-    assert found == expected
-
-
-@pytest.mark.parametrize("case", list(BUILT))
-def test_what_a_built_class_declares(built: Mapping[str, dict[str, Any]], case: str) -> None:
+    asked = {name for name in built[case]["names"] if name.startswith(outside)}
+    assert set(built[case]["names"]) - asked - OUTPUT_LAYER == expected
+    assert bool(asked) is (known.outside is not None)
+    if tree.whole:  # not of Gemma 3, for which see below
+        named = (f"{name}.weight" for name in tree.spelled if name.startswith(outside))
+        assert asked <= {matrix.sglang for matrix in matrices_named(named, tree, content)}
     declared = {fused: tuple(shards) for fused, shards in built[case]["packed_modules_mapping"].items()}
     # Granite's declares layers that stand for themselves.
     declared = {fused: shards for fused, shards in declared.items() if shards != (fused,)}
-    assert declared == PACKED[config(case)["model_type"]]
+    assert declared == PACKED[content["model_type"]]
     assert built[case]["class"] == BUILT[case]
 
 
-@pytest.mark.parametrize("case", list(BUILT))
-def test_vision_towers_that_the_class_looks_up(built: Mapping[str, dict[str, Any]], case: str) -> None:
-    content = config(case)
-    outside = FAMILIES[content["model_type"]].carried or ("\0",)
-    asked = {name for name in built[case]["names"] if name.startswith(outside)}
-    assert bool(asked) is (CLASSES[content["model_type"]].outside is not None)
-    tree = class_tree(content)
-    if not tree.whole:  # Gemma 4: see below
-        return
-    named = (f"{name}.weight" for name in tree.spelled if name.startswith(outside))
-    assert asked <= {matrix.sglang for matrix in matrices_named(named, tree, content)}
-
-
 def test_the_vision_tower_of_gemma_is_looked_up(built: Mapping[str, dict[str, Any]]) -> None:
-    names = {
-        "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight",
-        "vision_tower.vision_model.encoder.layers.0.self_attn.out_proj.weight",
-    }
+    root = "vision_tower.vision_model.encoder.layers.0.self_attn"
+    names = {f"{root}.q_proj.weight", f"{root}.out_proj.weight"}
     layers = {matrix.sglang for matrix in matrices_named(names, class_tree(config("gemma3")), config("gemma3"))}
     assert layers <= set(built["gemma3"]["names"])
 
 
+def declared_by(module: str, name: str, known: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """What a class declares, and what each instance adds, as shown above on DeepSeek V3."""
+    cls = getattr(models_of_sglang(module), name)
+    declared = {fused: tuple(shards) for fused, shards in getattr(cls, "packed_modules_mapping", {}).items()}
+    latent = {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
+    return declared | (latent if latent.keys() <= known.keys() else {})
+
+
 @pytest.mark.parametrize("model_type", list(DECLARED))
 def test_what_the_other_classes_declare(model_type: str) -> None:
-    module, name = DECLARED[model_type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cls = getattr(import_module(f"sglang.srt.models.{module}"), name)
-    known = PACKED[model_type]
-    declared = {fused: tuple(shards) for fused, shards in getattr(cls, "packed_modules_mapping", {}).items()}
-    if "fused_qkv_a_proj_with_mqa" in known:
-        # Each instance adds it, as test_what_a_built_class_declares shows on DeepSeek V3.
-        declared |= {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}
-    assert declared == known
+    assert declared_by(*DECLARED[model_type], PACKED[model_type]) == PACKED[model_type]
 
 
-@pytest.mark.parametrize("model_type", sorted(CLASSES.keys() - BY_TRANSFORMERS))
-def test_entries_as_the_class_rewrites_them(model_type: str) -> None:
-    classes = {config(case)["model_type"]: name for case, name in BUILT.items()} | {
-        key: name for key, (_, name) in DECLARED.items()
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sglang.srt.models.registry import ModelRegistry
-
-        known = ModelRegistry.models.get(classes[model_type])
-    mapper = getattr(known, "hf_to_sglang_mapper", None)
-    entries = [
-        "lm_head",
-        "lm_head.x",
-        "model.embed_tokens",
-        "model.language_model.layers.0.mlp",
-        "model.visual.merger",
-        "re:model.x",
-        "language_model.layers.1",
-    ]
-    assert [CLASSES[model_type].entry(entry) for entry in entries] == (
-        mapper.apply_list(entries) if mapper else entries
-    )
+def test_entries_as_the_classes_rewrite_them() -> None:
+    known = models_of_sglang("registry").ModelRegistry.models
+    classes = {config(case)["model_type"]: name for case, name in BUILT.items()}
+    classes |= {model_type: name for model_type, (_, name) in DECLARED.items()}
+    entries = ["lm_head", "lm_head.x", "model.embed_tokens", "model.language_model.layers.0.mlp"]
+    entries += ["model.visual.merger", "re:model.x", "language_model.layers.1"]
+    for model_type in CLASSES.keys() - BY_TRANSFORMERS:
+        mapper = getattr(known.get(classes[model_type]), "hf_to_sglang_mapper", None)
+        expected = mapper.apply_list(entries) if mapper else entries
+        assert [CLASSES[model_type].entry(entry) for entry in entries] == expected, model_type
 
 
 def test_models_without_a_class_are_those_of_sglangs_registry() -> None:
     """Of classes by another name than the release's, that of the release counts: SGLang has one for each but these."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from sglang.srt.models.registry import ModelRegistry
-        from sglang.srt.models.transformers import TransformersBase
-
+    known = models_of_sglang("registry").ModelRegistry.models.keys()
     named = {model_type: FAMILIES[model_type].architectures for model_type in CLASSES}
-    without = {key for key, several in named.items() if not ModelRegistry.models.keys() & set(several)}
+    without = {key for key, several in named.items() if not known & set(several)}
     assert without == BY_TRANSFORMERS
-    assert {key: FAMILIES[key].architectures for key in without} == {
-        key: (RUN_BY_TRANSFORMERS[key],) for key in BY_TRANSFORMERS
-    }
-    assert not ModelRegistry.models.keys() & set(RUN_BY_TRANSFORMERS.values())
+    assert all(FAMILIES[key].architectures == (RUN_BY_TRANSFORMERS[key],) for key in without)
+    assert not known & set(RUN_BY_TRANSFORMERS.values())
     targets = ("Linear", "re:.*proj$", "model.layers.0.self_attn.q_proj")
-    rewritten = TransformersBase.hf_to_sglang_mapper.apply_dict(dict.fromkeys(targets, 1))
+    rewritten = models_of_sglang("transformers").TransformersBase.hf_to_sglang_mapper.apply_dict(
+        dict.fromkeys(targets, 1)
+    )
     assert list(rewritten) == ["model.Linear", "model.re:.*proj$", "model.layers.0.self_attn.q_proj"]
 
 
@@ -209,14 +185,8 @@ DRAFTS = {
 @pytest.mark.parametrize("model_type", DRAFTS)
 def test_what_a_draft_class_declares(model_type: str) -> None:
     """As the class of the model, or nothing at all."""
-    module, name = DRAFTS[model_type]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        cls = getattr(import_module(f"sglang.srt.models.{module}"), name)
-    declared = {fused: tuple(shards) for fused, shards in getattr(cls, "packed_modules_mapping", {}).items()}
     own = PACKED[model_type]
-    if "fused_qkv_a_proj_with_mqa" in own:
-        declared |= {"fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa")}  # by the model, loaded first
+    declared = declared_by(*DRAFTS[model_type], own)
     case = next(
         case for case in HF_CASES if config(case)["model_type"] == model_type and class_tree(config(case)).drafts
     )

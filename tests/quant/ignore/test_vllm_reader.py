@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import models
+from support.fixture_types import PathOf
 from support.published import GLM, QWEN, quantization, write
 from support.vllm_answers import ask
 from support.vllm_runs import release
@@ -18,67 +19,23 @@ from ckptkit.quant.ignore.readers import VLLM
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tree import class_tree
 
+ENTRIES = tomllib.loads(Path(__file__).with_name("entries.toml").read_text())
 QKV = [f"model.layers.0.self_attn.{one}_proj" for one in "qkv"]
-LISTS = [
-    *([], ["lm_head"], ["lm_head", "re:.*self_attn.*"], ["lm_head", r"re:.*\.mlp\.gate$"], QKV[:1], QKV),
-    *([entry] for entry in ("model.layers.0.self_attn.qkv_proj", "re:.*qkv_proj", "re:.*qkv_proj$", "re:.*v_proj")),
-    *([entry] for entry in ("re:.*v_proj$", "re:.*k_proj$", "re:.*up_proj", r"re:.*\.up_proj$", "re:.*gate_proj$")),
-    *([entry] for entry in ("re:.*gate_up_proj", "re:.*gate", "re:.*mlp", "re:.*down_proj$", "down_proj", "mlp")),
-    *(
-        [entry]
-        for entry in ("self_attn", "model.layers.0", "re:model.layers.0.*", r"re:model\.layers\.0\..*", "Linear")
-    ),
-    *([entry] for entry in ("re:self_attn", "RE:.*self_attn.*", "re:.*SELF_ATTN.*", "re:(?i).*O_PROJ", "re:.*_proj$")),
-    *([entry] for entry in ("model.layers.0.self_attn.o_proj.weight", "re:.*o_proj.weight$", "re:.*[qkv]_proj$")),
-    *(
-        [entry]
-        for entry in (r"re:.*o_proj(\.weight)?$", "layers.0.self_attn.o_proj", "re:^model.*o_proj$", "re:.*proj")
-    ),
-    *(
-        [entry]
-        for entry in ("re:.*(q|k|v)_proj$", "re:.*lm_head", "re:lm_head.*", "re:.*experts.*", "re:.*experts.0.*")
-    ),
-    *([entry] for entry in (r"re:.*\.experts\.\d+\..*", "model.layers.2.mlp.experts.0.gate_proj", "re:.*mlp.gate")),
-    *([entry] for entry in (r"re:.*\.experts\.0\.down_proj$", "model.layers.2.mlp.experts", "re:.*mlp.experts$")),
-    *([entry] for entry in (r"re:.*experts.1\..*", "re:.*shared_experts.*", r"re:.*shared_experts\.up_proj$")),
-    *([entry] for entry in (r"re:.*mlp\.gate\..*", "model.layers.2.mlp", r"re:.*\.experts\.\d+\.(gate|up)_proj")),
-]
-TARGETS = [
-    *(["Linear"], ["re:.*q_proj$"], ["re:.*[qkv]_proj$"], ["re:.*qkv_proj$"], ["re:.*up_proj$"], ["re:.*o_proj"]),
-    *(
-        ["QKVParallelLinear"],
-        ["MergedColumnParallelLinear"],
-        ["linear"],
-        ["re:.*Linear"],
-        ["re:Row.*"],
-        ["RoutedExperts"],
-    ),
-    *(
-        ["experts"],
-        ["Linear", "lm_head"],
-        ["lm_head"],
-        ["ParallelLMHead"],
-        ["re:.*"],
-        ["re:.*a_proj.*"],
-        ["re:.*kv_a.*"],
-    ),
-    *(["re:.*gate"], ["re:.*mlp.*"], QKV, QKV[:1], ["model.layers.0.self_attn.qkv_proj"], ["Module"]),
-]
+LISTS = [[], ["lm_head", "re:.*self_attn.*"], ["lm_head", r"re:.*\.mlp\.gate$"], QKV, QKV[:1]]
+LISTS += [[entry] for entry in ENTRIES["int4"]]
+TARGETS = [["Linear", "lm_head"], QKV, QKV[:1], *([target] for target in ENTRIES["targets"])]
 MODELS = ("qwen3-untied", "qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_each_layer_is_read_as_vllm_reads_it(tmp_path: Path) -> None:
+def test_each_layer_is_read_as_vllm_reads_it(releases: PathOf, tmp_path: Path) -> None:
     """vLLM's classes are built from a config alone, and asked which of their layers each list packs."""
     found = release()
     reader = "vLLM 0.33" if found is not None and found >= (0, 33) else "vLLM 0.26"
     lists = [(one, ["Linear"]) for one in LISTS] + [(one, targets) for targets in TARGETS for one in ([], QKV)]
     contents = [quantization(ignore, targets) for ignore, targets in lists]
-    configs = {}
-    for name in MODELS:
-        models.save(name, tmp_path / "plain" / name)
-        configs[name] = json.loads((tmp_path / "plain" / name / "config.json").read_text())
+    configs = {name: json.loads((releases(name) / "config.json").read_text()) for name in MODELS}
     paths = [write(tmp_path / name, config, ["re:.*"]) for name, config in configs.items()]
     found_by_model = ask("model", [(str(path), contents) for path in paths], tmp_path)
     wrong = [

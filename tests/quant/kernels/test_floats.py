@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from fractions import Fraction
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,7 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.kernels.float_roundings import ROUNDINGS, Fp8Weight
-from ckptkit.quant.kernels.floats import check_exact, quantize_fp8, quantize_mxfp4, quantize_nvfp4
+from ckptkit.quant.kernels.floats import quantize_fp8, quantize_mxfp4, quantize_nvfp4
 
 BLOCKS = [(128, 128), (1, None), (1, 32)]
 # One block each: weights, and by the writer the scale's bits and the codes, from runs of the writers' own code.
@@ -60,13 +59,11 @@ def same(left: Tensor, right: Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("rounding", "weights", "scale", "codes"), BY_HAND)
-def test_a_block_has_the_bits_that_its_writer_gives_it(
-    rounding: str, weights: list[list[float]], scale: int, codes: str
-) -> None:
-    found = quantize_fp8(torch.tensor(weights).bfloat16(), (128, 128), rounding, "a")
-    assert found.scales.view(torch.int32).tolist() == [[scale]]
-    assert found.codes.view(torch.uint8).numpy().tobytes().hex() == codes
+def test_blocks_have_the_bits_that_their_writers_give_them() -> None:
+    for rounding, weights, scale, codes in BY_HAND:
+        found = quantize_fp8(torch.tensor(weights).bfloat16(), (128, 128), rounding, "a")
+        assert found.scales.view(torch.int32).tolist() == [[scale]], rounding
+        assert found.codes.view(torch.uint8).numpy().tobytes().hex() == codes, rounding
 
 
 @pytest.mark.parametrize(
@@ -83,17 +80,6 @@ def test_mxfp8_has_the_exponent_and_codes_of_its_writers(weights: list[float], e
     assert found.scales.dtype == torch.uint8
     assert found.scales.tolist() == [[exponent]]
     assert found.codes.view(torch.uint8).numpy().tobytes().hex() == codes
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_an_mxfp8_exponent_is_the_smallest_that_holds_the_group(dtype: torch.dtype) -> None:
-    """By exact fractions, without floating point."""
-    weight = hard_weights(dtype, 96)
-    found = quantize_fp8(weight, (1, 32), "modelopt", "a")
-    for group, exponent in zip(weight.reshape(-1, 32).tolist(), found.scales.flatten().tolist(), strict=True):
-        most = max(abs(Fraction(number)) for number in group)
-        assert most <= 448 * Fraction(2) ** (exponent - 127)
-        assert exponent == 0 or most > 448 * Fraction(2) ** (exponent - 128)
 
 
 def test_every_float_is_rounded_to_a_code_as_torch_does() -> None:
@@ -134,23 +120,6 @@ def test_compressed_tensors_rounding_is_what_it_writes_itself(strategy: str, dty
     found = quantize_fp8(weight, (128, 128) if strategy == "block" else (1, None), "compressed-tensors", "a")
     assert same(found.scales, scale)
     assert same(found.codes, wanted["weight"])
-
-
-def mxfp4_values(spread: int) -> Tensor:
-    """Every E2M1 number in groups of 32 whose exponents differ by up to `spread`; bfloat16 [128, 128]."""
-    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).repeat(128, 8)
-    exponents = torch.arange(128 * 4).reshape(128, 4) % (spread + 1) - spread
-    return (numbers * (2.0**exponents).repeat_interleave(32, 1)).bfloat16()
-
-
-def test_mxfp4_is_exact_in_blocks_of_powers_of_two_as_far_as_their_exponents_reach() -> None:
-    """By hand: 6 x 2^e has a scale of 2^(e - 6), so that 0.5 x 2^(e - spread) needs a step of 2^-9 x 2^(e - 6)."""
-    weight = mxfp4_values(14)
-    check_exact(weight, quantize_fp8(weight, (128, 128), "deepgemm", "a"), (128, 128), "a")
-    weight = mxfp4_values(15)
-    # Of exponent -15 the numbers 0.5 and 1.5, each 2 x 2 times a group, in 32 groups.
-    with pytest.raises(CkptkitError, match=r"a\.weight: 256.*16384.*\[0, 1\]"):
-        check_exact(weight, quantize_fp8(weight, (128, 128), "deepgemm", "a"), (128, 128), "a.weight")
 
 
 WRITER = "compressed-tensors"
@@ -219,13 +188,12 @@ def in_groups(numbers: Tensor) -> Tensor:
     return weight
 
 
-@pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("writer", NVFP4_WRITERS)
-def test_every_bfloat16_is_rounded_to_nvfp4_as_ml_dtypes_does(writer: str, kernel: bool) -> None:
+def test_every_bfloat16_is_rounded_to_nvfp4_as_ml_dtypes_does(writer: str) -> None:
     every = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(torch.bfloat16)
     numbers = every[every.abs() <= 6]
     both = [LARGEST.bfloat16(), in_groups(numbers)]
-    (_, found), second = quantize_nvfp4(both, writer, ["a", "b"], kernel=kernel)
+    (_, found), second = quantize_nvfp4(both, writer, ["a", "b"])
     assert second.tolist() == (1 if writer == "modelopt" else [1])
     assert bool((found.scales.float() == 1).all())
     wanted = numbers.float().numpy().astype(ml_dtypes.float4_e2m1fn).view("uint8") & 15
@@ -294,10 +262,8 @@ def in_nvfp4(writer: str, weight: Tensor, name: str, *, kernel: bool = True) -> 
     return found._replace(scales=torch.cat([found.scales.float().flatten(), second.flatten()]))
 
 
-def in_fp8(
-    block: tuple[int, int | None], rounding: str, weight: Tensor, name: str, *, kernel: bool = True
-) -> Fp8Weight:
-    return quantize_fp8(weight, block, rounding, name, kernel=kernel)
+def in_fp8(block: tuple[int, int | None], rounding: str, weight: Tensor, name: str, **how: bool) -> Fp8Weight:
+    return quantize_fp8(weight, block, rounding, name, **how)
 
 
 FORMATS: dict[str, Callable[..., Fp8Weight]] = {
@@ -318,26 +284,19 @@ def test_the_kernel_gives_the_bits_of_plain_torch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_refused_with_the_tensors_name(value: float, name: str) -> None:
-    weight = torch.ones(130, 160, dtype=torch.bfloat16)
-    weight[129, 159] = value
-    with pytest.raises(CkptkitError, match=r"a\.weight.*NaN"):
-        FORMATS[name](weight, "a.weight")
-
-
-@pytest.mark.parametrize("weight", [torch.ones(4), torch.ones(4, 4, dtype=torch.int8)])
-@pytest.mark.parametrize("name", FEW)
-def test_what_is_not_a_float_matrix_is_refused(name: str, weight: Tensor) -> None:
-    with pytest.raises(CkptkitError, match="only matrices in bfloat16, float16 or float32 can be quantized"):
-        FORMATS[name](weight, "a.weight")
-
-
-@pytest.mark.parametrize("name", FEW)
-@pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
-def test_an_empty_matrix_has_no_codes(shape: tuple[int, int], name: str) -> None:
-    columns = shape[1] if "fp8" in name else shape[1] // 2
-    assert FORMATS[name](torch.empty(shape), "a").codes.shape == (shape[0], columns)
+def test_what_has_no_codes_is_refused_by_name_and_an_empty_matrix_is_not(name: str) -> None:
+    quantize = FORMATS[name]
+    for value in (float("nan"), float("inf"), -float("inf")):
+        weight = torch.ones(130, 160, dtype=torch.bfloat16)
+        weight[129, 159] = value
+        with pytest.raises(CkptkitError, match=r"a\.weight.*NaN"):
+            quantize(weight, "a.weight")
+    for other in (torch.ones(4), torch.ones(4, 4, dtype=torch.int8)):
+        with pytest.raises(CkptkitError, match="bfloat16, float16 or float32"):
+            quantize(other, "a.weight")
+    for rows, columns in ((0, 128), (128, 0)):
+        codes = quantize(torch.empty(rows, columns), "a").codes
+        assert codes.shape == (rows, columns if "fp8" in name else columns // 2)
 
 
 @pytest.mark.parametrize(("name", "groups"), [("mxfp4", 32), ("nvfp4 modelopt", 16)])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -25,10 +24,10 @@ from ckptkit.quant.formats.grids import quantize
 from ckptkit.quant.formats.packing import pack
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.quant.kernels.floats import quantize_fp8
-from ckptkit.quant.online.cuda import looks_like
 from ckptkit.quant.online.form import Fp8Form, Int4Form
 from ckptkit.quant.online.quantizer import OnlineQuantizer
 from ckptkit.quant.online.served import Served
+from ckptkit.verify.evidence.extremes import same_bytes
 
 pytest.importorskip("triton")
 
@@ -128,15 +127,6 @@ def test_every_call_gives_the_tensors_in_order_with_the_bytes_of_the_formulas(la
     assert launches == [200, 100] * 3
 
 
-def test_matrices_of_one_size_share_a_launch_whatever_their_shape(
-    launches: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SHAPES, "down_proj", (32, 32))
-    online = quantizer(layer())
-    same(dict(online.quantize(layer())), expected(layer()))
-    assert launches == [300]
-
-
 @pytest.mark.usefixtures("launches")
 def test_names_are_decided_once_and_not_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
@@ -149,26 +139,18 @@ def test_names_are_decided_once_and_not_at_every_call(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("launches")
-def test_tensors_that_look_different_are_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tensors_and_other_orders_are_worked_out_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     online = quantizer(layer())
-    for named in (layer(), layer(dtype=torch.float32), layer(1)):
-        same(dict(online.quantize(named)), expected(named))
+    for named in (layer(), layer(dtype=torch.float32), [layer()[0], *layer()[:0:-1]], layer(1)):
+        bucket = online.quantize(named)
+        assert [name for name, _ in bucket] == list(expected(named))
+        same(dict(bucket), expected(named))
     monkeypatch.setitem(SHAPES, "up_proj", (32, 32))
     same(dict(online.quantize(layer())), expected(layer()))
 
 
 @pytest.mark.usefixtures("launches")
-def test_other_names_after_the_first_are_worked_out_anew() -> None:
-    online = quantizer(layer())
-    turned = [layer()[0], *layer()[:0:-1]]
-    for named in (layer(), turned, layer()):
-        bucket = online.quantize(named)
-        assert [name for name, _ in bucket] == list(expected(named))
-        same(dict(bucket), expected(named))
-
-
-@pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("place", [0, 6, 150, 300])
+@pytest.mark.parametrize("place", [0, 150, 300])
 def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> None:
     online = quantizer(layer())
     broken = layer()
@@ -179,14 +161,6 @@ def test_a_broken_weight_is_named_at_every_look_at_its_bucket(place: int) -> Non
             with pytest.raises(CkptkitError, match=f"^{broken[place][0]} holds NaN".replace(".", r"\.")):
                 look(bucket)
         same(dict(online.quantize(layer())), expected(layer()))
-
-
-@pytest.mark.usefixtures("launches")
-def test_a_matrix_that_cannot_be_quantized_is_named() -> None:
-    named = layer()
-    named[50] = (named[50][0], torch.ones(16, 40))
-    with pytest.raises(CkptkitError, match=r"experts\.16\.up_proj\.weight: 40.*32"):
-        quantizer(layer()).quantize(named)
 
 
 @pytest.mark.usefixtures("launches")
@@ -230,7 +204,8 @@ def test_fp8_goes_the_same_way_with_two_tensors_a_matrix_and_no_shape(
 ) -> None:
     monkeypatch.setitem(SHAPES, "gate_proj", (130, 200))
     monkeypatch.setitem(SHAPES, "down_proj", (200, 130))
-    online = in_fp8(layer())
+    scales = [f"{name}_scale_inv" for name, _ in layer() if ".experts." in name]
+    online = OnlineQuantizer(FP8, [*(name for name, _ in layer()), *scales])
     for seed in range(2):
         wanted: dict[str, Tensor] = {}
         for name, tensor in layer(seed):
@@ -238,19 +213,12 @@ def test_fp8_goes_the_same_way_with_two_tensors_a_matrix_and_no_shape(
             wanted |= zip((name, f"{name}_scale_inv"), made, strict=False)
         bucket = online.quantize(layer(seed))
         assert [name for name, _ in bucket] == list(wanted)
-        for name, tensor in bucket:
-            assert (tensor.dtype, tensor.shape) == (wanted[name].dtype, wanted[name].shape)
-            assert torch.equal(tensor.view(torch.uint8), wanted[name].view(torch.uint8)), name
+        assert all(same_bytes(tensor, wanted[name]) for name, tensor in bucket)
     assert launches == [100, 200, 100, 200]
-
-
-def test_a_broken_weight_is_named_in_fp8_too(launches: list[int]) -> None:
-    online, broken = in_fp8(layer()), layer()
+    broken = layer()
     broken[150][1][-1, -1] = torch.inf
-    bucket = online.quantize(broken)
-    assert launches == [200, 100]
     with pytest.raises(CkptkitError, match="^" + re.escape(broken[150][0]) + ".*NaN"):
-        list(bucket)
+        list(online.quantize(broken))
 
 
 def test_few_matrices_come_as_a_list(launches: list[int]) -> None:
@@ -260,27 +228,3 @@ def test_few_matrices_come_as_a_list(launches: list[int]) -> None:
     same(dict(bucket), expected(named))
     assert launches == []
     assert quantizer(named).quantize([]) == []
-
-
-CHANGES: dict[str, Any] = {
-    "shape": lambda tensor: tensor.view(8, 128),
-    "strides": lambda tensor: tensor.T.contiguous().T,
-    "dtype": lambda tensor: tensor.half(),
-    "device": lambda tensor: tensor.to("meta"),
-    "class": torch.nn.Parameter,
-}
-
-
-@pytest.mark.parametrize("guarded", [True, False])
-@pytest.mark.parametrize("change", CHANGES)
-def test_tensors_are_alike_unless_something_differs(
-    change: str, guarded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not guarded:
-        monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
-    tensors = [tensor for _, tensor in layer()]
-    alike = looks_like(tensors)
-    assert alike(*tensors)
-    assert alike(*(tensor.clone() for tensor in tensors))
-    assert alike(torch.cat([tensors[0], tensors[0]])[16:], *tensors[1:])
-    assert not alike(*tensors[:7], CHANGES[change](tensors[7].clone()), *tensors[8:])

@@ -6,7 +6,6 @@ Configs and zero points go through SGLang's own code, in a process of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import online_runs, quantized
+from support.fixture_types import PathOf
 from support.forking import run_script
 from support.messages import text_with
 from support.sglang_runs import int4_config
@@ -33,30 +33,19 @@ FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 
 
 @pytest.fixture(scope="module")
-def reports(releases: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def reports(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     root = tmp_path_factory.mktemp("online")
     quantize(releases("qwen3_moe"), root / "qwen3_moe", QuantScheme(GROUP, "qmax7", (ATTENTION,)))
     quantize(releases("glm4_moe"), root / "glm4_moe", QuantScheme(GROUP, "minmax", (ATTENTION, DENSE, SHARED)))
     # As Kimi K2 Thinking is released, made by compressed-tensors alone.
     made = quantized.int4(strategy="group", group_size=GROUP, symmetric=True)
-    config = int4_config(
-        ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"], GROUP
-    )
-    quantized.write(
-        releases("deepseek_v3"),
-        root / "deepseek_v3",
-        lambda name: ".mlp.experts." in name,
-        made,
-        lambda old: old | {"quantization_config": config},
-    )
+    lists = ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    edit = {"quantization_config": int4_config(lists, GROUP)}
+    source, target = releases("deepseek_v3"), root / "deepseek_v3"
+    quantized.write(source, target, lambda name: ".mlp.experts." in name, made, lambda old: old | edit)
     orders = {name: {"int4": root / name, "bf16": releases(name)} for name in FAMILIES}
     orders["qwen3_moe"] |= {"broken": root}
     return online_runs.run(root, orders)
-
-
-@pytest.fixture(scope="module")
-def broken(reports: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    return reports["qwen3_moe"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,33 +56,16 @@ def test_two_updates_leave_what_was_loaded_from_disk(family: str, reports: dict[
     assert report["updates"] == [[[], []], [[], []]]
 
 
-def test_other_weights_are_seen(broken: dict[str, Any]) -> None:
-    parts = [
-        f"model.layers.3.mlp.experts.w{number}_weight_{part}" for number in ("13", "2") for part in ("packed", "scale")
-    ]
+def test_what_goes_wrong_in_an_update_is_seen_and_a_whole_one_mends_it(reports: dict[str, dict[str, Any]]) -> None:
+    broken = reports["qwen3_moe"]
+    weights = [f"model.layers.3.mlp.experts.{name}_weight" for name in ("w13", "w2")]
+    parts = {f"{name}_{part}" for name in weights for part in ("packed", "scale")}
     assert broken["altered"] == sorted(parts)
-
-
-def test_an_expert_left_out_is_destroyed_and_named(broken: dict[str, Any]) -> None:
-    parts = {
-        f"model.layers.3.mlp.experts.w{number}_weight_{part}" for number in ("13", "2") for part in ("packed", "scale")
-    }
-    assert broken["left out"] == text_with("CkptkitError update 3")
-    assert ": model.layers.3.mlp.experts.4.down_proj.weight, " in broken["left out"]
+    assert broken["left out"] == text_with("CkptkitError update 3 model.layers.3.mlp.experts.4.down_proj.weight,")
     assert parts <= set(broken["destroyed"])
-
-
-def test_a_whole_update_mends_it(broken: dict[str, Any]) -> None:
     assert broken["mended"] == []
-
-
-def test_repacking_twice_is_refused(broken: dict[str, Any]) -> None:
     assert broken["end twice"] == text_with("CkptkitError repacked")
-
-
-def test_weights_outside_an_update_do_not_fit(broken: dict[str, Any]) -> None:
-    """What SGLang itself says, for lack of anything better."""
-    assert broken["without begin"].startswith("RuntimeError")
+    assert broken["without begin"].startswith("RuntimeError")  # SGLang's own: the weights do not fit
 
 
 SCHEMES = [
@@ -140,19 +112,9 @@ def sglang(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Any]], d
 
 
 def test_sglang_reads_every_config(sglang: tuple[list[list[Any]], dict[str, torch.Tensor]]) -> None:
-    expected = [
-        [
-            "pack-quantized",
-            list(one.ignore),
-            4,
-            one.symmetric,
-            "group" if one.group_size else "channel",
-            one.group_size,
-            True,
-        ]
-        for one in SCHEMES
-    ]
-    assert sglang[0] == expected
+    for one, found in zip(SCHEMES, sglang[0], strict=True):
+        strategy = "group" if one.group_size else "channel"
+        assert found == ["pack-quantized", list(one.ignore), 4, one.symmetric, strategy, one.group_size, True]
 
 
 def test_zero_points_of_experts_are_those_that_a_linear_layer_would_get(

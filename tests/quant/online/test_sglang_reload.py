@@ -11,7 +11,7 @@ from ckptkit.quant.online.sglang_reload import begin, end
 
 
 class Scheme:
-    """What SGLang's scheme for packed experts does with their layer, noted."""
+    """Notes what SGLang's scheme for packed experts would do with their layer."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -26,48 +26,36 @@ class Scheme:
         layer.workspace = "new"
 
 
-def engine_model(**schemes: str) -> tuple[nn.Module, dict[str, Scheme]]:
-    """A model with one packed layer a scheme, and the scheme objects."""
-    model, made = nn.Module(), {}
-    for name, kind in schemes.items():
-        layer = nn.Module()
-        made[name] = type(kind, (Scheme,), {})()
-        layer.scheme, layer.workspace, layer.is_marlin_converted = made[name], "old", True
-        layer.register_parameter(
-            "weight_packed" if kind == "CompressedTensorsWNA16" else "w13_weight_packed", nn.Parameter(torch.zeros(1))
-        )
-        model.add_module(name, layer)
+EXPERTS = "CompressedTensorsWNA16MoE"
+
+
+def engine_model(*kinds: str) -> nn.Module:
+    """A Linear layer, and packed layers `layer0`, `layer1` with schemes of these kinds."""
+    model = nn.Module()
     model.add_module("plain", nn.Linear(2, 2))
-    return model, made
+    for place, kind in enumerate(kinds):
+        layer = nn.Module()
+        layer.scheme, layer.workspace, layer.is_marlin_converted = type(kind, (Scheme,), {})(), "old", True
+        name = "weight_packed" if kind == "CompressedTensorsWNA16" else "w13_weight_packed"
+        layer.register_parameter(name, nn.Parameter(torch.zeros(1)))
+        model.add_module(f"layer{place}", layer)
+    return model
 
 
 def test_an_engine_opens_and_closes_every_packed_layer_and_keeps_the_workspace() -> None:
-    """CUDA graphs hold the address of the workspace."""
-    model, schemes = engine_model(one="CompressedTensorsWNA16MoE", two="CompressedTensorsWNA16MoE")
-    begin(model, [])
-    end(model, [])
-    assert [scheme.calls for scheme in schemes.values()] == [["restore", "process"]] * 2
-    assert model.one.workspace == model.two.workspace == "old"
+    """CUDA graphs hold the address of the workspace. A draft model without packed experts is left alone."""
+    for model in (engine_model(EXPERTS, EXPERTS), engine_model()):
+        before = model.plain.weight.clone()
+        begin(model, [])
+        end(model, [])
+        assert torch.equal(model.plain.weight, before)
+        packed = [layer for name, layer in model.named_children() if name != "plain"]
+        assert all(layer.scheme.calls == ["restore", "process"] and layer.workspace == "old" for layer in packed)
 
 
 @pytest.mark.parametrize("kind", ["CompressedTensorsWNA16", "CompressedTensorsWNA16TritonMoE"])
 def test_an_engine_refuses_other_layers_before_it_touches_any(kind: str) -> None:
-    model, schemes = engine_model(experts="CompressedTensorsWNA16MoE", other=kind)
-    with pytest.raises(CkptkitError, match=rf"SGLang cannot load other again \({kind}\)"):
+    model = engine_model(EXPERTS, kind)
+    with pytest.raises(CkptkitError, match=rf"layer1 .*\({kind}\)"):
         begin(model, [])
-    assert [scheme.calls for scheme in schemes.values()] == [[], []]
-
-
-def test_an_engine_refuses_to_repack_what_is_packed() -> None:
-    model, schemes = engine_model(experts="CompressedTensorsWNA16MoE")
-    with pytest.raises(CkptkitError, match="repacked"):
-        end(model, [])
-    assert schemes["experts"].calls == []
-
-
-def test_a_draft_model_without_packed_experts_is_left_alone() -> None:
-    model, _ = engine_model()
-    before = model.plain.weight.clone()
-    begin(model, [])
-    end(model, [])
-    assert torch.equal(model.plain.weight, before)
+    assert [model.layer0.scheme.calls, model.layer1.scheme.calls] == [[], []]
