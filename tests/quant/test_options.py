@@ -82,8 +82,14 @@ QAT = ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1", "OPEN_TRAINING_INT4_GROUP_SIZE=32")
 def test_only_routed_experts_are_packed_and_a_launch_that_trains_in_int4_accepts_it(
     name: str, releases: PathOf, tmp_path: Path
 ) -> None:
-    quantize(releases(name), tmp_path / "int4", SCHEME, preset="rl")
+    made = quantize(releases(name), tmp_path / "int4", SCHEME, preset="rl")
     tensors = models.tensors(tmp_path / "int4")
+    assert made.packed is not None
+    unpacked = made.packed.unpacked
+    assert unpacked["output embedding"] == {"lm_head": 1}
+    assert any("not a Linear" in reason and "gate" in modules for reason, modules in unpacked.items())
+    chosen = unpacked.get("--preset rl", {})
+    assert ("self_attn" in chosen) == (name != "deepseek_v3"), "SGLang holds no latent attention in INT4"
     packed = {key.removesuffix("_packed") for key in tensors if key.endswith(".weight_packed")}
     plain = models.tensors(releases(name))
     layers = json.loads((releases(name) / "config.json").read_text())["num_hidden_layers"]

@@ -16,7 +16,7 @@ from support.fixture_types import PathOf
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.core.check import Check, Run, Tally
-from ckptkit.verify.core.report import CheckResult, Finding, Report
+from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Report
 from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -143,6 +143,17 @@ def test_inconclusive_verdict_says_what_passed_and_what_was_not_looked_at() -> N
     assert several.verdict.endswith("not looked at: 4 checks, CK701 to CK704 (it is unknown), and 1 more")
     warned = replace(report, findings=(WARNING,), not_asked=("source",))
     assert warned.verdict.startswith("INCONCLUSIVE with 1 warning: files and SGLang passed; ")
+
+
+def test_what_is_accepted_as_unchecked_is_listed_and_leaves_no_reason() -> None:
+    run = check(error=CannotCheck("needs CUDA"), nbytes=0)
+    checks = [Check(code, "t", "r", "f", run, "values") for code in ("CK505", "CK506")]
+    outcome = run_checks(Subject(Path("x")), checks)
+    assert outcome.reasons == ["CK505, CK506: needs CUDA"]
+    outcome.accept({"CK506"})
+    assert (outcome.reasons, outcome.facts) == (["CK505: needs CUDA"], {ACCEPTED: ["CK506: needs CUDA"]})
+    outcome.accept({"CK505"})
+    assert outcome.reasons == []
 
 
 @pytest.mark.parametrize(
