@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mutations.edits import edit_index as edit_weight_map
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from support.deltas import (
@@ -26,7 +26,7 @@ from support.deltas import (
     version_at,
 )
 from support.messages import text_with
-from support.models import edit, save, tensors
+from support.models import edit, save, tensors, unequal
 from torch import Tensor
 
 import ckptkit
@@ -39,7 +39,7 @@ from ckptkit.verify.core.report import Finding
 from ckptkit.verify.diff.diff import diff
 
 MIXED = ("xor", "overwrite") * 3
-NORM = "model.norm.weight"  # changed by odd steps
+NORM, OTHER = "model.norm.weight", "model.other.weight"  # the first is changed by odd steps
 FIRST = "model-00001-of-00002.safetensors"
 States = list[dict[str, Tensor]]
 Published = tuple[Path, States]
@@ -88,24 +88,17 @@ def test_a_chain_of_six_deltas_is_clean_and_every_change_is_replayed(published: 
     assert compared == {"CK122": 6, "CK123": changes, "CK221": changes, "CK222": changes}
 
 
-@pytest.mark.parametrize("number", [1, 4, 6])
+@pytest.mark.parametrize("number", [1, 6])
 def test_convert_makes_the_full_checkpoint_of_a_version(published: Published, tmp_path: Path, number: int) -> None:
     root, states = published
     src = root / "chain" if number == 6 else version_at(root / "chain", number)
     convert(src, tmp_path / "full", hf=root / "base")
-    made = tensors(tmp_path / "full")
-    assert {name: raw(one) for name, one in made.items()} == {name: raw(one) for name, one in states[number].items()}
+    assert unequal(tmp_path / "full", states[number]) == []
     # As an engine has it on its disk: compared with the chain by value, which finds that an update was not applied.
     assert ckptkit.verify(tmp_path / "full", source=src, hf=root / "base").status == "passed"
-    assert sorted(diff(tmp_path / "full", src, hf=root / "base").equal) == sorted(made)
-
-
-def test_a_local_checkpoint_that_missed_an_update_is_found(published: Published, tmp_path: Path) -> None:
-    """slime#2104: an engine could not apply a delta, nobody looked at its answer, and later ones were applied."""
-    root, states = published
-    convert(root / "chain", tmp_path / "local", hf=root / "base")
-    edit(tmp_path / "local", NORM, states[4][NORM])
-    errors = ckptkit.verify(tmp_path / "local", root / "chain", root / "base").findings
+    assert sorted(diff(tmp_path / "full", src, hf=root / "base").equal) == sorted(states[number])
+    edit(tmp_path / "full", NORM, states[0][NORM])
+    errors = ckptkit.verify(tmp_path / "full", src, root / "base").findings
     assert {(one.code, one.tensor) for one in errors} == {("CK202", NORM)}
 
 
@@ -118,27 +111,14 @@ def test_a_megatron_checkpoint_is_compared_with_the_version(published: Published
     assert {one.code for one in ckptkit.verify(tmp_path / "megatron", older, root / "base").findings} == {"CK202"}
 
 
-def copied(chain: Path, states: States) -> None:
-    shutil.rmtree(version_at(chain, 3))
-    shutil.copytree(version_at(chain, 2), version_at(chain, 3))
-
-
 # What is done, where it is found, and words of the first finding.
 DISORDER: dict[str, tuple[Damage, str, str]] = {
     "a gap": (lambda chain, _: shutil.rmtree(version_at(chain, 3)), "weight_v000003", "it is missing"),
-    "no beginning": (
-        lambda chain, _: [shutil.rmtree(version_at(chain, number)) for number in (1, 2)],
-        *("weight_v000001", "it is missing"),
-    ),
-    "copied": (copied, f"weight_v000003/{INDEX}", "version '000002', base_version '000001'"),
     "of another run": (
         lambda chain, _: edit_index(version_at(chain, 3), base_version="000007"),
         *(f"weight_v000003/{INDEX}", "version '000003', base_version '000007'"),
     ),
-    "no index": (
-        lambda chain, _: (version_at(chain, 6) / INDEX).unlink(),
-        *(f"weight_v000006/{INDEX}", "No such file or directory"),
-    ),
+    "no index": (lambda chain, _: (version_at(chain, 6) / INDEX).unlink(), f"weight_v000006/{INDEX}", "No such file"),
     "another encoding": (
         lambda chain, _: edit_index(version_at(chain, 3), delta_encoding="sub"),
         *(f"weight_v000003/{INDEX}", "'sub'"),
@@ -173,20 +153,16 @@ def twice(chain: Path, states: States) -> None:
 
 
 def unlisted(chain: Path, states: States) -> None:
-    path = version_at(chain, 1) / INDEX
-    index = json.loads(path.read_text())
-    del index["weight_map"][NORM]
-    path.write_text(json.dumps(index))
+    edit_weight_map(version_at(chain, 1), lambda files: files.pop(NORM))
 
 
-def rewritten(path: Path, old: str, new: str) -> None:
-    """Gives a tensor of a version another name, in file and index."""
-    file, stored, metadata = opened(path, old)
-    stored[new], metadata[new] = stored.pop(old), metadata.pop(old)
+def renamed(chain: Path, states: States) -> None:
+    """NORM has another name, in file and index."""
+    path = version_at(chain, 3)
+    file, stored, metadata = opened(path, NORM)
+    stored[OTHER], metadata[OTHER] = stored.pop(NORM), metadata.pop(NORM)
     save_file(stored, file, metadata)
-    index = json.loads((path / INDEX).read_text())
-    index["weight_map"][new] = index["weight_map"].pop(old)
-    (path / INDEX).write_text(json.dumps(index))
+    edit_weight_map(path, lambda files: files.update({OTHER: files.pop(NORM)}))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +171,7 @@ def rewritten(path: Path, old: str, new: str) -> None:
         (truncated, f"weight_v000004/{FIRST}", None, "truncated"),
         (lambda chain, _: (version_at(chain, 4) / FIRST).unlink(), f"weight_v000004/{INDEX}", "", "is missing"),
         (lambda chain, _: rewrite(version_at(chain, 3), NORM, torch.zeros(8)), "weight_v000003/", NORM, "float32 [8]"),
-        (
-            lambda chain, _: rewritten(version_at(chain, 3), NORM, "model.other.weight"),
-            *("weight_v000003/", "model.other.weight", "tensor"),
-        ),
+        (renamed, "weight_v000003/", OTHER, "tensor"),
         (twice, f"weight_v000001/{INDEX}", NORM, "it is in 2 files"),
         (unlisted, f"weight_v000001/{INDEX}", NORM, "has one more"),
     ],
@@ -296,8 +269,7 @@ def test_the_other_encoding_of_a_version_is_sound(published: Published, chain: P
     assert found(chain) == []
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize(("encoding", "value"), [("xor", float("nan")), ("overwrite", float("inf"))])
 def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(
     published: Published, chain: Path, encoding: str, value: float
 ) -> None:
@@ -318,19 +290,16 @@ def test_a_number_that_a_delta_makes_nan_is_found_and_one_of_the_base_is_not(
     assert found(other / "chain") == []
 
 
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"])
-def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them(name: str) -> None:
+def test_numbers_that_are_not_finite_are_counted_as_torch_counts_them() -> None:
     """Every bit pattern of the short dtypes."""
-    dtype: torch.dtype = getattr(torch, name)
-    bits = torch.arange(1 << 8 * dtype.itemsize).to(torch.int16 if dtype.itemsize > 1 else torch.uint8)
-    assert count_not_finite(bits.view(dtype), name) == int((~torch.isfinite(bits.view(dtype).float())).sum()) > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_long_numbers_that_are_not_finite_are_counted(dtype: torch.dtype) -> None:
+    for name in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "float8_e8m0fnu"):
+        dtype: torch.dtype = getattr(torch, name)
+        bits = torch.arange(1 << 8 * dtype.itemsize).to(torch.int16 if dtype.itemsize > 1 else torch.uint8)
+        assert count_not_finite(bits.view(dtype), name) == int((~torch.isfinite(bits.view(dtype).float())).sum()) > 0
     infinity = float("inf")
-    numbers = torch.tensor([0.0, -0.0, 1e38, -1e38, 1e-45, infinity, -infinity, float("nan")], dtype=dtype)
-    assert count_not_finite(numbers, str(dtype).removeprefix("torch.")) == 3
+    for name in ("float32", "float64"):
+        numbers = [0.0, -0.0, 1e38, -1e38, 1e-45, infinity, -infinity, float("nan")]
+        assert count_not_finite(torch.tensor(numbers, dtype=getattr(torch, name)), name) == 3
 
 
 def test_a_delta_without_changes_is_sound(published: Published, chain: Path) -> None:
