@@ -1,7 +1,6 @@
 """What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4 that are broken: each fault by its number and twin.
 
-The numbers count the faults that such files are known to have. 2 and 15, 16 are of the index and of lists; 19 stands in
-`test_converted_formats.py`, since it needs a source in another format.
+The numbers count the faults that such files are known to have; 19 is in `test_float_sources.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from mutations.edits import edit_config, edit_json, names, replace, tensor
 from support import floats, quantized
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.installed import release
+from support.nightly import daily
 
 from ckptkit.verify.core.report import Finding
 from ckptkit.verify.run import verify
@@ -115,33 +115,26 @@ MUTATIONS = (
     Mutation(30, faults.pairs_as_f4, "nvfp4-modelopt", "CK102", "export"),
     # Without a number of their own: an export of FP8 under NVFP4's config, and one that drops a dimension.
     Mutation(0, faults.fp8_for_nvfp4, "nvfp4-modelopt", "CK303", "float8_e4m3fn"),
-    Mutation(0, faults.scale_of_one_dimension_less, "nvfp4-modelopt", "CK303", "by NVFP4"),
+    Mutation(-1, faults.scale_of_one_dimension_less, "nvfp4-modelopt", "CK303", "by NVFP4"),
 )
-CASES = [
-    pytest.param(
-        one,
-        model,
-        id=f"{one.number}-{one.damage.__name__}-{one.code}-{model}",
-        marks=() if model == one.models[min(1, len(one.models) - 1)] else pytest.mark.nightly,
-    )
-    for one in MUTATIONS
-    for model in one.models
-]
+FIRST = {one.number: one for one in reversed(MUTATIONS)}
+CASES = [(one, model) for one in MUTATIONS for model in one.models]
+DAILY = [(one, one.models[min(1, len(one.models) - 1)]) for one in FIRST.values()]
 
 
 def said(finding: Finding) -> str:
     return f"{finding.tensor} {finding.expected} {finding.actual} {finding.hint}"
 
 
-@pytest.mark.parametrize(("mutation", "model"), CASES)
+def id_of(case: tuple[Mutation, str]) -> str:
+    return f"{case[0].number}-{case[0].damage.__name__}-{case[0].code}-{case[1]}"
+
+
+@pytest.mark.parametrize("case", daily(CASES, DAILY), ids=id_of)
 def test_mutation_is_found_and_its_twin_is_silent(
-    mutation: Mutation,
-    model: str,
-    stored: PathOf,
-    releases: PathOf,
-    copy_of: CopyOf,
-    alone: RunAlone,
+    case: tuple[Mutation, str], stored: PathOf, releases: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
+    mutation, model = case
     how = {"source_path": releases(model)} if mutation.source else {}
     how |= {"readers": mutation.readers} if mutation.readers else {}
     assert [said(finding) for finding in alone(mutation.code, stored(model, mutation.spelling), **how)[1]] == []
@@ -164,17 +157,17 @@ def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(
     assert [said(finding) for finding in alone("CK303", path)[1]] == []
 
 
-@pytest.mark.parametrize("readers", [None, ("sglang",), ("slime", "vllm")])
 def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(
-    readers: tuple[str, ...] | None, stored: PathOf, copy_of: CopyOf, alone: RunAlone
+    stored: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
-    assert alone("CK303", path, readers=readers)[1] == []
     replace(path, {}, names(path, "input_scale"))
-    findings = alone("CK303", path, readers=readers)[1]
-    assert {(finding.actual, finding.severity) for finding in findings} == {("none is stored", "error")}
+    for readers in (None, ("sglang",), ("slime", "vllm")):
+        assert alone("CK303", stored("qwen3_moe", "nvfp4-modelopt"), readers=readers)[1] == []
+        findings = alone("CK303", path, readers=readers)[1]
+        assert {(finding.actual, finding.severity) for finding in findings} == {("none is stored", "error")}
     edit_json(path / "hf_quant_config.json", lambda content: content["quantization"].update(WEIGHTS_ONLY))
-    assert alone("CK303", path, readers=readers)[1] == []
+    assert alone("CK303", path)[1] == []
 
 
 @pytest.mark.sglang
