@@ -95,11 +95,17 @@ def test_convert_makes_the_full_checkpoint_of_a_version(published: Published, tm
     src = root / "chain" if number == 6 else version_at(root / "chain", number)
     convert(src, tmp_path / "full", hf=root / "base")
     assert unequal(tmp_path / "full", states[number]) == []
-    # As an engine has it on its disk: compared with the chain by value, which finds that an update was not applied.
+    # As an engine has it on its disk: compared with the chain by value.
     assert ckptkit.verify(tmp_path / "full", source=src, hf=root / "base").status == "passed"
     assert sorted(diff(tmp_path / "full", src, hf=root / "base").equal) == sorted(states[number])
-    edit(tmp_path / "full", NORM, states[0][NORM])
-    errors = ckptkit.verify(tmp_path / "full", src, root / "base").findings
+
+
+def test_a_local_checkpoint_that_missed_an_update_is_found(published: Published, tmp_path: Path) -> None:
+    """slime#2104: an engine could not apply a delta, nobody looked at its answer, and later ones were applied."""
+    root, states = published
+    convert(root / "chain", tmp_path / "local", hf=root / "base")
+    edit(tmp_path / "local", NORM, states[4][NORM])
+    errors = ckptkit.verify(tmp_path / "local", root / "chain", root / "base").findings
     assert {(one.code, one.tensor) for one in errors} == {("CK202", NORM)}
 
 
@@ -165,8 +171,9 @@ def of_version(number: int, change: Callable[[Path], object]) -> Damage:
 
 
 SIZE = 256  # bytes of NORM
+Fault = tuple[Damage, str, str, str | None, str]
 # What is done, the check that finds it, and file, tensor (None: any) and words of its first finding.
-FAULTS: dict[str, tuple[Damage, str, str, str | None, str]] = {
+DISORDER: dict[str, Fault] = {
     "a gap": (of_version(3, shutil.rmtree), "CK122", "weight_v000003", None, "missing"),
     "of another run": (
         of_version(3, lambda path: edit_index(path, base_version="000007")),
@@ -180,6 +187,8 @@ FAULTS: dict[str, tuple[Damage, str, str, str | None, str]] = {
         of_version(3, lambda path: edit_index(path, delta_encoding="sub")),
         *("CK122", f"weight_v000003/{INDEX}", None, "'sub'"),
     ),
+}
+FAULTS: dict[str, Fault] = {
     "cut short": (
         of_version(4, lambda path: os.truncate(path / FIRST, (path / FIRST).stat().st_size - 9)),
         *("CK123", f"weight_v000004/{FIRST}", None, "truncated"),
@@ -216,10 +225,10 @@ FAULTS: dict[str, tuple[Damage, str, str, str | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_found_and_nothing_is_made_of_it(fault: str, published: Published, chain: Path) -> None:
-    damage, code, file, tensor, actual = FAULTS[fault]
-    damage(chain, published[1])
+def assert_found(fault: Fault, chain: Path, states: States) -> None:
+    """With file and tensor, and nothing is made of the chain."""
+    damage, code, file, tensor, actual = fault
+    damage(chain, states)
     first, *others = found(chain)
     assert (first.code, {one.code for one in others} <= {code}) == (code, True)
     assert str(first.file).startswith(str(chain / file))
@@ -229,6 +238,18 @@ def test_a_fault_is_found_and_nothing_is_made_of_it(fault: str, published: Publi
     with pytest.raises(CkptkitError, match="weight_v00000"):
         convert(chain, chain.parent / "full", hf=chain.parent / "base")
     assert not [one.name for one in chain.parent.iterdir() if one.name.startswith("full")]
+
+
+@pytest.mark.parametrize("fault", DISORDER)
+def test_versions_out_of_order_are_found(fault: str, published: Published, chain: Path) -> None:
+    assert_found(DISORDER[fault], chain, published[1])
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_deltas_that_do_not_lead_to_what_the_writer_had_are_found(
+    fault: str, published: Published, chain: Path
+) -> None:
+    assert_found(FAULTS[fault], chain, published[1])
 
 
 def test_a_delta_that_changes_nothing_is_found(published: Published, chain: Path) -> None:

@@ -98,7 +98,7 @@ FAULTS: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_the_tensors_is_found(fault: str, target: Path, tmp_path: Path) -> None:
+def test_a_fault_is_found(fault: str, target: Path, tmp_path: Path) -> None:
     change, code, words = FAULTS[fault]
     tensors = tensors_of("SpecForge")
     change(tensors)
