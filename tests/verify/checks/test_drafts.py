@@ -147,6 +147,17 @@ def test_what_may_be_meant_so_is_a_warning(
     assert [one.actual for one in found] == [text_with(one) for one in words]
 
 
+def test_a_draft_of_another_target_is_found(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    case.save("gemma3_text", HF_CASES["gemma3_text"], other, torch.bfloat16)
+    edit_config(other, hidden_size=64, vocab_size=99)
+    found = verify(made_draft("SpecForge", tmp_path / "draft"), source=other).findings
+    assert [(one.code, one.expected, one.actual) for one in found] == [
+        ("CK144", text_with("64"), "hidden_size 128"),
+        ("CK144", text_with("vocab_size 99"), "352"),
+    ]
+
+
 def test_a_draft_model_as_the_target_is_inconclusive(tmp_path: Path) -> None:
     report = verify(made_draft("ModelOpt", tmp_path / "draft"), source=made_draft("speculators", tmp_path / "other"))
     assert (report.status, report.findings, len(report.reasons)) == ("inconclusive", [], 1)
