@@ -96,6 +96,17 @@ def test_the_source_is_another_model_is_one_finding_and_not_one_a_key(releases: 
     assert {one.code for one in report.findings if one.cause == "CK702-1"} == {"CK202"}
 
 
+def test_a_change_inside_a_multimodal_config_is_named_there(tmp_path: Path, alone: RunAlone) -> None:
+    text = HF_CASES["gemma3_text"].config().to_dict() | {"rope_parameters": None, "rope_local_base_freq": 10000.0}
+    for folder, base in (("here", 10000.0), ("source", 1000000.0)):
+        (tmp_path / folder).mkdir()
+        content = {"model_type": "gemma3", "text_config": text | {"rope_theta": base}}
+        (tmp_path / folder / "config.json").write_text(json.dumps(content))
+    _, (finding,) = alone("CK702", tmp_path / "here", source_path=tmp_path / "source")
+    assert finding.expected == "text_config.rope_theta = 1000000.0"
+    assert finding.actual == "text_config.rope_theta = 10000.0"
+
+
 @pytest.mark.parametrize("spelling", ["v4", "v5"])
 def test_rotary_scaling_that_was_removed(spelling: str, tmp_path: Path, fresh: PathOf) -> None:
     path = fresh("qwen2-tied")

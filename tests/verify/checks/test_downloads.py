@@ -264,15 +264,6 @@ def test_pieces_in_any_order_are_hashed_once(seed: int, ahead: int, threads: int
         assert (hashed.finish(), other.finish()) == (True, False)
 
 
-def test_pieces_in_order_are_not_read_again(tmp_path: Path) -> None:
-    content = torch.arange(256, dtype=torch.uint8)
-    (tmp_path / "file").write_bytes(b"header" + bytes(content.tolist()))
-    hashed = FileHash(tmp_path / "file", "0" * 64, begin=6)
-    for start in (0, 64, 192, 128):
-        hashed.add(6 + start, content[start : start + 64])
-    assert hashed.unread == 0
-
-
 def test_who_fails_lets_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a file cannot be read, no thread waits for the one that was told so."""
     monkeypatch.setattr("ckptkit.storage.file_hash._AHEAD", 1)

@@ -30,17 +30,13 @@ from ckptkit.verify.run import verify
 
 CODES = ["CK114", "CK115", "CK116", "CK117"]
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]
-OF_A_KIND = (
-    *("dense, layers stacked", "one key a layer, uneven", "layers and experts stacked", "one key an expert"),
-    *("experts, optimizer by bucket", "experts, optimizer by parameter", "hybrid, mixers"),
-)
 
 
 def edit_args(path: Path, **changes: Any) -> None:
     edit_common(path, lambda common: vars(common["args"]).update(changes))
 
 
-@pytest.mark.parametrize("label", daily(LABELS, OF_A_KIND))
+@pytest.mark.parametrize("label", daily(LABELS, LABELS[1::2]))
 def test_what_megatron_writes_is_silent(label: str, saved: Path, passes: Callable[..., None]) -> None:
     for code in CODES:
         passes(code, saved / label)
