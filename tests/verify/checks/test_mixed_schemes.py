@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from mutations.edits import edit_config
 from support import floats
-from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.fixture_types import PathOf, RunAlone
 from support.messages import text_with
 from support.models import edit, tensors
 from support.quantized import group_config, int4, rewrite, write
@@ -128,41 +127,6 @@ def test_mxfp8_of_ocps_rule_is_within_half_a_step(off: int, count: int, releases
     spelling = floats.Spelling(lambda module, weight: mxfp8(module, weight, off), content, columns=32)
     path = floats.write(plain, tmp_path / "release" / "mxfp8", spelling)
     assert sum(one.count for one in by_source(path, plain)) == count
-
-
-FP8 = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_block", "block_size": [128, 128]}, "input_tensors": None}
-
-
-@pytest.mark.parametrize("pinned", ["model.layers.3.*", "*.down_proj"])
-def test_scales_of_two_formats_are_not_compared_with_each_other(
-    pinned: str, releases: PathOf, tmp_path: Path, copy_of: CopyOf, alone: RunAlone
-) -> None:
-    """Quark's MXFP4 with some layers in block FP8, whose scales are hundreds of times smaller."""
-
-    def store(module: str, weight: Tensor) -> dict[str, Tensor]:
-        if not fnmatchcase(module, pinned):
-            return floats.SPELLINGS["mxfp4-quark"].store(module, weight)
-        rows, columns = weight.shape
-        scale = (weight.float().abs().max() / 448).expand(-(-rows // 128), -(-columns // 128)).contiguous()
-        codes = (weight.float() / scale[0, 0]).to(torch.float8_e4m3fn)
-        return {f"{module}.weight": codes, f"{module}.weight_scale": scale}
-
-    weight = {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}
-    whole = {"weight": weight, "input_tensors": None}
-    content = {"quant_method": "quark", "global_quant_config": whole, "layer_quant_config": {pinned: FP8}}
-    plain = releases("qwen2-untied")
-    spelling = floats.Spelling(store, {"quantization_config": content | {"exclude": ["lm_head"]}}, columns=32)
-    path = floats.write(plain, tmp_path / "release" / "quark", spelling)
-    assert alone("CK308", path)[1] == []
-    assert [str(one) for one in by_source(path, plain)] == []
-    name = next(
-        name for name in tensors(path) if name.endswith(".weight_scale") and not fnmatchcase(name, f"{pinned}*")
-    )
-    broken = copy_of(path)
-    edit(broken, name, tensors(path)[name] + 7)  # 128 times
-    assert [one.tensor for one in alone("CK308", broken)[1]] == [name]
-    edit_config(path, quantization_config=content | {"layer_quant_config": {}})
-    assert "error" in {one.severity for one in alone("CK303", path)[1]}
 
 
 OURS = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "ignore": ["lm_head"]}
