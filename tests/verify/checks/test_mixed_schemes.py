@@ -163,17 +163,16 @@ TWO: dict[str, tuple[dict[str, Any], dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", TWO)
-def test_two_configs_of_one_checkpoint_are_compared(what: str, tmp_path: Path) -> None:
+def test_two_configs_of_one_checkpoint_are_compared(tmp_path: Path) -> None:
     """ModelOpt writes hf_quant_config.json with a key `quantization`, and from 1.0 on as in config.json."""
-    ours, theirs, differing = TWO[what]
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": ours}))
-    flat = {"quant_method": "modelopt", **theirs, "ignore": theirs["exclude_modules"]}
-    for content in ({"quantization": theirs}, flat):
-        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}} | content))
-        found = differing_configs(tmp_path)
-        assert found.keys() == differing
-        assert all("(config.json)" in one and "(hf_quant_config.json)" in one for one in found.values())
+    for what, (ours, theirs, differing) in TWO.items():
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": ours}))
+        flat = {"quant_method": "modelopt", **theirs, "ignore": theirs["exclude_modules"]}
+        for content in ({"quantization": theirs}, flat):
+            (tmp_path / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}} | content))
+            found = differing_configs(tmp_path)
+            assert found.keys() == differing, what
+            assert all("(config.json)" in one and "(hf_quant_config.json)" in one for one in found.values()), what
 
 
 def test_a_cache_in_one_config_of_two_is_an_error(
