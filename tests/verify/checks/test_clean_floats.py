@@ -6,7 +6,6 @@ The models have sizes that blocks of 128 divide. Readers are those that read the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,9 @@ import torch
 from families import HF_CASES, case
 from families.table import config_of
 from safetensors import safe_open
+from support.fixture_types import PathOf
+from support.messages import text_with
+from support.nightly import daily
 from support.sglang_sizes import widened
 
 from ckptkit.app.api import inspect, quantize
@@ -26,28 +28,26 @@ from ckptkit.quant.schemes.floats import FloatScheme
 from ckptkit.quant.schemes.registry import NAMES
 from ckptkit.verify.run import verify
 
-CODES = ("F8_E4M3", "U8")
-
 
 @dataclass(frozen=True)
 class Written:
-    """A scheme, the readers that it is written for, those that must agree on its list, and its name in `inspect`."""
+    """A scheme, the readers that it is written for, and those that must agree on its list."""
 
     scheme: FloatScheme
-    words: str
     readers: tuple[str, ...]
     engines: tuple[str, ...] = ("sglang",)
 
 
+COMPRESSED = "compressed-tensors"
 WRITTEN = {
-    "fp8-block": Written(FloatScheme("fp8-block"), "FP8", ("sglang", "vllm", "transformers")),
-    "fp8-block-ct": Written(FloatScheme("fp8-block", "compressed-tensors"), "FP8", ("sglang", "vllm")),
-    "fp8-channel": Written(FloatScheme("fp8-channel"), "FP8", ("sglang", "vllm")),
-    "mxfp8": Written(FloatScheme("mxfp8"), "MXFP8", ("sglang",)),
-    "mxfp8-vllm": Written(FloatScheme("mxfp8"), "MXFP8", ("vllm",), ("vllm",)),
-    "mxfp4": Written(FloatScheme("mxfp4"), "MXFP4", ("vllm",), ("vllm",)),
-    "nvfp4": Written(FloatScheme("nvfp4"), "NVFP4", ("sglang", "vllm")),
-    "nvfp4-ct": Written(FloatScheme("nvfp4", "compressed-tensors"), "NVFP4", ("vllm",), ("vllm",)),
+    "fp8-block": Written(FloatScheme("fp8-block"), ("sglang", "vllm", "transformers")),
+    "fp8-block-ct": Written(FloatScheme("fp8-block", COMPRESSED), ("sglang", "vllm")),
+    "fp8-channel": Written(FloatScheme("fp8-channel"), ("sglang", "vllm")),
+    "mxfp8": Written(FloatScheme("mxfp8"), ("sglang",)),
+    "mxfp8-vllm": Written(FloatScheme("mxfp8"), ("vllm",), ("vllm",)),
+    "mxfp4": Written(FloatScheme("mxfp4"), ("vllm",), ("vllm",)),
+    "nvfp4": Written(FloatScheme("nvfp4"), ("sglang", "vllm")),
+    "nvfp4-ct": Written(FloatScheme("nvfp4", COMPRESSED), ("vllm",), ("vllm",)),
 }
 # gpt-oss's experts are one tensor a layer, which no reader of these schemes knows.
 REFUSED = dict.fromkeys(("gpt_oss", "gpt_oss-v4"), "experts")
@@ -58,23 +58,15 @@ REFUSED |= {
 }
 # Engines' classes of these read no other format than FP8 in blocks.
 FP8_ALONE = [model for model, one in HF_CASES.items() if engine_class("sglang", config_of(one)).fp8_only]
-DAILY = {
-    ("step3p5", "mxfp8"),
-    ("mimo", "fp8-block"),
-    ("deepseek_v32", "mxfp8"),
-    ("qwen2-untied", "mxfp4"),
-    ("gpt_oss", "fp8-block"),
-}
-PAIRS = [
-    pytest.param(model, name, marks=() if (model, name) in DAILY else pytest.mark.nightly)
-    for model in HF_CASES
-    for name in WRITTEN
-]
-Plain = Callable[[str], Path]
+PAIRS = [(model, name) for model in HF_CASES for name in WRITTEN]
+DAILY = (
+    *(("step3p5", "mxfp8"), ("mimo", "fp8-block"), ("deepseek_v32", "mxfp8")),
+    *(("qwen2-untied", "mxfp4"), ("gpt_oss", "fp8-block")),
+)
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> PathOf:
     """`plain(model)`: the release of a test model; the one before it is deleted."""
     root = tmp_path_factory.mktemp("plain")
 
@@ -88,18 +80,19 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Plain:
     return find
 
 
-def quantized_in(path: Path) -> set[str]:
+def codes_in(path: Path) -> set[str]:
     """The tensors that hold codes, by the headers."""
     found = set()
     for file in path.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
-            names = [name for name in tensors.offset_keys() if "_scale" not in name]
-            found |= {name for name in names if tensors.get_slice(name).get_dtype() in CODES}
+            dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.offset_keys()}
+        found |= {name for name, dtype in dtypes.items() if dtype in ("F8_E4M3", "U8") and "_scale" not in name}
     return found
 
 
-@pytest.mark.parametrize(("model", "name"), PAIRS)
-def test_what_is_written_has_no_finding(model: str, name: str, plain: Plain, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case_of", daily(PAIRS, DAILY), ids="-".join)
+def test_what_is_written_has_no_finding(case_of: tuple[str, str], plain: PathOf, tmp_path: Path) -> None:
+    model, name = case_of
     written, out = WRITTEN[name], tmp_path / "out"
     refused = "load it in BF16, in FP8 blocks" if model in FP8_ALONE and name != "fp8-block" else REFUSED.get(model)
     if model.startswith("step3p") and name.startswith("fp8-block"):  # its sizes are the published ones, made small
@@ -109,7 +102,7 @@ def test_what_is_written_has_no_finding(model: str, name: str, plain: Plain, tmp
             quantize(plain(model), out, written.scheme, readers=written.engines)
         return
     quantize(plain(model), out, written.scheme, readers=written.engines)
-    quantized = quantized_in(out)
+    quantized = codes_in(out)
     count = len(quantized)
     report = verify(out, source=plain(model), readers=written.readers)
     assert [str(finding) for finding in report.findings] == []
@@ -118,9 +111,7 @@ def test_what_is_written_has_no_finding(model: str, name: str, plain: Plain, tmp
     assert "CK307" not in {check.code for check in report.checks}  # there is nothing to skip
     linted = lint(out, readers=written.readers)
     assert (linted.findings, linted.packed) == ((), count)
-    words = str(inspect(out)["quantization"])
-    assert words.startswith(f"{written.words} (")
-    assert f": {count} tensors" in words
+    assert inspect(out)["quantization"] == text_with(f"{name.partition('-')[0].upper()} {count} tensors")
     if name != "fp8-block":  # SGLang dequantizes the indexer's key weight from this layout alone
         assert not {one for one in quantized if ".indexer.wk." in one}
 

@@ -1,7 +1,6 @@
 """What `verify` says of weights in FP8, MXFP8, MXFP4 and NVFP4 that are broken: each fault by its number and twin.
 
-The numbers count the faults that such files are known to have. 2 and 15, 16 are of the index and of lists; 19 stands in
-`test_converted_formats.py`, since it needs a source in another format.
+The numbers count the faults that such files are known to have; 19 is in `test_float_sources.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from mutations.edits import edit_config, edit_json, names, replace, tensor
 from support import floats, quantized
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.installed import release
+from support.nightly import daily
 
 from ckptkit.verify.core.report import Finding
-from ckptkit.verify.run import verify
 
 MODELS = ("qwen2-untied", "qwen3_moe", "deepseek_v3")
 
@@ -56,13 +55,12 @@ class Mutation:
     spelling: str
     code: str
     words: str
-    source: bool = False
     readers: tuple[str, ...] | None = None
     severity: str = "error"
     models: tuple[str, ...] = MODELS
 
 
-MOE = ("deepseek_v3",)
+DENSE, MOE, VLLM = ("qwen2-untied",), ("deepseek_v3",), ("vllm",)
 WEIGHTS_ONLY = {"quant_algo": "W4A16_NVFP4"}
 MUTATIONS = (
     Mutation(1, faults.scale_dropped, "fp8", "CK303", "FP8 weights without a scale"),
@@ -72,77 +70,60 @@ MUTATIONS = (
     Mutation(5, faults.bytes_as_numbers, "fp8-ue8m0", "CK308", "far larger"),
     Mutation(6, faults.exponents_unannounced, "fp8-ue8m0", "CK303", "119.0"),
     Mutation(7, faults.reciprocal, "fp8", "CK308", "far larger"),
-    Mutation(7, faults.reciprocal, "fp8", "CK305", "further off", source=True),
+    Mutation(7, faults.reciprocal, "fp8", "CK305", "further off"),
     Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK306", "by up to 1.7 times"),
-    Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK305", "further off", source=True),
+    Mutation(8, faults.gates_scale, "nvfp4-modelopt", "CK305", "further off"),
     Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK304", "1 blocks"),
     Mutation(9, faults.zero_block_as_miles_writes_it, "fp8", "CK204", "NaN"),
     Mutation(10, faults.nan_scale, "nvfp4-modelopt", "CK304", "NaN"),
     Mutation(11, faults.label_of_powers, "fp8", "CK304", "scale_fmt ue8m0"),
-    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK305", "further off", source=True),
+    Mutation(12, faults.codes_of_the_unrounded_scale, "fp8-ue8m0", "CK305", "further off"),
     Mutation(13, faults.router_in_fp8, "fp8", "CK301", "stored in FP8"),
     Mutation(14, faults.gate_alone, "fp8", "CK306", "unquantized"),
-    Mutation(
-        15,
-        faults.layers_by_a_name_that_begins_others,
-        "nvfp4-weights",
-        "CK302",
-        "leave unpacked model.layers.{10..11}",
-        readers=("vllm",),
-        models=("qwen2-untied",),
-    ),
+    Mutation(15, faults.layers_by_a_name_that_begins_others, "nvfp4-weights", "CK302", "{10..11}", VLLM, models=DENSE),
     Mutation(16, faults.one_expert_listed, "fp8", "CK302", "SGLang 0.5.16 would leave unpacked", models=MOE),
-    Mutation(
-        16, faults.one_expert_listed, "fp8", "CK302", "vLLM 0.26 would leave unpacked", readers=("vllm",), models=MOE
-    ),
-    Mutation(17, faults.nibbles_swapped, "nvfp4-modelopt", "CK305", "further off", source=True),
-    Mutation(17, faults.nibbles_swapped, "mxfp4-quark", "CK305", "further off", source=True),
-    Mutation(17, faults.nibbles_of_fused_experts, "gpt-oss", "CK305", "further off", source=True, models=("gpt_oss",)),
-    Mutation(18, faults.scales_turned, "fp8", "CK305", "further off", source=True),
-    Mutation(20, faults.scales_of_another_layer, "fp8", "CK305", "further off", source=True),
+    Mutation(16, faults.one_expert_listed, "fp8", "CK302", "vLLM 0.26 would leave unpacked", VLLM, models=MOE),
+    Mutation(17, faults.nibbles_swapped, "nvfp4-modelopt", "CK305", "further off"),
+    Mutation(17, faults.nibbles_swapped, "mxfp4-quark", "CK305", "further off"),
+    Mutation(17, faults.nibbles_of_fused_experts, "gpt-oss", "CK305", "further off", models=("gpt_oss",)),
+    Mutation(18, faults.scales_turned, "fp8", "CK305", "further off"),
+    Mutation(20, faults.scales_of_another_layer, "fp8", "CK305", "further off"),
     Mutation(20, faults.scales_of_another_layer, "fp8", "CK304", "codes"),
-    Mutation(20, faults.scale_of_the_query, "fp8", "CK305", "further off", source=True, models=("qwen3_moe",)),
+    Mutation(20, faults.scale_of_the_query, "fp8", "CK305", "further off", models=("qwen3_moe",)),
     Mutation(21, faults.second_config_of_32, "nvfp4-modelopt", "CK303", "group_size is 32 (hf_quant_config.json)"),
     Mutation(22, faults.packed_for_a_kernel, "fp8-ue8m0", "CK303", "int32"),
     Mutation(23, faults.multiplier_for_divisor, "nvfp4-compressed", "CK308", "far larger"),
-    Mutation(24, faults.layer_listed_under_a_wrapper, "fp8", "CK302", "would pack", models=("qwen2-untied",)),
+    Mutation(24, faults.layer_listed_under_a_wrapper, "fp8", "CK302", "would pack", models=DENSE),
     Mutation(25, faults.draft_layer_unlisted, "fp8", "CK302", "would pack", models=MOE),
     Mutation(26, faults.global_scale_dropped, "nvfp4-compressed", "CK303", "without the tensor's scale"),
-    Mutation(27, faults.fnuz_bits, "fp8", "CK305", "further off", source=True),
+    Mutation(27, faults.fnuz_bits, "fp8", "CK305", "further off"),
     Mutation(27, faults.fnuz_dtype, "fp8", "CK102", "FP8 of AMD's MI300"),
-    Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "further off", source=True),
+    Mutation(28, faults.gate_and_up_interleaved, "nvfp4-modelopt", "CK305", "further off"),
     Mutation(29, faults.size_in_rows, "fp8", "CK106", "rows", severity="warning"),
     Mutation(30, faults.pairs_as_f4, "nvfp4-modelopt", "CK102", "export"),
     # Without a number of their own: an export of FP8 under NVFP4's config, and one that drops a dimension.
     Mutation(0, faults.fp8_for_nvfp4, "nvfp4-modelopt", "CK303", "float8_e4m3fn"),
     Mutation(0, faults.scale_of_one_dimension_less, "nvfp4-modelopt", "CK303", "by NVFP4"),
 )
-CASES = [
-    pytest.param(
-        one,
-        model,
-        id=f"{one.number}-{one.damage.__name__}-{one.code}-{model}",
-        marks=() if model == one.models[min(1, len(one.models) - 1)] else pytest.mark.nightly,
-    )
-    for one in MUTATIONS
-    for model in one.models
-]
+FIRST = {one.damage: one for one in reversed(MUTATIONS)}
+CASES = [(one, model) for one in MUTATIONS for model in one.models]
+DAILY = [(one, one.models[min(1, len(one.models) - 1)]) for one in FIRST.values()]
 
 
 def said(finding: Finding) -> str:
     return f"{finding.tensor} {finding.expected} {finding.actual} {finding.hint}"
 
 
-@pytest.mark.parametrize(("mutation", "model"), CASES)
+def id_of(case: tuple[Mutation, str]) -> str:
+    return f"{case[0].number}-{case[0].damage.__name__}-{case[0].code}-{case[1]}"
+
+
+@pytest.mark.parametrize("case", daily(CASES, DAILY), ids=id_of)
 def test_mutation_is_found_and_its_twin_is_silent(
-    mutation: Mutation,
-    model: str,
-    stored: PathOf,
-    releases: PathOf,
-    copy_of: CopyOf,
-    alone: RunAlone,
+    case: tuple[Mutation, str], stored: PathOf, releases: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
-    how = {"source_path": releases(model)} if mutation.source else {}
+    mutation, model = case
+    how = {"source_path": releases(model)} if mutation.code == "CK305" else {}
     how |= {"readers": mutation.readers} if mutation.readers else {}
     assert [said(finding) for finding in alone(mutation.code, stored(model, mutation.spelling), **how)[1]] == []
     path = copy_of(stored(model, mutation.spelling))
@@ -161,20 +142,20 @@ def test_listed_scale_that_no_shard_holds_is_a_missing_name_alone(
 ) -> None:
     path = copy_of(stored("qwen3_moe", "fp8"))
     faults.scale_listed_alone(path)
-    assert [said(finding) for finding in alone("CK303", path)[1]] == []
+    assert alone("CK303", path)[1] == []
 
 
-@pytest.mark.parametrize("readers", [None, ("sglang",), ("slime", "vllm")])
 def test_nvfp4_without_any_scale_of_activations_is_an_error_whoever_reads(
-    readers: tuple[str, ...] | None, stored: PathOf, copy_of: CopyOf, alone: RunAlone
+    stored: PathOf, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
-    assert alone("CK303", path, readers=readers)[1] == []
     replace(path, {}, names(path, "input_scale"))
-    findings = alone("CK303", path, readers=readers)[1]
-    assert {(finding.actual, finding.severity) for finding in findings} == {("none is stored", "error")}
+    for readers in (None, ("sglang",), ("slime", "vllm")):
+        assert alone("CK303", stored("qwen3_moe", "nvfp4-modelopt"), readers=readers)[1] == []
+        findings = alone("CK303", path, readers=readers)[1]
+        assert {(finding.actual, finding.severity) for finding in findings} == {("none is stored", "error")}
     edit_json(path / "hf_quant_config.json", lambda content: content["quantization"].update(WEIGHTS_ONLY))
-    assert alone("CK303", path, readers=readers)[1] == []
+    assert alone("CK303", path)[1] == []
 
 
 @pytest.mark.sglang
@@ -234,11 +215,11 @@ def test_scales_of_activations_that_are_all_one_are_a_warning(stored: PathOf, co
     assert alone("CK304", path)[1] == []
 
 
-def test_parts_of_a_model_that_is_not_known_are_judged(stored: PathOf, copy_of: CopyOf) -> None:
+def test_parts_of_a_model_that_is_not_known_are_judged(stored: PathOf, copy_of: CopyOf, alone: RunAlone) -> None:
     """Headers need no family."""
     path = copy_of(stored("qwen3_moe", "nvfp4-modelopt"))
     edit_config(path, model_type="model_of_tomorrow", architectures=["ModelOfTomorrow"])
+    assert alone("CK303", path)[1] == []
     faults.half_the_scales(path)
-    found = [finding for finding in verify(path).findings if finding.code == "CK303"]
-    assert len(found) == 1
-    assert "packed" in found[0].hint
+    (finding,) = alone("CK303", path)[1]
+    assert "packed" in finding.hint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 from mutations.edits import edit_config
 from safetensors.torch import save_file
 from support import models
+from support.fixture_types import PathOf
+from support.quantized import group_config
 from torch import Tensor
 
 from ckptkit.app.api import convert, quantize
@@ -93,12 +94,11 @@ def stated(method: str, **content: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": method, **content}}
 
 
-def floats(form: str) -> dict[str, Any]:
+def stated_mxfp6(form: str) -> dict[str, Any]:
     """What config.json says of MXFP6, in a whole of this format."""
     weights = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 32}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": weights | {"dynamic": "local"}}
-    groups, own = {"group_0": group | {"format": "mxfp6-quantized"}}, {"format": form, "ignore": ["lm_head"]}
-    return stated("compressed-tensors", quantization_status="compressed", config_groups=groups, **own)
+    group = {"targets": ["Linear"], "weights": weights, "format": "mxfp6-quantized"}
+    return {"quantization_config": group_config(form, group | {"input_activations": weights | {"dynamic": "local"}})}
 
 
 # What config.json says: mlx-lm writes both keys.
@@ -110,91 +110,65 @@ FORMATS: dict[str, tuple[Parts, dict[str, Any]]] = {
     "GPTQ": (gptq, stated("gptq", bits=4, group_size=32, sym=True)),
     "AWQ or AutoRound": (awq, stated("awq", bits=4, group_size=32, version="gemm")),
     "NVIDIA ModelOpt's AWQ": (modelopt_awq, stated("modelopt", quant_algo="NVFP4_AWQ", ignore=["lm_head"])),
-    "NVIDIA ModelOpt's AWQ of a config that says nothing": (modelopt_awq, {}),
-    "MXFP6": (mxfp6, floats("mxfp6-quantized")),
-    "MXFP6 of a config that says mixed-precision": (mxfp6, floats("mixed-precision")),
+    "NVIDIA ModelOpt's AWQ of a plain config": (modelopt_awq, {}),
+    "MXFP6": (mxfp6, stated_mxfp6("mxfp6-quantized")),
+    "MXFP6 of a config that says mixed-precision": (mxfp6, stated_mxfp6("mixed-precision")),
 }
 
 
-@pytest.fixture(params=sorted(FORMATS))
-def foreign(request: pytest.FixtureRequest, releases: Callable[[str], Path], tmp_path: Path) -> tuple[str, Path]:
-    """A release whose Linear layers are in the format: one file, as such releases of small models are."""
-    parts, content_of_config = FORMATS[request.param]
-    path = tmp_path / "release"
-    release = releases("qwen2-untied")
+def copied(release: Path, path: Path, content: Mapping[str, Tensor], form: str = "pt") -> Path:
+    """The release with these tensors in one file, as releases of small models are."""
     shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
-    content: dict[str, Tensor] = {}
-    for name, tensor in models.tensors(release).items():
-        module = name.removesuffix(".weight")
-        content |= parts(module, tensor) if module.endswith("_proj") else {name: tensor}
-    save_file(content, path / "model.safetensors", metadata={"format": "pt"})
-    edit_config(path, **content_of_config)
-    return str(request.param).partition(" of ")[0], path
+    save_file(dict(content), path / "model.safetensors", metadata={"format": form})
+    return path
 
 
-def test_verify_names_the_format_once_and_judges_nothing(foreign: tuple[str, Path]) -> None:
-    name, path = foreign
-    for report in (verify(path), preflight(hf_checkpoint=path)):
-        assert [str(finding) for finding in report.findings] == []
-        assert report.status == "inconclusive"
-        assert [f"{name}" in reason and "read" in reason for reason in report.reasons] == [True]
-
-
-def test_lint_names_the_format_that_config_json_states(foreign: tuple[str, Path]) -> None:
-    name, path = foreign
-    method = json.loads((path / "config.json").read_text()).get("quantization_config", {}).get("quant_method")
-    refused: type[CkptkitError] = CkptkitError
-    words = "config.json has no quantization_config" if method is None else f"quant_method '{method}'"
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_verb_names_the_format_and_judges_nothing(form: str, releases: PathOf, tmp_path: Path) -> None:
+    (parts, config), name = FORMATS[form], form.partition(" of ")[0]
+    release, content = releases("qwen2-untied"), dict[str, Tensor]()
+    for key, tensor in models.tensors(release).items():
+        module = key.removesuffix(".weight")
+        content |= parts(module, tensor) if module.endswith("_proj") else {key: tensor}
+    path = copied(release, tmp_path / "release", content)
+    edit_config(path, **config)
+    for report in (verify(path), preflight(hf_checkpoint=path), verify(release, source=path)):
+        assert (report.findings, report.status) == ([], "inconclusive")
+        assert len([reason for reason in report.reasons if name in reason]) == 1
+    method = config.get("quantization_config", {}).get("quant_method")
+    error: type[CkptkitError] = CkptkitError
+    words = method or "quantization_config"
     if method in ("compressed-tensors", "modelopt") or name == "MLX":
-        named = name.partition("'s")[0]
-        refused, words = UnsupportedError, f"quantized format of {named}"
-    with pytest.raises(refused, match=words):
+        error, words = UnsupportedError, name.partition("'s")[0]
+    with pytest.raises(error, match=words):
         lint(path)
-
-
-def test_a_source_in_the_format_is_named_too(foreign: tuple[str, Path], releases: Callable[[str], Path]) -> None:
-    name, path = foreign
-    report = verify(releases("qwen2-untied"), source=path)
-    assert (report.status, report.errors) == ("inconclusive", 0)
-    assert any(f"quantized format of {name}" in reason for reason in report.reasons)
-
-
-def test_convert_and_quantize_name_the_format(foreign: tuple[str, Path], tmp_path: Path) -> None:
-    name, path = foreign
-    with pytest.raises(UnsupportedError, match=f"quantized format of {name}") as refused:
+    with pytest.raises(UnsupportedError, match=name) as refused:
         convert(path, tmp_path / "megatron")
     assert "unquantized release" in str(refused.value.hint)
-    with pytest.raises(UnsupportedError, match=f"quantized format of {name}"):
+    with pytest.raises(UnsupportedError, match=name):
         quantize(path, tmp_path / "int4", QuantScheme(32, "qmax7"))
     assert not (tmp_path / "megatron").exists()
     assert not (tmp_path / "int4").exists()
 
 
-def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(
-    releases: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_experts_as_mlx_stacks_them_are_named_without_a_quantized_format(releases: PathOf, tmp_path: Path) -> None:
     """mlx-lm's conversion to bfloat16: `switch_mlp` holds the experts of a layer in one tensor each."""
-    path, release = tmp_path / "mlx", releases("qwen3_moe")
-    shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
-    content: dict[str, Tensor] = {}
-    apart: dict[str, list[Tensor]] = {}
-    for name, tensor in models.tensors(release).items():
-        before, experts, rest = name.partition(".experts.")
-        if experts:
-            apart.setdefault(f"{before}.switch_mlp.{rest.partition('.')[2]}", []).append(tensor)
+    content, experts = dict[str, Tensor](), dict[str, list[Tensor]]()
+    for name, tensor in models.tensors(releases("qwen3_moe")).items():
+        before, part, after = name.partition(".experts.")
+        if part:
+            experts.setdefault(f"{before}.switch_mlp.{after.partition('.')[2]}", []).append(tensor)
         else:
             content[name] = tensor
-    content |= {name: torch.stack(tensors) for name, tensors in apart.items()}
-    save_file(content, path / "model.safetensors", metadata={"format": "mlx"})
+    content |= {name: torch.stack(tensors) for name, tensors in experts.items()}
+    path = copied(releases("qwen3_moe"), tmp_path / "mlx", content, "mlx")
     for report in (verify(path), preflight(hf_checkpoint=path)):
         assert (report.findings, report.status) == ([], "inconclusive")
-        assert sum("experts stacked as MLX has them (switch_mlp)" in reason for reason in report.reasons) == 1
-    with pytest.raises(UnsupportedError, match="as MLX has them"):
+        assert len([reason for reason in report.reasons if "switch_mlp" in reason]) == 1
+    with pytest.raises(UnsupportedError, match="MLX"):
         convert(path, tmp_path / "megatron")
 
 
-def test_plain_weights_that_mlx_wrote_are_read(releases: Callable[[str], Path], tmp_path: Path) -> None:
-    path, release = tmp_path / "mlx", releases("qwen2-untied")
-    shutil.copytree(release, path, ignore=shutil.ignore_patterns("*.safetensors*"))
-    save_file(models.tensors(release), path / "model.safetensors", metadata={"format": "mlx"})
-    assert verify(path).findings == []
+def test_plain_weights_that_mlx_wrote_are_read(releases: PathOf, tmp_path: Path) -> None:
+    release = releases("qwen2-untied")
+    assert verify(copied(release, tmp_path / "mlx", models.tensors(release), "mlx")).findings == []

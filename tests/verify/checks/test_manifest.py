@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pytest
 import torch
 from blake3 import blake3
 from click.testing import CliRunner
+from mutations.edits import replace, tensor
 from support import models
-from support.fixture_types import CopyOf, PathOf, RunAlone
+from support.fixture_types import PathOf, RunAlone
 from support.messages import text_with
 from torch import Tensor
 
@@ -92,95 +92,54 @@ def test_what_is_converted_has_a_manifest(releases: PathOf, tmp_path: Path) -> N
         assert verify(path, manifest=path / "ckptkit.json").findings == []
 
 
-def test_what_is_quantized_has_a_manifest(releases: PathOf, tmp_path: Path) -> None:
-    quantize(releases("qwen2-tied"), tmp_path / "int4", QuantScheme(32, "qmax7"))
-    content = promised(tmp_path / "int4" / "ckptkit.json")
-    assert {name: entry[2] for name, entry in content["tensors"].items()} == {
-        name: digest_of(one) for name, one in models.tensors(tmp_path / "int4").items()
-    }
-    assert content["lineage"]["digest_of"] == "headers"
-
-
-def test_the_headers_of_another_release_are_another_lineage(releases: PathOf, tmp_path: Path) -> None:
-    found = []
+def test_what_is_quantized_has_a_manifest_that_tells_its_source(releases: PathOf, tmp_path: Path) -> None:
+    sources = set()
     for name in ("qwen2-tied", "qwen2-untied"):
-        convert(releases(name), tmp_path / name)
-        found.append(promised(tmp_path / name / "ckptkit.json")["lineage"]["digest"])
-    assert len(set(found)) == 2
+        quantize(releases(name), tmp_path / name, QuantScheme(32, "qmax7"))
+        content = promised(tmp_path / name / "ckptkit.json")
+        assert {key: entry[2] for key, entry in content["tensors"].items()} == {
+            key: digest_of(tensor) for key, tensor in models.tensors(tmp_path / name).items()
+        }
+        assert content["lineage"]["digest_of"] == "headers"
+        sources.add(content["lineage"]["digest"])
+    assert len(sources) == 2
 
 
-def test_a_copy_is_proved_without_its_source(releases: PathOf, manifests: PathOf, fresh: PathOf) -> None:
-    for name, count in (("qwen2-tied", 146), ("glm4_moe", len(models.tensors(releases("glm4_moe"))))):
-        report = verify(fresh(name), manifest=manifests(name))
-        assert report.findings == []
-        (result,) = [check for check in report.checks if check.code == "CK120"]
-        assert (result.status, result.tensors_compared) == ("passed", count)
+def test_a_copy_is_proved_without_its_source(manifests: PathOf, fresh: PathOf) -> None:
+    report = verify(fresh("glm4_moe"), manifest=manifests("glm4_moe"))
+    assert report.findings == []
+    (result,) = [check for check in report.checks if check.code == "CK120"]
+    assert (result.status, result.tensors_compared) == ("passed", 2 * 14 + 10 * 52 + 3)
 
 
-def test_tensor_with_another_dtype_or_shape_than_the_manifest_is_found(
-    manifests: PathOf, fresh: PathOf, alone: RunAlone
-) -> None:
+READ_BY_LOADERS = (
+    *("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "special_tokens_map.json"),
+    *("added_tokens.json", "tokenizer.json", "tokenizer.tiktoken", "preprocessor_config.json", "modeling_x.py"),
+    *("pkg/evil.py", "custom_generate/a/b.py", "custom_generate/generate.py", "adapter_config.json"),
+)
+READ_BY_NONE = ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.txt")
+
+
+def test_every_difference_from_the_manifest_is_found(manifests: PathOf, fresh: PathOf, alone: RunAlone) -> None:
     path = fresh("qwen2-tied")
-    models.edit(path, UP, models.tensors(path)[UP].half())
-    _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
-    assert finding.actual == "[288, 128] float16, in the manifest [288, 128] bfloat16"
-
-
-def test_manifest_with_missing_or_extra_tensors_is_found(releases: PathOf, manifests: PathOf, alone: RunAlone) -> None:
-    tied, untied, unknown = "qwen2-tied", "qwen2-untied", text_with("manifest")
-    for name, other, actual in ((tied, untied, "missing"), (untied, tied, unknown)):
-        _, findings = alone("CK120", releases(name), manifest=manifests(other))
-        assert ("lm_head.weight", actual) in [(one.tensor, one.actual) for one in findings]
-
-
-@pytest.mark.parametrize(("change", "actual"), [("edit", "its bytes differ"), ("remove", "missing")])
-def test_side_file_changed_since_the_manifest_is_found(
-    change: str, actual: str, manifests: PathOf, fresh: PathOf, alone: RunAlone
-) -> None:
-    path = fresh("qwen2-tied")
-    file = path / "tokenizer_config.json"
-    if change == "edit":
-        file.write_text(file.read_text() + " ")
-    else:
-        file.unlink()
-    _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
-    assert (finding.file, finding.actual) == (str(file), actual)
-
-
-ADDED = [
-    "chat_template.jinja",
-    "additional_chat_templates/tool_use.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.json",
-    "tokenizer.tiktoken",
-    "preprocessor_config.json",
-    "modeling_x.py",
-    "pkg/evil.py",
-    "custom_generate/a/b.py",
-    "custom_generate/generate.py",
-    "adapter_config.json",
-]
-
-
-@pytest.mark.parametrize("name", ADDED)
-def test_file_that_loaders_read_and_the_manifest_does_not_name_is_found(
-    name: str, manifests: PathOf, fresh: PathOf, alone: RunAlone
-) -> None:
-    path = fresh("qwen2-tied")
-    (path / name).parent.mkdir(parents=True, exist_ok=True)
-    (path / name).write_text("{}")
-    _, (finding,) = alone("CK120", path, manifest=manifests("qwen2-tied"))
-    assert (finding.severity, finding.file) == ("error", str(path / name))
-    assert "file" in finding.actual
-
-
-def test_files_that_no_loader_reads_may_be_added(manifests: PathOf, fresh: PathOf, alone: RunAlone) -> None:
-    path = fresh("qwen2-tied")
-    for name in ("README.md", "LICENSE", "trainer_state.json", "ckptkit.json", ".cache/x.py", "figures/plot.txt"):
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_text("x")
-    assert alone("CK120", path, manifest=manifests("qwen2-tied"))[1] == []
+    new = {UP: tensor(path, UP).half(), "lm_head.weight": torch.ones(352, 128, dtype=torch.bfloat16)}
+    replace(path, new, ["model.norm.weight"])
+    edited, removed = path / "tokenizer_config.json", path / "generation_config.json"
+    edited.write_text(edited.read_text() + " ")
+    removed.unlink()
+    for name in (*READ_BY_LOADERS, *READ_BY_NONE):
+        (path / name).parent.mkdir(exist_ok=True, parents=True)
+        (path / name).write_text("{}")
+    _, findings = alone("CK120", path, manifest=manifests("qwen2-tied"))
+    assert {finding.severity for finding in findings} == {"error"}
+    assert {finding.tensor or finding.file: finding.actual for finding in findings} == {
+        UP: text_with("[288, 128] float16 [288, 128] bfloat16"),
+        "lm_head.weight": text_with("manifest"),
+        "model.norm.weight": "missing",
+        str(edited): text_with("bytes"),
+        str(removed): "missing",
+        **{str(path / name): text_with("file") for name in READ_BY_LOADERS},
+    }
 
 
 def test_file_added_to_the_hf_files_of_a_megatron_checkpoint_is_found(
@@ -206,22 +165,19 @@ def test_names_on_disk_are_compared_whatever_the_source(
     assert result.tensors_compared == len(promised(manifest)["tensors"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"schema": "something/2"}, "schema 'something/2'"),
-        ({"tensors": {}}, "has no digests"),
-        ({"files": {"config.json": "short"}}, "the digest of config.json is not a BLAKE3"),
-        ({"tensors": {"x": ["bfloat16", [1], "0" * 63]}}, "the entry of x is not"),
-        ({"tensors": {"x": ["bfloat16", [1.5], "0" * 64]}}, "the entry of x is not"),
-    ],
-)
-def test_manifest_that_is_malformed_is_refused(
-    change: dict[str, Any], message: str, manifests: PathOf, tmp_path: Path
-) -> None:
-    (tmp_path / "manifest.json").write_text(json.dumps(promised(manifests("qwen2-tied")) | change))
-    with pytest.raises(CkptkitError, match=message):
-        read_manifest(tmp_path / "manifest.json")
+def test_manifests_that_are_malformed_are_refused(manifests: PathOf, tmp_path: Path) -> None:
+    sound, path = promised(manifests("qwen2-tied")), tmp_path / "manifest.json"
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"schema": "something/2"}, "something/2"),
+        ({"tensors": {}}, "digests"),
+        ({"files": {"config.json": "short"}}, r"config\.json.* BLAKE3"),
+        ({"tensors": {"x": ["bfloat16", [1], "0" * 63]}}, "entry of x"),
+        ({"tensors": {"x": ["bfloat16", [1.5], "0" * 64]}}, "entry of x"),
+    )
+    for change, message in wrong:
+        path.write_text(json.dumps(sound | change))
+        with pytest.raises(CkptkitError, match=message):
+            read_manifest(path)
 
 
 def test_manifest_command_output_is_verified_by_the_verify_command(fresh: PathOf, tmp_path: Path) -> None:
@@ -232,33 +188,21 @@ def test_manifest_command_output_is_verified_by_the_verify_command(fresh: PathOf
     assert run(cli, ["verify", str(path), "--manifest", str(tmp_path / "kept.json")]).exit_code == 0
     models.edit(path, UP, models.tensors(path)[UP] + 1)
     assert run(cli, ["verify", str(path), "--manifest", str(tmp_path / "kept.json")]).exit_code == 1
-    shutil.rmtree(path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_manifest_under_a_name_that_loaders_read_is_refused(fresh: PathOf, name: str) -> None:
+def test_a_manifest_replaces_nothing_and_has_no_name_that_loaders_read(fresh: PathOf) -> None:
     model = fresh("qwen2-tied")
-    before = {path.name: path.read_bytes() for path in model.iterdir()}
-    with pytest.raises(CkptkitError, match=name):
-        make_manifest(model, model / name)
-    assert {path.name: path.read_bytes() for path in model.iterdir()} == before
-
-
-@pytest.mark.parametrize("is_ours", [True, False])
-def test_what_is_there_is_never_replaced_by_a_manifest(releases: PathOf, copy_of: CopyOf, is_ours: bool) -> None:
-    model = copy_of(releases("qwen2-tied"))
-    if is_ours:
-        assert make_manifest(model) == model / "ckptkit.json"
-    else:
-        (model / "ckptkit.json").write_text('{"notes": "of a user"}')
-    before = (model / "ckptkit.json").read_bytes()
-    with pytest.raises(CkptkitError, match="exists"):
-        make_manifest(model)
-    assert (model / "ckptkit.json").read_bytes() == before
-
-
-def test_manifest_into_a_directory_that_is_not_there_is_refused_before_the_work(
-    releases: PathOf, tmp_path: Path
-) -> None:
+    before = models.content(model)
+    for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
+        with pytest.raises(CkptkitError, match=name):
+            make_manifest(model, model / name)
     with pytest.raises(CkptkitError, match="absent does not exist"):
-        make_manifest(releases("qwen2-tied"), tmp_path / "absent/manifest.json")
+        make_manifest(model, model / "absent" / "manifest.json")
+    assert models.content(model) == before
+    file = make_manifest(model)
+    assert file == model / "ckptkit.json"
+    for content in (file.read_bytes(), b'{"notes": "of a user"}'):
+        file.write_bytes(content)
+        with pytest.raises(CkptkitError, match="exists"):
+            make_manifest(model)
+        assert file.read_bytes() == content

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from mutations.edits import edit_common
 from mutations.edits import saved as blob_of
 from support import models
 from support.fixture_types import PathOf, RunAlone
 from support.megatron_saves import SAVES
 from support.messages import text_with
+from support.nightly import daily
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
@@ -30,17 +32,11 @@ CODES = ["CK114", "CK115", "CK116", "CK117"]
 LABELS = [label for label, (_, how) in SAVES.items() if "legacy" not in how and "fsdp2" not in how]
 
 
-def edit_common(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    common = torch.load(path / "release" / "common.pt", weights_only=False)
-    change(common)
-    torch.save(common, path / "release" / "common.pt")
-
-
 def edit_args(path: Path, **changes: Any) -> None:
-    edit_common(path, lambda common: common.update(args=Namespace(**(vars(common["args"]) | changes))))
+    edit_common(path, lambda common: vars(common["args"]).update(changes))
 
 
-@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("label", daily(LABELS, LABELS[1::2]))
 def test_what_megatron_writes_is_silent(label: str, saved: Path, passes: Callable[..., None]) -> None:
     for code in CODES:
         passes(code, saved / label)
@@ -66,25 +62,6 @@ def test_training_arguments_without_sizes_require_no_keys(fresh_megatron: PathOf
 # CK115
 
 
-def rename(old: str, new: str) -> Callable[[Any], None]:
-    def change(metadata: Any) -> None:
-        for key in [key for key in metadata.state_dict_metadata if old in key]:
-            metadata.state_dict_metadata[key.replace(old, new)] = metadata.state_dict_metadata.pop(key)
-            for index in [index for index in metadata.storage_data if index.fqn == key]:
-                moved = type(index)(key.replace(old, new), index.offset, index.index)
-                metadata.storage_data[moved] = metadata.storage_data.pop(index)
-
-    return change
-
-
-def test_an_expert_with_a_key_of_its_own(fresh_megatron: PathOf, alone: RunAlone) -> None:
-    path = fresh_megatron("glm4_moe")
-    experts = "layers.3.mlp.experts.experts"
-    models.edit_metadata(path / "release", rename(f"{experts}.linear_fc2.weight", f"{experts}.0.linear_fc2.weight"))
-    _, (finding,) = alone("CK115", path)
-    assert finding.expected == text_with("content_metadata singleton_local_shards")
-
-
 def test_per_layer_keys_that_the_arguments_ask_for(fresh_megatron: PathOf, alone: RunAlone) -> None:
     """A list as moe_layer_freq makes Megatron give each layer its keys, whatever non_homogeneous_layers says."""
     path = fresh_megatron("glm4_moe")
@@ -95,24 +72,19 @@ def test_per_layer_keys_that_the_arguments_ask_for(fresh_megatron: PathOf, alone
 # CK111
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("sharded_backend", "x"), ("sharded_backend_version", 2), ("common_backend", "x"), ("common_backend_version", 3)],
-)
-def test_a_version_that_megatron_does_not_know(
-    key: str, value: Any, fresh_megatron: PathOf, edit_json: Callable[..., None], alone: RunAlone
-) -> None:
-    path = fresh_megatron("qwen2-tied")
-    edit_json(path / "release" / "metadata.json", **{key: value})
-    _, (finding,) = alone("CK111", path)
-    assert (finding.expected.split()[0], finding.actual) == (key, repr(value))
-
-
-def test_metadata_that_later_megatron_omits_is_not_missed(
+def test_versions_that_megatron_does_not_know(
     fresh_megatron: PathOf, edit_json: Callable[..., None], alone: RunAlone
 ) -> None:
     path = fresh_megatron("qwen2-tied")
-    edit_json(path / "release" / "metadata.json", common_backend=None, common_backend_version=None)
+    file = path / "release" / "metadata.json"
+    sound = file.read_text()
+    unknown = {"sharded_backend_version": 2, "common_backend": "x", "common_backend_version": 3}
+    for key, value in unknown.items():
+        edit_json(file, **{key: value})
+        _, (finding,) = alone("CK111", path)
+        assert (finding.expected.split()[0], finding.actual) == (key, repr(value))
+        file.write_text(sound)
+    edit_json(file, common_backend=None, common_backend_version=None)  # which later Megatron omits
     assert alone("CK111", path)[1] == []
 
 
@@ -204,7 +176,6 @@ def broken(saved: Path, copy_of: Callable[[Path], Path]) -> Callable[[str, Calla
     ("kind", "change", "codes"),
     [
         ("exp_avg", lambda tensor: tensor.index_fill(0, torch.tensor([7]), torch.nan), ["CK213"]),
-        ("exp_avg_sq", torch.neg, ["CK213"]),
         ("param", lambda tensor: tensor * (1 + 2**-6), ["CK214"]),
         ("param", torch.clone, []),
     ],
@@ -245,6 +216,7 @@ def test_state_whose_parts_were_flattened_is_seen_in_the_shape_of_its_weight() -
     assert not is_flattened((4, 6), (4, 6))
 
 
-@pytest.mark.parametrize(("offset", "elements", "padding"), [(100, 28, True), (128, 28, False), (100, 64, False)])
-def test_a_short_chunk_that_begins_where_no_parameter_can_is_padding(offset: int, elements: int, padding: bool) -> None:
-    assert is_padding(offset, elements) == padding
+def test_a_short_chunk_that_begins_where_no_parameter_can_is_padding() -> None:
+    assert is_padding(offset=100, elements=28)
+    assert not is_padding(offset=128, elements=28)
+    assert not is_padding(offset=100, elements=64)
