@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from mutations.edits import edit_json, replace, tensor
-from mutations.int4 import unpack
+from mutations.int4 import awq, codes, unpack
 from support import models
 from support.fixture_types import CopyOf, PathOf, RunAlone
 from support.messages import text_with
@@ -35,22 +36,17 @@ def weights_of(config: dict[str, Any]) -> Any:
     return config["quantization_config"]["config_groups"]["group_0"]["weights"]
 
 
-def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, passes: Callable[..., None]) -> None:
-    """Phi-3 has qkv_proj and gate_up_proj."""
-    models.save("phi3", tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "qmax7"))
-    passes("CK306", tmp_path / "int4")
-
-
-def test_packed_checkpoint_without_defect_is_silent(int4: Path, passes: Callable[..., None]) -> None:
-    # q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice.
+def test_packed_checkpoint_without_defect_is_silent(
+    int4: Path, releases: PathOf, tmp_path: Path, passes: Callable[..., None], alone: RunAlone
+) -> None:
+    """q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice."""
     passes("CK306", int4, 12 * 3 + 12 * 2 + 2 * 360)
     passes("CK308", int4, 444)  # all that are packed
-
-
-@pytest.mark.parametrize("code", ["CK306", "CK307", "CK308"])
-def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: RunAlone) -> None:
-    assert alone(code, releases("glm4_moe"), tp=2) == (None, [])
+    for code in ("CK306", "CK307", "CK308"):
+        assert alone(code, releases("glm4_moe"), tp=2) == (None, [])
+    models.save("phi3", tmp_path / "plain")  # with qkv_proj and gate_up_proj in one piece
+    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "qmax7"))
+    passes("CK306", tmp_path / "int4")
 
 
 # CK306
@@ -60,7 +56,6 @@ def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: 
     "modules",
     [
         [f"{ATTENTION}.k_proj"],
-        ["model.layers.0.mlp.up_proj"],
         [f"{EXPERT}.down_proj"],
         [DOWN.format(expert) for expert in range(12)],
         [SHARED.format(layer) for layer in range(2, 12)],
@@ -121,8 +116,8 @@ def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: P
 
 
 def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(int4)
-    name = f"{EXPERT}.down_proj.weight_scale"
+    """Those that differ by more are mutations."""
+    path, name = copy_of(int4), f"{EXPERT}.down_proj.weight_scale"
     replace(path, {name: tensor(path, name) * 16})
     assert alone("CK308", path)[1] == []
 
@@ -130,29 +125,24 @@ def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, 
 # CK305
 
 
-def too_coarse(path: Path, module: str, original: torch.Tensor, factor: float) -> None:
-    """Quantizes one weight again with scales that are too large: every weight is still within half a step."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
+def requantized(original: torch.Tensor, factor: float) -> dict[str, torch.Tensor]:
+    """Parts with scales that are too large by a factor: every weight is still within half a step."""
     scale = (original.float().unflatten(1, (-1, 32)).abs().amax(-1) / 7 * factor).bfloat16()
     codes = (original.float() / scale.float().repeat_interleave(32, 1)).round().clamp(-8, 7).to(torch.int8)
-    models.edit(path, f"{module}.weight_scale", scale)
-    models.edit(path, f"{module}.weight_packed", pack_to_int32(codes, 4))
+    return {"weight_scale": scale, "weight_packed": pack_to_int32(codes, 4)}
 
 
 @pytest.mark.parametrize(("factor", "named"), [(2.0, True), (2.0, False), (1.0, True)])
 def test_quantization_steps_too_large_for_the_named_grid_are_found(
     factor: float, named: bool, int4: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
 ) -> None:
-    path = copy_of(int4)
-    too_coarse(path, f"{EXPERT}.up_proj", models.tensors(releases("glm4_moe"))[f"{EXPERT}.up_proj.weight"], factor)
+    path, module = copy_of(int4), f"{EXPERT}.up_proj"
+    parts = requantized(models.tensors(releases("glm4_moe"))[f"{module}.weight"], factor)
+    replace(path, {f"{module}.{part}": one for part, one in parts.items()})
     if not named:
         edit_json(path / "config.json", lambda config: weights_of(config).update(observer_kwargs={}))
-    found = alone("CK305", path, source_path=releases("glm4_moe"))[1]
-    if factor == 1.0 or not named:
-        assert found == []
-        return
-    assert [(one.tensor, one.actual) for one in found] == [(f"{EXPERT}.up_proj.weight_scale", "up to 101% off")]
+    found = [(one.tensor, one.actual) for one in alone("CK305", path, source_path=releases("glm4_moe"))[1]]
+    assert found == ([(f"{module}.weight_scale", "up to 101% off")] if factor == 2 and named else [])
 
 
 def moved(codes: torch.Tensor) -> torch.Tensor:
@@ -162,13 +152,8 @@ def moved(codes: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-def in_awq_order(codes: torch.Tensor) -> torch.Tensor:
-    """The codes of each word in the order of AWQ."""
-    return codes.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
-
-
 @pytest.mark.parametrize("actorder", ["static", "weight", None])
-@pytest.mark.parametrize("change", [moved, in_awq_order])
+@pytest.mark.parametrize("change", [moved, awq])
 def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
     actorder: str | None,
     change: Callable[[torch.Tensor], torch.Tensor],
@@ -177,22 +162,13 @@ def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
     releases: PathOf,
     alone: RunAlone,
 ) -> None:
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-
     path, name = copy_of(int4), f"{EXPERT}.up_proj.weight_packed"
-    codes = unpack_from_int32(models.tensors(path)[name], 4, torch.Size((96, 128)))
-    models.edit(path, name, pack_to_int32(change(codes).contiguous(), 4))
+    replace(path, {name: codes(change)(tensor(path, name))})
     edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))
-    result, found = alone("CK305", path, source_path=releases("glm4_moe"))
-    packed, wrongly = alone("CK302", path)
-    assert (wrongly, packed.status) == ([], "passed")  # type: ignore[union-attr]
-    if actorder and change is moved:
-        assert (found, result.status) == ([], "passed")  # type: ignore[union-attr]
-        return
-    assert [finding.tensor for finding in found] == [f"{EXPERT}.up_proj.weight"]
-    assert found[0].expected == (
-        "rows within 50% of their norm" if actorder else "at most 0.547 quantization steps off"
-    )
+    assert alone("CK302", path)[1] == []
+    found = [(one.tensor, one.expected) for one in alone("CK305", path, source_path=releases("glm4_moe"))[1]]
+    expected = "rows within 50% of their norm" if actorder else "at most 0.547 quantization steps off"
+    assert found == ([] if actorder and change is moved else [(f"{EXPERT}.up_proj.weight", expected)])
 
 
 @pytest.fixture(scope="module")
@@ -226,16 +202,15 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
     reader: str, releases: PathOf, tmp_path: Path, alone: RunAlone
 ) -> None:
     """One scale a row."""
-    leave = (r"re:.*\.mlp\.shared_experts\..*",)
-    scheme = QuantScheme(None, "minmax", leave, symmetric=False)
-    quantize(releases("glm4_moe"), tmp_path / "own", scheme, readers=(reader,))
-    result, found = alone("CK309", tmp_path / "own")
+    path = tmp_path / "own"
+    scheme = QuantScheme(None, "minmax", (r"re:.*\.mlp\.shared_experts\..*",), symmetric=False)
+    quantize(releases("glm4_moe"), path, scheme, readers=(reader,))
     experts = [f"model.layers.{{2..11}}.mlp.experts.{{0..11}}.{part}_proj" for part in ("down", "gate", "up")]
-    wrong = [f"{expert}.weight_zero_point" for expert in experts] if reader == "vllm" else []
-    assert sorted(str(one.tensor) for one in found) == wrong
-    assert all((one.severity, "take for others" in one.actual) == ("error", True) for one in found)
-    assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)  # type: ignore[union-attr]
-    assert alone("CK309", tmp_path / "own", readers=("vllm",)) == (None, [])
-    assert alone("CK309", tmp_path / "own", against=frozenset({"vllm"})) == (None, [])
-    result, both = alone("CK309", tmp_path / "own", readers=("vllm", "sglang"))
-    assert (result.status, len(both)) == ("failed" if wrong else "passed", len(wrong))  # type: ignore[union-attr]
+    wrong = [(f"{expert}.weight_zero_point", "error") for expert in experts] if reader == "vllm" else []
+    for readers in ((), ("vllm", "sglang")):
+        result, found = alone("CK309", path, readers=readers or None)
+        assert result is not None
+        assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)
+        assert sorted((one.tensor, one.severity) for one in found) == wrong
+    assert alone("CK309", path, readers=("vllm",)) == (None, [])
+    assert alone("CK309", path, against=frozenset({"vllm"})) == (None, [])
