@@ -34,43 +34,7 @@ PRE, VIDEO, PROCESSOR = "preprocessor_config.json", "video_preprocessor_config.j
 OF_4 = {PRE: QWEN2}
 OF_5 = {PROCESSOR: {"image_processor": {**QWEN2, "processor_class": None}, "processor_class": "Qwen2VLProcessor"}}
 # preprocessor_config.json as releases have it, and the class that joins the parts.
-RELEASES: Mapping[str, tuple[str, Files]] = json.loads("""{
-"qwen2_vl": ["Qwen2VLProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
- "image_std": [0.26862954, 0.26130258, 0.27577711], "min_pixels": 3136, "max_pixels": 12845056, "patch_size": 14,
- "temporal_patch_size": 2, "merge_size": 2, "image_processor_type": "Qwen2VLImageProcessor", "processor_class":
- "Qwen2VLProcessor"}}],
-"qwen3_vl": ["Qwen3VLProcessor", {"preprocessor_config.json": {"size": {"longest_edge": 16777216, "shortest_edge":
- 65536}, "patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std":
- [0.5, 0.5, 0.5], "processor_class": "Qwen3VLProcessor", "image_processor_type": "Qwen2VLImageProcessorFast"},
- "video_preprocessor_config.json": {"size": {"longest_edge": 25165824, "shortest_edge": 4096}, "patch_size": 16,
- "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5],
- "processor_class": "Qwen3VLProcessor", "video_processor_type": "Qwen3VLVideoProcessor"}}],
-"gemma3": ["Gemma3Processor", {"preprocessor_config.json": {"do_convert_rgb": null, "do_normalize": true,
- "do_pan_and_scan": null, "do_rescale": true, "do_resize": true, "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5,
- 0.5, 0.5], "image_processor_type": "Gemma3ImageProcessor", "image_seq_length": 256, "pan_and_scan_max_num_crops":
- null, "pan_and_scan_min_crop_size": null, "resample": 2, "pan_and_scan_min_ratio_to_activate": null,
- "processor_class": "Gemma3Processor", "rescale_factor": 0.00392156862745098, "size": {"height": 896, "width": 896}},
- "processor_config.json": {"image_seq_length": 256, "processor_class": "Gemma3Processor"}}],
-"llava": ["LlavaProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
- "image_std": [0.26862954, 0.26130258, 0.27577711], "crop_size": {"height": 336, "width": 336}, "size":
- {"shortest_edge": 336}, "resample": 3, "do_center_crop": true, "do_convert_rgb": true, "do_normalize": true,
- "do_rescale": true, "do_resize": true, "image_processor_type": "CLIPImageProcessor", "rescale_factor":
- 0.00392156862745098, "_valid_processor_keys": ["images", "do_resize"]}, "processor_config.json": {"image_token":
- "<image>", "num_additional_image_tokens": 1, "patch_size": 14, "processor_class": "LlavaProcessor",
- "vision_feature_select_strategy": "default"}}],
-"mistral3": ["PixtralProcessor", {"preprocessor_config.json": {"image_mean": [0.48145466, 0.4578275, 0.40821073],
- "image_std": [0.26862954, 0.26130258, 0.27577711], "crop_size": null, "data_format": "channels_first",
- "default_to_square": true, "device": null, "disable_grouping": null, "do_center_crop": null, "do_convert_rgb": true,
- "do_normalize": true, "do_rescale": true, "do_resize": true, "image_processor_type": "PixtralImageProcessorFast",
- "input_data_format": null, "patch_size": 14, "processor_class": "PixtralProcessor", "resample": 3, "rescale_factor":
- 0.00392156862745098, "return_tensors": null, "size": {"longest_edge": 1540}}, "processor_config.json":
- {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]", "image_token": "[IMG]", "patch_size": 14,
- "processor_class": "PixtralProcessor", "spatial_merge_size": 2}}],
-"whisper": ["WhisperProcessor", {"preprocessor_config.json": {"chunk_length": 30, "feature_extractor_type":
- "WhisperFeatureExtractor", "feature_size": 128, "hop_length": 160, "n_fft": 400, "n_samples": 480000,
- "nb_max_frames": 3000, "padding_side": "right", "padding_value": 0.0, "processor_class": "WhisperProcessor",
- "return_attention_mask": false, "sampling_rate": 16000}}]
-}""")
+RELEASES: Mapping[str, tuple[str, Files]] = json.loads(Path(__file__).with_name("processors.json").read_text())
 
 
 @pytest.fixture

@@ -1,11 +1,9 @@
-"""CK701: launch arguments as people publish them, against the config.json of the releases that they are for.
-
-slime's scripts/models, and examples/post_training/modelopt/conf/openai/gpt-oss-20b.sh of Megatron-LM 0.19 with what its
---enable-gpt-oss sets; values that Megatron-LM stores of flags that are not given are with them.
-"""
+"""CK701: launch arguments as people publish them, against the config.json of the releases that they are for."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,81 +16,7 @@ from ckptkit.verify.checks.config.arguments import hint_of, mismatches
 
 Config = dict[str, Any]
 _WORDS = {word: word for word in ["RMSNorm", "rope", "yarn", "softmax", "sigmoid", "learnable"]}
-_PLAIN = (
-    "normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope group_query_attention=True "
-)
-_LATENT = """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
-        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
-        group_query_attention=False num_query_groups=1 rope_type=None """
-PUBLISHED = {
-    "Qwen/Qwen2.5-1.5B": _PLAIN
-    + """
-        num_layers=28 hidden_size=1536 ffn_hidden_size=8960 num_attention_heads=12
-        num_query_groups=2 kv_channels=None add_qkv_bias=True rotary_base=10000 norm_epsilon=1e-06
-        untie_embeddings_and_output_weights=False padded_vocab_size=152064 vocab_size=151936""",
-    "Qwen/Qwen3-30B-A3B": _PLAIN
-    + """
-        num_layers=48 hidden_size=2048 ffn_hidden_size=6144 num_attention_heads=32
-        num_query_groups=4 kv_channels=128 qk_layernorm=True rotary_base=1000000 norm_epsilon=1e-06
-        untie_embeddings_and_output_weights=True vocab_size=151936 num_experts=128 moe_router_topk=8
-        moe_ffn_hidden_size=768 moe_layer_freq=[1]*48 moe_router_score_function=softmax""",
-    "zai-org/GLM-4.5": _PLAIN
-    + """
-        num_layers=92 hidden_size=5120 ffn_hidden_size=12288 num_attention_heads=96
-        num_query_groups=8 kv_channels=128 qk_layernorm=True add_qkv_bias=True rotary_base=1000000
-        rotary_percent=0.5 untie_embeddings_and_output_weights=True vocab_size=151552 num_experts=160
-        moe_router_topk=8 moe_ffn_hidden_size=1536 moe_shared_expert_intermediate_size=1536
-        moe_layer_freq=[0]*3+[1]*89 moe_router_pre_softmax=True moe_router_score_function=sigmoid
-        moe_router_enable_expert_bias=True moe_router_topk_scaling_factor=2.5""",
-    "deepseek-ai/DeepSeek-V3": _LATENT
-    + """
-        rotary_scaling_factor=40 mscale=1.0
-        mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=128
-        kv_channels=128 norm_epsilon=1e-06 vocab_size=129280 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
-        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=10000 num_experts=256 moe_layer_freq=[0]*3+[1]*58
-        moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
-        moe_router_group_topk=4 moe_router_num_groups=8 moe_router_topk_scaling_factor=2.5""",
-    "moonshotai/Kimi-K2-Instruct": _LATENT
-    + """
-        rotary_scaling_factor=32.0 mscale=1.0
-        mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=64
-        kv_channels=64 norm_epsilon=1e-06 vocab_size=163840 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
-        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=384 moe_layer_freq=[0]*1+[1]*60
-        moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
-        moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.827""",
-    "moonshotai/Moonlight-16B-A3B-Instruct": _LATENT
-    + """
-        rotary_scaling_factor=1 mscale=1.0
-        mscale_all_dim=1.0 num_layers=27 hidden_size=2048 ffn_hidden_size=11264 num_attention_heads=16
-        kv_channels=128 norm_epsilon=1e-05 vocab_size=163840 q_lora_rank=None kv_lora_rank=512 qk_head_dim=128
-        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=64 moe_layer_freq=[0]*1+[1]*26
-        moe_ffn_hidden_size=1408 moe_router_topk=6 moe_shared_expert_intermediate_size=2816
-        moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.446""",
-    "zai-org/GLM-4.7-Flash": _LATENT
-    + """
-        rotary_scaling_factor=1.0 mscale=1.0
-        mscale_all_dim=0.0 num_layers=47 hidden_size=2048 ffn_hidden_size=10240 num_attention_heads=20
-        kv_channels=192 add_qkv_bias=True vocab_size=154880 q_lora_rank=768 kv_lora_rank=512 qk_head_dim=192
-        qk_pos_emb_head_dim=64 v_head_dim=256 rotary_base=1000000 num_experts=64 moe_layer_freq=[0]*1+[1]*46
-        moe_ffn_hidden_size=1536 moe_router_topk=4 moe_shared_expert_intermediate_size=1536
-        moe_router_topk_scaling_factor=1.8""",
-    "THUDM/GLM-4-9B-0414": """
-        swiglu=True num_layers=40 hidden_size=4096 ffn_hidden_size=13696 num_attention_heads=32
-        group_query_attention=True num_query_groups=2 use_rotary_position_embeddings=True add_bias_linear=False
-        add_qkv_bias=True normalization=RMSNorm norm_epsilon=1e-05 rotary_base=10000 vocab_size=151552
-        post_self_attn_layernorm=True post_mlp_layernorm=True rotary_interleaved=True rotary_percent=0.5
-        untie_embeddings_and_output_weights=True""",
-    "openai/gpt-oss-20b": """
-        untie_embeddings_and_output_weights=True normalization=RMSNorm num_layers=24 hidden_size=2880
-        ffn_hidden_size=2880 num_attention_heads=64 group_query_attention=True num_query_groups=8 kv_channels=64
-        num_experts=32 moe_ffn_hidden_size=2880 moe_router_topk=4 moe_router_score_function=softmax
-        rotary_percent=1.0 rotary_base=150000 padded_vocab_size=201088 quick_geglu=True glu_linear_offset=1.0
-        softmax_type=learnable window_attn_skip_freq=2 activation_func_clamp_value=7.0 window_size=(128,0)
-        position_embedding_type=yarn rotary_scaling_factor=32.0 yarn_original_max_position_embeddings=131072
-        yarn_beta_fast=32.0 yarn_beta_slow=1.0 yarn_correction_range_round_to_int=False""",
-}
+PUBLISHED = tomllib.loads(Path(__file__).with_name("published_arguments.toml").read_text())
 QWEN25, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHED
 
 
@@ -100,7 +24,7 @@ def args_of(model: str, **changes: Any) -> Config:
     """The arguments of the launch, with changes; those of GPT-OSS as they must be."""
     pairs = (pair.partition("=") for pair in PUBLISHED[model].split())
     right = {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096} if model == GPT_OSS else {}
-    return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - as above
+    return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - our own table
 
 
 def config_of(model: str, **changes: Any) -> Config:
