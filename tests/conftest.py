@@ -28,7 +28,7 @@ LONGEST = (
     "tests/verify/checks/test_without_mtp.py",
     "tests/hostile/test_hostile_inputs.py",
     "tests/verify/witnesses/test_sglang_formats.py",
-    "tests/verify/checks/test_quant.py",
+    "tests/verify/checks/test_packed_scheme.py",
     "tests/verify/witnesses/test_sglang_cpu_logits.py",
     "tests/reports/test_reports.py",
     "tests/releases/test_releases.py",

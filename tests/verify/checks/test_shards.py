@@ -65,7 +65,7 @@ def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Pat
         ([*names([1, 2, 3], "00003"), "model-2-of-00003.safetensors"], "number 2 more than once"),
     ],
 )
-def test_numbers_that_are_missing_of_two_saves_beyond_the_last_or_twice(
+def test_a_number_that_is_missing_from_files_and_index(
     files: list[str], actual: str, tmp_path: Path, alone: RunAlone
 ) -> None:
     path = write(tmp_path / "hf", files)
