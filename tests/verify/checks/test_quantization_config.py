@@ -96,13 +96,6 @@ def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, 
     assert {code for code, _ in said} <= {"CK302", "CK303"}
 
 
-def test_a_scheme_for_the_key_value_cache_is_not_a_fault(with_config: Any) -> None:
-    """SGLang and vLLM read it apart from the weights; a static one needs stored scales."""
-    scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": True}
-    report = verify(with_config(set_in("kv_cache_scheme", value=scheme)))
-    assert (report.status, [one.code for one in report.findings]) == ("passed", [])
-
-
 def test_a_quantized_cache_alone_leaves_plain_weights(releases: PathOf, fresh: PathOf) -> None:
     """As compressed-tensors writes it, beside plain weights and the scales of the cache."""
     path = fresh("qwen2-untied")

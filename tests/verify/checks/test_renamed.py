@@ -108,18 +108,6 @@ def test_parts_of_a_packed_weight_stand_for_it() -> None:
     assert len(found.stored) == 4
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"],
-        ["visual.blocks.0.mlp.up_proj.weight", "model.norm.weight"],
-        [],
-    ],
-)
-def test_other_names_are_not_called_renamed(names: list[str]) -> None:
-    assert renamed(names, ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"]) is None
-
-
 # CK104's next move follows from what is wrong: the key of config.json that disagrees with the names, or none.
 
 
