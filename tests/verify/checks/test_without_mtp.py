@@ -26,7 +26,6 @@ from ckptkit.quant.ignore.lint import lint
 from ckptkit.verify.checks.witnesses.megatron import all_layers, right_slices, strict_load
 from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.report import Finding, Report
-from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.options import VerifyOptions
@@ -194,16 +193,6 @@ def held(subject: Subject) -> list[set[str]]:
 
 
 @pytest.mark.usefixtures("served")
-def test_real_megatron_with_tensor_and_expert_parallel_ranks(glm: Path) -> None:
-    subject = Subject(glm / "megatron", glm / "hf", options=VerifyOptions(tp=2, ep=2))
-    assert judge(subject) == []
-    first, second = held(subject)
-    experts = [f"mtp.layers.0.transformer_layer.mlp.experts.experts.{number}.linear_fc1.weight" for number in (5, 6)]
-    assert [name in first for name in experts] == [True, False]
-    assert [name in second for name in experts] == [False, True]
-
-
-@pytest.mark.usefixtures("served")
 def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path) -> None:
     """That stage also has embeddings of its own."""
     save("mimo", small(mimo(2, tied=False), 4), tmp_path / "hf", torch.bfloat16)
@@ -222,14 +211,6 @@ def test_real_megatron_has_all_of_them_on_the_last_pipeline_stage(tmp_path: Path
     assert {"embedding.word_embeddings.weight", "output_layer.weight"} <= {seen.name for seen in reports[1].tensors}
 
 
-@pytest.mark.usefixtures("served")
-def test_what_megatron_itself_cannot_do_is_said(tmp_path: Path) -> None:
-    save("mimo", small(mimo(1, tied=True), 4), tmp_path / "hf", torch.bfloat16)
-    convert(tmp_path / "hf", tmp_path / "megatron")
-    with pytest.raises(CannotCheck, match=r"1.*tied"):
-        list(strict_load(Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(pp=2)), Tally()))
-
-
 # Over ranks of real Megatron: q/k norms over all heads, biases, a shared expert's gate.
 
 
@@ -240,11 +221,10 @@ HELD = {
         "self_attention.k_layernorm.weight": 2 * 32 // 2,
     },
     # 2 query groups on 4 ranks: each holds half of a group's rows, 3 of its 6 heads (4 queries, a key and a value).
-    ("llama-biases", 4): {"self_attention.linear_qkv.bias": 3 * 40},
-    ("llama-biases", 2): {
-        "self_attention.linear_qkv.bias": (8 + 2 * 2) * 40 // 2,
+    ("llama-biases", 4): {
+        "self_attention.linear_qkv.bias": 3 * 40,
         "self_attention.linear_proj.bias": 128,
-        "mlp.linear_fc1.bias": 288,
+        "mlp.linear_fc1.bias": 288 * 2 // 4,
         "mlp.linear_fc2.bias": 128,
     },
     ("qwen2_moe-dense-between", 2): {
@@ -255,7 +235,7 @@ HELD = {
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("ranks", daily(HELD, (("llama-biases", 2), ("llama-biases", 4))), ids=str)
+@pytest.mark.parametrize("ranks", daily(HELD, [("llama-biases", 4)]), ids=str)
 def test_every_rank_holds_its_slice(tmp_path: Path, ranks: tuple[str, int]) -> None:
     name, tp = ranks
     save(name, CASES[name], tmp_path / "release", torch.bfloat16)
