@@ -80,25 +80,29 @@ def found(report: Report, code: str) -> list[Finding]:
     return [finding for finding in report.findings if finding.code == code]
 
 
-def test_kimi_k25_is_spelled_for_engines(judged: Judged) -> None:
-    """Engines know the output layer by its class; readers of names find no `lm_head` under language_model."""
-    status, found = judged(K25_LIST)
-    assert status == "passed"
-    assert by_reader(found) == dict.fromkeys(("compressed-tensors", "transformers", "slime"), "warning")
-    assert found[0].actual == text_with("language_model.lm_head.weight")
+_NAMES = ("compressed-tensors", "transformers")  # readers of names, which find no `lm_head` under language_model
+
+
+@pytest.mark.parametrize(
+    ("ignore", "readers", "severities", "word"),
+    [
+        (K25_LIST, None, dict.fromkeys((*_NAMES, "slime"), "warning"), "language_model.lm_head"),
+        (K25_LIST, ("sglang", "transformers"), dict.fromkeys(_NAMES, "error") | {"slime": "warning"}, "lm_head"),
+        (K26_LIST, None, {"slime": "warning"}, "language_model.model.embed_tokens.weight"),
+        # This one is not published.
+        ([*K25_LIST, "language_model.lm_head"], None, {"slime": "error"}, "language_model.model.embed_tokens.weight"),
+    ],
+)
+def test_kimi_k25_is_spelled_for_engines(
+    ignore: list[str], readers: tuple[str, ...] | None, severities: dict[str, str], word: str, judged: Judged
+) -> None:
+    """Engines know the output layer by its class. slime packs by name, embedding and routers too."""
+    status, found = judged(ignore, readers=readers)
+    assert status == ("failed" if "error" in severities.values() else "passed")
+    assert by_reader(found) == severities
     for finding in found:
-        assert "'language_model.lm_head'" in finding.hint
-        assert finding.file is not None
-        assert finding.file.endswith("config.json")
-
-
-def test_with_the_portable_spelling_only_slime_is_left(judged: Judged) -> None:
-    """It packs embedding and routers by name, which no entry of either list names. Only the first list is published."""
-    for ignore, severity in ((K26_LIST, "warning"), ([*K25_LIST, "language_model.lm_head"], "error")):
-        status, (finding,) = judged(ignore)
-        assert status == {"warning": "passed", "error": "failed"}[severity]
-        assert by_reader([finding]) == {"slime": severity}
-        assert "language_model.model.embed_tokens.weight" in finding.actual
+        assert word in finding.actual
+        assert Path(finding.file or "").name == "config.json"
 
 
 def test_published_list_fails_a_launch_that_quantizes_by_it(judged: Judged, release: Path) -> None:
@@ -108,14 +112,6 @@ def test_published_list_fails_a_launch_that_quantizes_by_it(judged: Judged, rele
         report = preflight(hf_checkpoint=release, arguments=arguments)
         assert by_reader(found(report, "CK302")) == {"slime": severity}
         assert (report.status == "failed") is (severity == "error")
-
-
-def test_a_reader_that_is_asked_for_must_find_what_it_looks_for(
-    judged: Judged,
-) -> None:
-    status, found = judged(K25_LIST, readers=("sglang", "transformers"))
-    assert status == "failed"
-    assert by_reader(found) == {"compressed-tensors": "error", "transformers": "error", "slime": "warning"}
 
 
 def test_what_sglang_would_load_wrongly_is_an_error(judged: Judged) -> None:
