@@ -219,9 +219,10 @@ def test_tensor_in_two_shards(lone: bool, fresh: PathOf) -> None:
 
 def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: PathOf) -> None:
     path = fresh("qwen2-tied")
-    first, second, *_ = sorted(path.glob("*.safetensors"))
-    for file in (first, second):
-        shutil.copyfile(file, path / f"copy-{file.name}")
-        edits.edit_index(path, lambda weight_map, file=file: weight_map.update({file.name: f"copy-{file.name}"}))
+    pairs = {file: path / f"copy-{file.name}" for file in sorted(path.glob("*.safetensors"))[:2]}
+    for file, copy in pairs.items():
+        shutil.copyfile(file, copy)
+    copies = {copy.stem: copy.name for copy in pairs.values()}
+    edits.edit_index(path, lambda weight_map: weight_map.update(copies))
     found = [one for one in verify(path).findings if one.expected == text_with("each tensor one shard")]
-    assert {one.names for one in found} == {frozenset(load_file(file)) for file in (first, second)}
+    assert {one.names for one in found} == {frozenset(load_file(file)) for file in pairs}
