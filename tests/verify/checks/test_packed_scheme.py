@@ -1,29 +1,43 @@
-"""CK306 to CK308, and the scales of CK305: an INT4 checkpoint whose parts do not belong together."""
+"""CK3xx: an INT4 checkpoint is broken in one way; the bound of CK305 holds for compressed-tensors' own output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
 from mutations.edits import edit_json, replace, tensor
-from mutations.int4 import unpack
-from support import models
-from support.fixture_types import CopyOf, PathOf, RunAlone
+from mutations.int4 import awq, codes, unpack
+from support import models, quantized
+from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
 from support.quantized import small_groups_allowed
+from torch import Tensor
 
-from ckptkit.app.api import quantize
+from ckptkit.app.api import convert, quantize
+from ckptkit.core.errors import CkptkitError
+from ckptkit.quant.formats.packing import for_sglang_experts
 from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.quant.ignore.lint import lint
+from ckptkit.quant.schemes.w4a16 import int4_scheme
+from ckptkit.verify.evidence.packed import Int4Format
+from ckptkit.verify.evidence.rounding import bound_in_steps, group_distances
+from ckptkit.verify.run import verify
 
-EXPERT = "model.layers.5.mlp.experts.11"
-ATTENTION = "model.layers.3.self_attn"
+EXPERT_11, ATTENTION = "model.layers.5.mlp.experts.11", "model.layers.3.self_attn"
+EXPERT = f"{EXPERT_11}.down_proj"
 DOWN, SHARED = "model.layers.5.mlp.experts.{}.down_proj", "model.layers.{}.mlp.shared_experts.gate_proj"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """glm4_moe in INT4, group size 32. Read only."""
     path = tmp_path_factory.mktemp("int4") / "glm4_moe"
@@ -31,26 +45,144 @@ def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def weights_of(config: dict[str, Any]) -> Any:
-    return config["quantization_config"]["config_groups"]["group_0"]["weights"]
-
-
-def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, passes: Callable[..., None]) -> None:
-    """Phi-3 has qkv_proj and gate_up_proj."""
-    models.save("phi3", tmp_path / "plain")
-    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "qmax7"))
-    passes("CK306", tmp_path / "int4")
-
-
-def test_packed_checkpoint_without_defect_is_silent(int4: Path, passes: Callable[..., None]) -> None:
+def test_int4_checkpoint_without_defect_has_no_finding(
+    int4: Path, releases: PathOf, converted: PathOf, passes: Callable[..., None]
+) -> None:
+    """Every family is in test_clean_families.py."""
+    for source in (releases("glm4_moe"), converted("glm4_moe")):
+        report = verify(int4, source=source)
+        assert report.findings == []
+        assert {check.status for check in report.checks} == {"passed"}
+        assert {f"CK30{digit}" for digit in range(1, 6)} <= {check.code for check in report.checks}
+    passes("CK305", int4, 12 * 4 + 2 * 3 + 10 * 13 * 3, source_path=releases("glm4_moe", fused=True))
     # q, k, v of 12 layers, gate and up of 2 dense layers and 10 shared experts, 10 x 12 x 3 of experts twice.
     passes("CK306", int4, 12 * 3 + 12 * 2 + 2 * 360)
     passes("CK308", int4, 444)  # all that are packed
 
 
-@pytest.mark.parametrize("code", ["CK306", "CK307", "CK308"])
-def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: RunAlone) -> None:
-    assert alone(code, releases("glm4_moe"), tp=2) == (None, [])
+def test_layers_that_are_stored_in_one_piece_are_alike(tmp_path: Path, passes: Callable[..., None]) -> None:
+    """Phi-3 has qkv_proj and gate_up_proj."""
+    models.save("phi3", tmp_path / "plain")
+    quantize(tmp_path / "plain", tmp_path / "int4", QuantScheme(32, "minmax"))
+    passes("CK306", tmp_path / "int4")
+
+
+def test_a_plain_checkpoint_is_not_checked_for_packing(releases: PathOf) -> None:
+    report = verify(releases("qwen2-tied"), tp=2)
+    assert not [check for check in report.checks if check.code.startswith("CK3")]
+    assert any("CK301" in line and "no quantization_config" in line for line in report.facts["not applicable"])
+
+
+def test_a_config_that_declares_int4_and_leaves_every_layer_out(int4: Path, fresh: PathOf, only: OnlyFinding) -> None:
+    path = fresh("glm4_moe")
+    config = json.loads((int4 / "config.json").read_text())
+    config["quantization_config"]["ignore"] = ["re:.*"]
+    (path / "config.json").write_text(json.dumps(config))
+    finding = only(verify(path))
+    assert (finding.code, finding.severity, finding.file) == ("CK302", "error", str(path / "config.json"))
+    report = lint(path)
+    assert (report.failed, report.packed) == (True, 0)
+    assert [one.kind for one in report.findings if one.severity == "error"] == ["nothing packed"]
+
+
+@pytest.mark.parametrize("like", ["release", "no list", "fp8", "ignored"])
+def test_quantizing_nothing_to_int4_is_refused(
+    like: str, int4: Path, releases: PathOf, fresh: PathOf, edit_json: Callable[..., None], tmp_path: Path
+) -> None:
+    reference = fresh("glm4_moe")
+    if like == "no list":
+        shutil.copy(int4 / "config.json", reference)
+    elif like == "fp8":
+        declared = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+        edit_json(reference / "config.json", quantization_config=declared)
+    scheme = QuantScheme(32, "qmax7", ignore=("re:.*",) if like == "ignored" else ())
+    options: dict[str, Any] = {} if like == "ignored" else {"like": reference}
+    for dry_run in (False, True):
+        with pytest.raises(CkptkitError, match="--like has no INT4 weights" if options else "quantize"):
+            quantize(releases("glm4_moe"), tmp_path / "out", scheme, dry_run=dry_run, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_shape_of_one_number(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
+    """Other parts of the wrong shape are mutations (tests/mutations/int4.py)."""
+    path = copy_of(int4)
+    replace(path, {f"{EXPERT}.weight_shape": torch.tensor([128])})
+    (finding,) = alone("CK303", path)[1]
+    assert finding.tensor == f"{EXPERT}.weight_shape"
+    assert finding.expected == text_with("[2]")
+    assert finding.actual == text_with("[1] int64")
+
+
+def test_two_int4_checkpoints_are_compared_bit_for_bit(int4: Path, copy_of: CopyOf) -> None:
+    assert verify(int4, source=int4).findings == []
+    path = copy_of(int4)
+    packed = models.tensors(path)[f"{EXPERT}.weight_packed"]
+    packed[0, 0] ^= 0x0000F000
+    models.edit(path, f"{EXPERT}.weight_packed", packed)
+    found = verify(path, source=int4).findings
+    assert [(finding.code, finding.tensor) for finding in found] == [("CK202", f"{EXPERT}.weight_packed")]
+
+
+def args(symmetric: bool, group: int) -> QuantizationArgs:
+    return QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy="group", group_size=group)
+
+
+def compressed(weight: Tensor, *, symmetric: bool, group: int = 32) -> dict[str, Tensor]:
+    """The weight as compressed-tensors itself quantizes and packs it."""
+    grouped = weight.reshape(len(weight), -1, group)
+    scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args(symmetric, group))
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    scheme = QuantizationScheme(targets=["Linear"], weights=args(symmetric, group))
+    return {f"m.{part}": tensor for part, tensor in PackedQuantizationCompressor.compress(state, scheme).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_bound_holds_for_what_compressed_tensors_writes_and_is_tight(dtype: torch.dtype, symmetric: bool) -> None:
+    torch.manual_seed(3)
+    form = Int4Format(4, 32, symmetric)
+    steps = []
+    for spread in (1e-3, 0.02, 1.0):
+        weight = (torch.randn(512, 256) * spread).to(dtype)
+        weight[::2] = weight[::2].abs()
+        parts = compressed(weight, symmetric=symmetric)
+        steps.append(group_distances(parts, "m", form, weight).worst_steps)
+    limit = bound_in_steps(dtype, symmetric)
+    assert max(steps) <= limit
+    assert max(steps) > 0.45
+    assert limit < (0.6 if symmetric else 0.7)
+
+
+def decompressed(parts: Mapping[str, Tensor], *, symmetric: bool = True, group: int = 32) -> Tensor:
+    """What compressed-tensors itself makes of the parts."""
+    scheme = QuantizationScheme(targets=["Linear"], weights=args(symmetric, group), format="pack-quantized")
+    state = {f"weight_{name.rpartition('weight_')[2].removeprefix('_')}": one for name, one in parts.items()}
+    weight: Tensor = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+    return weight
+
+
+@pytest.mark.parametrize("layout", ["symmetric", "asymmetric", "asymmetric, as SGLang reads experts"])
+def test_dequantization_agrees_with_compressed_tensors_in_every_group(layout: str) -> None:
+    """Of 204 rows, of which eight share a word of zero points, one weight is 3 steps off."""
+    torch.manual_seed(5)
+    symmetric, turned, rows = layout == "symmetric", layout.endswith("experts"), 208 if "SGLang" in layout else 204
+    parts = compressed(torch.randn(rows, 2048) + torch.linspace(-2, 2, rows)[:, None], symmetric=symmetric, group=128)
+    weight = decompressed(parts, symmetric=symmetric, group=128).float()
+    parts = {name.replace("m.", "m.experts.0."): tensor for name, tensor in parts.items()}
+    if turned:
+        zero = parts["m.experts.0.weight_zero_point"]
+        parts["m.experts.0.weight_zero_point"] = for_sglang_experts(zero, rows, "m.experts.0")
+    weight[-1, -1] += 3 * parts["m.experts.0.weight_scale"][-1, -1]
+    steps = group_distances(parts, "m.experts.0", Int4Format(4, 128, symmetric, turned), weight).steps
+    assert float(steps.flatten()[:-1].max()) < 1e-4
+    assert float(steps[-1, -1]) == pytest.approx(3, abs=1e-3)
+
+
+# CK306 to CK309, and what CK305 finds of scales and zero points.
+
+
+def weights_of(config: dict[str, Any]) -> Any:
+    return config["quantization_config"]["config_groups"]["group_0"]["weights"]
 
 
 # CK306
@@ -60,8 +192,7 @@ def test_unpacked_checkpoint_is_not_checked(code: str, releases: PathOf, alone: 
     "modules",
     [
         [f"{ATTENTION}.k_proj"],
-        ["model.layers.0.mlp.up_proj"],
-        [f"{EXPERT}.down_proj"],
+        [f"{EXPERT_11}.down_proj"],
         [DOWN.format(expert) for expert in range(12)],
         [SHARED.format(layer) for layer in range(2, 12)],
     ],
@@ -90,11 +221,11 @@ def test_fused_layer_wholly_unpacked_has_no_finding(int4: Path, copy_of: CopyOf,
     [
         (f"{ATTENTION}.v_proj.weight_scale", torch.ones(64, 2).bfloat16(), "groups of 64"),
         (f"{ATTENTION}.v_proj.weight_scale", torch.ones(64, 4), "scales in float32"),
-        (f"{EXPERT}.gate_proj.weight_zero_point", torch.zeros(12, 4).int(), ", zero points"),
+        (f"{EXPERT_11}.gate_proj.weight_zero_point", torch.zeros(12, 4).int(), ", zero points"),
     ],
 )
 def test_fused_parts_with_other_group_sizes_or_dtypes_or_zero_points_are_found(
-    name: str, part: torch.Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
+    name: str, part: Tensor, said: str, int4: Path, copy_of: CopyOf, alone: RunAlone
 ) -> None:
     path = copy_of(int4)
     replace(path, {name: part})
@@ -121,8 +252,8 @@ def test_layers_that_no_kernel_runs_are_found_without_tensor_parallelism(int4: P
 
 
 def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, alone: RunAlone) -> None:
-    path = copy_of(int4)
-    name = f"{EXPERT}.down_proj.weight_scale"
+    """Those that differ by more are mutations."""
+    path, name = copy_of(int4), f"{EXPERT_11}.down_proj.weight_scale"
     replace(path, {name: tensor(path, name) * 16})
     assert alone("CK308", path)[1] == []
 
@@ -130,69 +261,50 @@ def test_scales_that_differ_by_a_little_are_normal(int4: Path, copy_of: CopyOf, 
 # CK305
 
 
-def too_coarse(path: Path, module: str, original: torch.Tensor, factor: float) -> None:
-    """Quantizes one weight again with scales that are too large: every weight is still within half a step."""
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
-
+def requantized(original: Tensor, factor: float) -> dict[str, Tensor]:
+    """Parts with scales that are too large by a factor: every weight is still within half a step."""
     scale = (original.float().unflatten(1, (-1, 32)).abs().amax(-1) / 7 * factor).bfloat16()
     codes = (original.float() / scale.float().repeat_interleave(32, 1)).round().clamp(-8, 7).to(torch.int8)
-    models.edit(path, f"{module}.weight_scale", scale)
-    models.edit(path, f"{module}.weight_packed", pack_to_int32(codes, 4))
+    return {"weight_scale": scale, "weight_packed": pack_to_int32(codes, 4)}
 
 
 @pytest.mark.parametrize(("factor", "named"), [(2.0, True), (2.0, False), (1.0, True)])
 def test_quantization_steps_too_large_for_the_named_grid_are_found(
     factor: float, named: bool, int4: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
 ) -> None:
-    path = copy_of(int4)
-    too_coarse(path, f"{EXPERT}.up_proj", models.tensors(releases("glm4_moe"))[f"{EXPERT}.up_proj.weight"], factor)
+    path, module = copy_of(int4), f"{EXPERT_11}.up_proj"
+    parts = requantized(models.tensors(releases("glm4_moe"))[f"{module}.weight"], factor)
+    replace(path, {f"{module}.{part}": one for part, one in parts.items()})
     if not named:
         edit_json(path / "config.json", lambda config: weights_of(config).update(observer_kwargs={}))
-    found = alone("CK305", path, source_path=releases("glm4_moe"))[1]
-    if factor == 1.0 or not named:
-        assert found == []
-        return
-    assert [(one.tensor, one.actual) for one in found] == [(f"{EXPERT}.up_proj.weight_scale", "up to 101% off")]
+    found = [(one.tensor, one.actual) for one in alone("CK305", path, source_path=releases("glm4_moe"))[1]]
+    assert found == ([(f"{module}.weight_scale", "up to 101% off")] if factor == 2 and named else [])
 
 
-def moved(codes: torch.Tensor) -> torch.Tensor:
+def moved(codes: Tensor) -> Tensor:
     """Every 32nd code three steps nearer to zero, as GPTQ may move it to make up for others."""
     changed = codes.clone()
     changed[:, ::32] -= 3 * changed[:, ::32].sign()
     return changed
 
 
-def in_awq_order(codes: torch.Tensor) -> torch.Tensor:
-    """The codes of each word in the order of AWQ."""
-    return codes.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
-
-
 @pytest.mark.parametrize("actorder", ["static", "weight", None])
-@pytest.mark.parametrize("change", [moved, in_awq_order])
+@pytest.mark.parametrize("change", [moved, awq])
 def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
     actorder: str | None,
-    change: Callable[[torch.Tensor], torch.Tensor],
+    change: Callable[[Tensor], Tensor],
     int4: Path,
     copy_of: CopyOf,
     releases: PathOf,
     alone: RunAlone,
 ) -> None:
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-
-    path, name = copy_of(int4), f"{EXPERT}.up_proj.weight_packed"
-    codes = unpack_from_int32(models.tensors(path)[name], 4, torch.Size((96, 128)))
-    models.edit(path, name, pack_to_int32(change(codes).contiguous(), 4))
+    path, name = copy_of(int4), f"{EXPERT_11}.up_proj.weight_packed"
+    replace(path, {name: codes(change)(tensor(path, name))})
     edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))
-    result, found = alone("CK305", path, source_path=releases("glm4_moe"))
-    packed, wrongly = alone("CK302", path)
-    assert (wrongly, packed.status) == ([], "passed")  # type: ignore[union-attr]
-    if actorder and change is moved:
-        assert (found, result.status) == ([], "passed")  # type: ignore[union-attr]
-        return
-    assert [finding.tensor for finding in found] == [f"{EXPERT}.up_proj.weight"]
-    assert found[0].expected == (
-        "rows within 50% of their norm" if actorder else "at most 0.547 quantization steps off"
-    )
+    assert alone("CK302", path)[1] == []
+    found = [(one.tensor, one.expected) for one in alone("CK305", path, source_path=releases("glm4_moe"))[1]]
+    expected = "rows within 50% of their norm" if actorder else "at most 0.547 quantization steps off"
+    assert found == ([] if actorder and change is moved else [(f"{EXPERT_11}.up_proj.weight", expected)])
 
 
 @pytest.fixture(scope="module")
@@ -213,12 +325,12 @@ def test_zero_points_as_sglang_reads_them(asymmetric: Path, releases: PathOf, pa
 
 @pytest.mark.parametrize("change", [lambda zero: zero.flip(0), lambda zero: zero.bitwise_not()])
 def test_zero_points_of_other_groups(
-    change: Callable[[torch.Tensor], torch.Tensor], asymmetric: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
+    change: Callable[[Tensor], Tensor], asymmetric: Path, copy_of: CopyOf, releases: PathOf, alone: RunAlone
 ) -> None:
-    path, name = copy_of(asymmetric), f"{EXPERT}.up_proj.weight_zero_point"
+    path, name = copy_of(asymmetric), f"{EXPERT_11}.up_proj.weight_zero_point"
     models.edit(path, name, change(models.tensors(path)[name]).contiguous())
     _, (finding,) = alone("CK305", path, source_path=releases("glm4_moe"))
-    assert finding.tensor == f"{EXPERT}.up_proj.weight"
+    assert finding.tensor == f"{EXPERT_11}.up_proj.weight"
 
 
 @pytest.mark.parametrize("reader", ["sglang", "vllm"])
@@ -226,16 +338,162 @@ def test_zero_points_of_experts_suit_the_reader_that_they_were_written_for(
     reader: str, releases: PathOf, tmp_path: Path, alone: RunAlone
 ) -> None:
     """One scale a row."""
-    leave = (r"re:.*\.mlp\.shared_experts\..*",)
-    scheme = QuantScheme(None, "minmax", leave, symmetric=False)
-    quantize(releases("glm4_moe"), tmp_path / "own", scheme, readers=(reader,))
-    result, found = alone("CK309", tmp_path / "own")
+    path = tmp_path / "own"
+    scheme = QuantScheme(None, "minmax", (r"re:.*\.mlp\.shared_experts\..*",), symmetric=False)
+    quantize(releases("glm4_moe"), path, scheme, readers=(reader,))
     experts = [f"model.layers.{{2..11}}.mlp.experts.{{0..11}}.{part}_proj" for part in ("down", "gate", "up")]
-    wrong = [f"{expert}.weight_zero_point" for expert in experts] if reader == "vllm" else []
-    assert sorted(str(one.tensor) for one in found) == wrong
-    assert all((one.severity, "take for others" in one.actual) == ("error", True) for one in found)
-    assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)  # type: ignore[union-attr]
-    assert alone("CK309", tmp_path / "own", readers=("vllm",)) == (None, [])
-    assert alone("CK309", tmp_path / "own", against=frozenset({"vllm"})) == (None, [])
-    result, both = alone("CK309", tmp_path / "own", readers=("vllm", "sglang"))
-    assert (result.status, len(both)) == ("failed" if wrong else "passed", len(wrong))  # type: ignore[union-attr]
+    wrong = [(f"{expert}.weight_zero_point", "error") for expert in experts] if reader == "vllm" else []
+    for readers in ((), ("vllm", "sglang")):
+        result, found = alone("CK309", path, readers=readers or None)
+        assert result is not None
+        assert (result.status, result.tensors_compared > 0) == ("failed" if wrong else "passed", True)
+        assert sorted((one.tensor, one.severity) for one in found) == wrong
+    assert alone("CK309", path, readers=("vllm",)) == (None, [])
+    assert alone("CK309", path, against=frozenset({"vllm"})) == (None, [])
+
+
+# CK304 and CK305 of negative scales: AutoRound's symmetric grid passes, and faults in it are found.
+
+
+MODULE = "model.layers.3.mlp.up_proj"
+SYMMETRIC = {"strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def autoround(weight: Tensor, *, trained: bool) -> dict[str, Tensor]:
+    """AutoRound's symmetric grid: the largest weight becomes -8, whatever its sign, and the other end at most 7.
+
+    Its training moves the rounding by half a step to either side, and learned a factor for each end of a range.
+    Source: AutoRound `quant_tensor_sym`.
+    """
+    draw = torch.Generator().manual_seed(7)
+    groups = weight.float().unflatten(1, (-1, 32))
+    factor = 1 - trained * torch.rand((2, *groups.shape[:2]), generator=draw) / 2
+    least, most = -groups.amin(-1).clamp(max=0) * factor[0], groups.amax(-1).clamp(min=0) * factor[1]
+    scale = (torch.where(most < least, least, -most) / 8).to(weight.dtype)
+    moved = trained * (torch.rand(groups.shape, generator=draw) - 0.5)
+    stored = (groups / scale.float().unsqueeze(-1) + moved).round().clamp(-8, 7).to(torch.int8).flatten(1)
+    return {"_packed": pack_to_int32(stored, 4), "_scale": scale, "_shape": torch.tensor(weight.shape)}
+
+
+@pytest.fixture(scope="module")
+def exported(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`exported(trained=...)`: qwen2 as AutoRound writes it for compressed-tensors. Read only."""
+    release, root = releases("qwen2-tied"), tmp_path_factory.mktemp("autoround")
+    ignore = ["re:.*embed_tokens", "re:.*norm", "lm_head"]
+    content = quantized.compressed_config("pack-quantized", **SYMMETRIC) | {"ignore": ignore}
+
+    def write(*, trained: bool = False) -> Path:
+        path = root / f"trained {trained}"
+        if not path.exists():
+
+            def quantizer(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+                parts = autoround(weight, trained=trained)
+                return parts, decompressed(parts)
+
+            quantized.write(
+                release, path, is_packed, quantizer, lambda config: config | {"quantization_config": content}
+            )
+        return path
+
+    return write
+
+
+def is_packed(name: str) -> bool:
+    return name.endswith("_proj.weight")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_autoround_writes_passes(trained: bool, exported: Callable[..., Path], releases: PathOf) -> None:
+    path = exported(trained=trained)
+    report = verify(path, source=releases("qwen2-tied"))
+    assert (report.findings, report.status) == ([], "passed")
+    (note,) = [note for note in report.facts["notes"] if note.startswith("CK304")]
+    scales = [tensor for name, tensor in models.tensors(path).items() if name.endswith("_scale")]
+    assert f"{sum(int((one < 0).sum()) for one in scales)} of {sum(one.numel() for one in scales)} " in note
+
+
+def test_it_is_dequantized_as_by_compressed_tensors_and_comes_back_bit_for_bit(
+    exported: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = exported()
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "plain")
+    plain, stored = models.tensors(tmp_path / "plain"), models.tensors(source)
+    modules = [name.removesuffix("_packed") for name in stored if name.endswith("_packed")]
+    assert len(modules) > 50
+    for name in modules:
+        parts = {part: stored[name + part] for part in ("_packed", "_scale", "_shape")}
+        assert torch.equal(plain[name], decompressed(parts))
+    quantize(tmp_path / "plain", tmp_path / "back", int4_scheme(source), like=source)
+    back = models.tensors(tmp_path / "back")
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(tensor, back[name]) for name, tensor in stored.items())
+    assert verify(tmp_path / "back", source=tmp_path / "plain").findings == []
+
+
+@pytest.fixture
+def autoround_copy(exported: Callable[..., Path], copy_of: CopyOf) -> Path:
+    return copy_of(exported())
+
+
+def with_element(factor: float) -> Callable[[Tensor], Tensor]:
+    """The scales with one of them multiplied."""
+
+    def change(scale: Tensor) -> Tensor:
+        scale[5, 1] *= factor
+        return scale
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "name"),
+    [
+        (with_element(-1), "CK305", ""),
+        (torch.abs, "CK305", ""),
+        (lambda scale: scale * 1.25, "CK305", ""),
+        (with_element(0), "CK304", "_scale"),
+    ],
+)
+def test_faults_of_signed_scales_are_found(
+    change: Callable[[Tensor], Tensor], code: str, name: str, autoround_copy: Path, releases: PathOf, alone: RunAlone
+) -> None:
+    path = autoround_copy
+    models.edit(path, f"{MODULE}.weight_scale", change(models.tensors(path)[f"{MODULE}.weight_scale"]))
+    _, found = alone(code, path, source_path=releases("qwen2-tied"))
+    assert [finding.tensor for finding in found] == [f"{MODULE}.weight{name}"]
+
+
+@pytest.mark.parametrize("code", [3, 7])
+def test_a_wrong_code_is_found_although_the_end_of_the_grid_may_be_far(
+    code: int, autoround_copy: Path, releases: PathOf, alone: RunAlone
+) -> None:
+    """In the place of -8, the largest weight of a group."""
+
+    def change(stored: Tensor) -> Tensor:
+        row, column = (stored == -8).nonzero()[0].tolist()
+        stored[row, column] = code
+        return stored
+
+    path, name = autoround_copy, f"{MODULE}.weight_packed"
+    models.edit(path, name, codes(change)(models.tensors(path)[name]))
+    _, (finding,) = alone("CK305", path, source_path=releases("qwen2-tied"))
+    assert (finding.tensor, finding.expected) == (f"{MODULE}.weight", "at most 1.094 quantization steps off")
+
+
+def test_a_negative_scale_among_positive_ones_is_a_fault(
+    exported: Callable[..., Path], releases: PathOf, tmp_path: Path, alone: RunAlone
+) -> None:
+    """llm-compressor's grid has none, though its config names no grid."""
+    content = json.loads((exported() / "config.json").read_text())["quantization_config"]
+    quantized.write(
+        releases("qwen2-tied"),
+        tmp_path / "int4",
+        is_packed,
+        quantized.int4(**SYMMETRIC),
+        lambda config: config | {"quantization_config": content},
+    )
+    name = f"{MODULE}.weight_scale"
+    models.edit(tmp_path / "int4", name, with_element(-1)(models.tensors(tmp_path / "int4")[name]))
+    _, (finding,) = alone("CK304", tmp_path / "int4")
+    assert (finding.tensor, finding.expected) == (name, "scales above zero")

@@ -1,11 +1,9 @@
-"""CK701: launch arguments as people publish them, against the config.json of the releases that they are for.
-
-slime's scripts/models, and examples/post_training/modelopt/conf/openai/gpt-oss-20b.sh of Megatron-LM 0.19 with what its
---enable-gpt-oss sets; values that Megatron-LM stores of flags that are not given are with them.
-"""
+"""CK701: launch arguments as people publish them, against the config.json of the releases that they are for."""
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,94 +16,15 @@ from ckptkit.verify.checks.config.arguments import hint_of, mismatches
 
 Config = dict[str, Any]
 _WORDS = {word: word for word in ["RMSNorm", "rope", "yarn", "softmax", "sigmoid", "learnable"]}
-_PLAIN = (
-    "normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope group_query_attention=True "
-)
-_LATENT = """
-        normalization=RMSNorm swiglu=True add_bias_linear=False position_embedding_type=rope
-        untie_embeddings_and_output_weights=True multi_latent_attention=True qk_layernorm=True
-        moe_router_pre_softmax=True moe_router_score_function=sigmoid moe_router_enable_expert_bias=True
-        group_query_attention=False num_query_groups=1 rope_type=None """
-PUBLISHED = {
-    "Qwen/Qwen2.5-7B-Instruct": _PLAIN
-    + """
-        num_layers=28 hidden_size=3584 ffn_hidden_size=18944 num_attention_heads=28
-        num_query_groups=4 kv_channels=None add_qkv_bias=True rotary_base=1000000 norm_epsilon=1e-06
-        untie_embeddings_and_output_weights=True padded_vocab_size=152064""",
-    "Qwen/Qwen2.5-1.5B": _PLAIN
-    + """
-        num_layers=28 hidden_size=1536 ffn_hidden_size=8960 num_attention_heads=12
-        num_query_groups=2 kv_channels=None add_qkv_bias=True rotary_base=10000 norm_epsilon=1e-06
-        untie_embeddings_and_output_weights=False padded_vocab_size=152064 vocab_size=151936""",
-    "Qwen/Qwen3-30B-A3B": _PLAIN
-    + """
-        num_layers=48 hidden_size=2048 ffn_hidden_size=6144 num_attention_heads=32
-        num_query_groups=4 kv_channels=128 qk_layernorm=True rotary_base=1000000 norm_epsilon=1e-06
-        untie_embeddings_and_output_weights=True vocab_size=151936 num_experts=128 moe_router_topk=8
-        moe_ffn_hidden_size=768 moe_layer_freq=[1]*48 moe_router_score_function=softmax""",
-    "zai-org/GLM-4.5": _PLAIN
-    + """
-        num_layers=92 hidden_size=5120 ffn_hidden_size=12288 num_attention_heads=96
-        num_query_groups=8 kv_channels=128 qk_layernorm=True add_qkv_bias=True rotary_base=1000000
-        rotary_percent=0.5 untie_embeddings_and_output_weights=True vocab_size=151552 num_experts=160
-        moe_router_topk=8 moe_ffn_hidden_size=1536 moe_shared_expert_intermediate_size=1536
-        moe_layer_freq=[0]*3+[1]*89 moe_router_pre_softmax=True moe_router_score_function=sigmoid
-        moe_router_enable_expert_bias=True moe_router_topk_scaling_factor=2.5""",
-    "deepseek-ai/DeepSeek-V3": _LATENT
-    + """
-        rotary_scaling_factor=40 mscale=1.0
-        mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=128
-        kv_channels=128 norm_epsilon=1e-06 vocab_size=129280 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
-        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=10000 num_experts=256 moe_layer_freq=[0]*3+[1]*58
-        moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
-        moe_router_group_topk=4 moe_router_num_groups=8 moe_router_topk_scaling_factor=2.5""",
-    "moonshotai/Kimi-K2-Instruct": _LATENT
-    + """
-        rotary_scaling_factor=32.0 mscale=1.0
-        mscale_all_dim=1.0 num_layers=61 hidden_size=7168 ffn_hidden_size=18432 num_attention_heads=64
-        kv_channels=64 norm_epsilon=1e-06 vocab_size=163840 q_lora_rank=1536 kv_lora_rank=512 qk_head_dim=128
-        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=384 moe_layer_freq=[0]*1+[1]*60
-        moe_ffn_hidden_size=2048 moe_router_topk=8 moe_shared_expert_intermediate_size=2048
-        moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.827""",
-    "moonshotai/Moonlight-16B-A3B-Instruct": _LATENT
-    + """
-        rotary_scaling_factor=1 mscale=1.0
-        mscale_all_dim=1.0 num_layers=27 hidden_size=2048 ffn_hidden_size=11264 num_attention_heads=16
-        kv_channels=128 norm_epsilon=1e-05 vocab_size=163840 q_lora_rank=None kv_lora_rank=512 qk_head_dim=128
-        qk_pos_emb_head_dim=64 v_head_dim=128 rotary_base=50000 num_experts=64 moe_layer_freq=[0]*1+[1]*26
-        moe_ffn_hidden_size=1408 moe_router_topk=6 moe_shared_expert_intermediate_size=2816
-        moe_router_group_topk=1 moe_router_num_groups=1 moe_router_topk_scaling_factor=2.446""",
-    "zai-org/GLM-4.7-Flash": _LATENT
-    + """
-        rotary_scaling_factor=1.0 mscale=1.0
-        mscale_all_dim=0.0 num_layers=47 hidden_size=2048 ffn_hidden_size=10240 num_attention_heads=20
-        kv_channels=192 add_qkv_bias=True vocab_size=154880 q_lora_rank=768 kv_lora_rank=512 qk_head_dim=192
-        qk_pos_emb_head_dim=64 v_head_dim=256 rotary_base=1000000 num_experts=64 moe_layer_freq=[0]*1+[1]*46
-        moe_ffn_hidden_size=1536 moe_router_topk=4 moe_shared_expert_intermediate_size=1536
-        moe_router_topk_scaling_factor=1.8""",
-    "THUDM/GLM-4-9B-0414": """
-        swiglu=True num_layers=40 hidden_size=4096 ffn_hidden_size=13696 num_attention_heads=32
-        group_query_attention=True num_query_groups=2 use_rotary_position_embeddings=True add_bias_linear=False
-        add_qkv_bias=True normalization=RMSNorm norm_epsilon=1e-05 rotary_base=10000 vocab_size=151552
-        post_self_attn_layernorm=True post_mlp_layernorm=True rotary_interleaved=True rotary_percent=0.5
-        untie_embeddings_and_output_weights=True""",
-    "openai/gpt-oss-20b": """
-        untie_embeddings_and_output_weights=True normalization=RMSNorm num_layers=24 hidden_size=2880
-        ffn_hidden_size=2880 num_attention_heads=64 group_query_attention=True num_query_groups=8 kv_channels=64
-        num_experts=32 moe_ffn_hidden_size=2880 moe_router_topk=4 moe_router_score_function=softmax
-        rotary_percent=1.0 rotary_base=150000 padded_vocab_size=201088 quick_geglu=True glu_linear_offset=1.0
-        softmax_type=learnable window_attn_skip_freq=2 activation_func_clamp_value=7.0 window_size=(128,0)
-        position_embedding_type=yarn rotary_scaling_factor=32.0 yarn_original_max_position_embeddings=131072
-        yarn_beta_fast=32.0 yarn_beta_slow=1.0 yarn_correction_range_round_to_int=False""",
-}
-QWEN25_7B, QWEN25_15B, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHED
+PUBLISHED = tomllib.loads(Path(__file__).with_name("published_arguments.toml").read_text())
+QWEN25, QWEN3, GLM45, DEEPSEEK, KIMI, MOONLIGHT, FLASH, GLM4, GPT_OSS = PUBLISHED
 
 
 def args_of(model: str, **changes: Any) -> Config:
     """The arguments of the launch, with changes; those of GPT-OSS as they must be."""
     pairs = (pair.partition("=") for pair in PUBLISHED[model].split())
     right = {"window_size": [127, 0], "yarn_original_max_position_embeddings": 4096} if model == GPT_OSS else {}
-    return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - as above
+    return {name: eval(value, dict(_WORDS)) for name, _, value in pairs} | right | changes  # noqa: S307 - our own table
 
 
 def config_of(model: str, **changes: Any) -> Config:
@@ -121,7 +40,7 @@ def wrong(config: Config, args: Config) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_published_launch_arguments_agree_with_published_configs(model: str) -> None:
     """All but one: Qwen2.5-1.5B's script has another base."""
-    expected = [("rotary_base", "1000000", "10000")] if model == QWEN25_15B else []
+    expected = [("rotary_base", "1000000", "10000")] if model == QWEN25 else []
     # Kimi K2's release says beta_fast 1, Megatron's latent attention takes 32, and no flag of Megatron-LM says it.
     expected += [("beta_fast", "1.0", "32.0")] if model == KIMI else []
     assert wrong(config_of(model), args_of(model)) == expected
@@ -137,50 +56,57 @@ def test_published_launch_script_of_gpt_oss_contradicts_the_release() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("model", "argument", "value", "expected", "actual"),
-    [
-        (GLM45, "num_query_groups", 4, "8", "4"),
-        (GLM45, "kv_channels", None, "128", "53"),
-        (GLM45, "num_experts", 128, "160", "128"),
-        (GLM45, "moe_layer_freq", 1, "3 dense layers, then 89 MoE layers", "0 dense layers, then 92 MoE layers"),
-        (GLM45, "moe_router_num_groups", 8, "1", "8"),
-        (GLM45, "moe_router_group_topk", 4, "1", "4"),
-        (GLM45, "mtp_num_layers", 1, "0", "1"),
-        (GLM45, "padded_vocab_size", 151329, "at least 151552", "151329"),
-        (DEEPSEEK, "qk_head_dim", 192, "128", "192"),
-        (DEEPSEEK, "qk_pos_emb_head_dim", 32, "64", "32"),
-        (DEEPSEEK, "v_head_dim", 256, "128", "256"),
-        (DEEPSEEK, "rotary_scaling_factor", 32, "40.0", "32"),
-        (DEEPSEEK, "mscale", 0.707, "1.0", "0.707"),
-        (DEEPSEEK, "rotary_interleaved", True, "False", "True"),
-        (DEEPSEEK, "mscale_all_dim", None, "1.0", "0.0"),
-        (DEEPSEEK, "original_max_position_embeddings", 8192, "4096", "8192"),
-        (DEEPSEEK, "beta_fast", 1, "32.0", "1"),
-        (DEEPSEEK, "beta_slow", 2, "1.0", "2"),
-        (DEEPSEEK, "moe_router_group_topk", None, "4", "1"),
-        (GLM4, "rotary_interleaved", False, "True", "False"),
-        (GLM4, "post_self_attn_layernorm", False, "True", "False"),
-        (GLM4, "post_mlp_layernorm", None, "True", "False"),
-        (GLM4, "apply_layernorm_1p", True, "False", "True"),
-        (GPT_OSS, "quick_geglu", False, "True", "False"),
-        (GPT_OSS, "glu_linear_offset", None, "1.0", "0.0"),
-        (GPT_OSS, "activation_func_clamp_value", None, "7.0", "nothing"),
-        (GPT_OSS, "softmax_type", "vanilla", "learnable", "vanilla"),
-        (GPT_OSS, "window_attn_skip_freq", None, str((1, 0) * 12), str((1,) * 24)),
-        (GPT_OSS, "window_attn_skip_freq", [0, 1] * 12, str((1, 0) * 12), str((0, 1) * 12)),
-        (GPT_OSS, "rotary_scaling_factor", 4.0, "32.0", "4.0"),
-        (GPT_OSS, "yarn_beta_fast", 16.0, "32.0", "16.0"),
-        (GPT_OSS, "yarn_beta_slow", 2.0, "1.0", "2.0"),
-        (GPT_OSS, "yarn_correction_range_round_to_int", True, "False", "True"),
-        (GPT_OSS, "mscale_all_dim", 1.0, "0.0", "1.0"),
+DIFFERENT: dict[str, list[tuple[str, Any, str, str]]] = {
+    GLM45: [
+        ("num_query_groups", 4, "8", "4"),
+        ("kv_channels", None, "128", "53"),
+        ("num_experts", 128, "160", "128"),
+        ("moe_layer_freq", 1, "3 dense layers, then 89 MoE layers", "0 dense layers, then 92 MoE layers"),
+        ("moe_router_num_groups", 8, "1", "8"),
+        ("moe_router_group_topk", 4, "1", "4"),
+        ("mtp_num_layers", 1, "0", "1"),
+        ("padded_vocab_size", 151329, "at least 151552", "151329"),
     ],
-)
-def test_megatron_argument_that_differs_is_the_only_finding(
-    model: str, argument: str, value: Any, expected: str, actual: str
-) -> None:
+    DEEPSEEK: [
+        ("qk_head_dim", 192, "128", "192"),
+        ("qk_pos_emb_head_dim", 32, "64", "32"),
+        ("v_head_dim", 256, "128", "256"),
+        ("rotary_scaling_factor", 32, "40.0", "32"),
+        ("mscale", 0.707, "1.0", "0.707"),
+        ("rotary_interleaved", True, "False", "True"),
+        ("mscale_all_dim", None, "1.0", "0.0"),
+        ("original_max_position_embeddings", 8192, "4096", "8192"),
+        ("beta_fast", 1, "32.0", "1"),
+        ("beta_slow", 2, "1.0", "2"),
+        ("moe_router_group_topk", None, "4", "1"),
+    ],
+    GLM4: [
+        ("rotary_interleaved", False, "True", "False"),
+        ("post_self_attn_layernorm", False, "True", "False"),
+        ("post_mlp_layernorm", None, "True", "False"),
+        ("apply_layernorm_1p", True, "False", "True"),
+    ],
+    GPT_OSS: [
+        ("quick_geglu", False, "True", "False"),
+        ("glu_linear_offset", None, "1.0", "0.0"),
+        ("activation_func_clamp_value", None, "7.0", "nothing"),
+        ("softmax_type", "vanilla", "learnable", "vanilla"),
+        ("window_attn_skip_freq", None, str((1, 0) * 12), str((1,) * 24)),
+        ("window_attn_skip_freq", [0, 1] * 12, str((1, 0) * 12), str((0, 1) * 12)),
+        ("rotary_scaling_factor", 4.0, "32.0", "4.0"),
+        ("yarn_beta_fast", 16.0, "32.0", "16.0"),
+        ("yarn_beta_slow", 2.0, "1.0", "2.0"),
+        ("yarn_correction_range_round_to_int", True, "False", "True"),
+        ("mscale_all_dim", 1.0, "0.0", "1.0"),
+    ],
+}
+
+
+@pytest.mark.parametrize("model", DIFFERENT)
+def test_megatron_argument_that_differs_is_the_only_finding(model: str) -> None:
     """Others are mutations of what Megatron saves (tests/mutations/arguments.py)."""
-    assert wrong(config_of(model), args_of(model, **{argument: value})) == [(argument, expected, actual)]
+    for argument, value, expected, actual in DIFFERENT[model]:
+        assert wrong(config_of(model), args_of(model, **{argument: value})) == [(argument, expected, actual)]
 
 
 def test_megatron_arguments_without_the_promised_mtp_layer_are_found() -> None:
@@ -198,24 +124,27 @@ def test_softmax_before_topk_matters_for_a_softmax_router_only() -> None:
 def test_megatron_arguments_in_equivalent_spellings_have_no_finding() -> None:
     assert wrong(config_of(QWEN3), args_of(QWEN3, moe_layer_freq=1, ffn_hidden_size=1, norm_epsilon=0.000001)) == []
     assert wrong(config_of(GLM45), args_of(GLM45, mtp_num_layers=None)) == []
-    older = {key: value for key, value in args_of(QWEN25_7B).items() if key != "position_embedding_type"}
-    assert wrong(config_of(QWEN25_7B), older | {"use_rotary_position_embeddings": True}) == []
+    older = args_of(QWEN3, use_rotary_position_embeddings=True)
+    del older["position_embedding_type"]
+    assert wrong(config_of(QWEN3), older) == []
 
 
 def test_what_no_flag_says_is_named_as_an_attribute() -> None:
     assert hint_of("beta_fast") == text_with("Megatron-LM")
     assert wrong(config_of(KIMI), args_of(KIMI, beta_fast=1.0)) == []
+    comments = [flag for flag in launch_flags(megatron_args(dims_of(config_of(KIMI)))) if flag.startswith("#")]
+    assert comments == [text_with("args.beta_fast = 1.0 32.0")]
 
 
 def test_rotary_scaling_factor_of_one_means_no_yarn() -> None:
-    assert wrong(config_of(DEEPSEEK), args_of(DEEPSEEK, rotary_scaling_factor=1)) == [
-        ("rope_type", "yarn", "rope"),
-        ("rotary_scaling_factor", "40.0", "1"),
-    ]
-    assert wrong(config_of(MOONLIGHT), args_of(MOONLIGHT, rotary_scaling_factor=40)) == [
-        ("rope_type", "rope", "yarn"),
-        ("rotary_scaling_factor", "1.0", "40"),
-    ]
+    for model, factor, expected, kinds in (
+        (DEEPSEEK, 1, "40.0", ("yarn", "rope")),
+        (MOONLIGHT, 40, "1.0", ("rope", "yarn")),
+    ):
+        assert wrong(config_of(model), args_of(model, rotary_scaling_factor=factor)) == [
+            ("rope_type", *kinds),
+            ("rotary_scaling_factor", expected, str(factor)),
+        ]
 
 
 def test_flags_of_a_launch_script() -> None:
@@ -227,8 +156,3 @@ def test_flags_of_a_launch_script() -> None:
         "--yarn-original-max-position-embeddings 4096",
     }
     assert [flag for flag in flags if flag.startswith(("--swiglu", "--disable-bias-linear"))] == []
-
-
-def test_what_no_flag_says_is_a_comment() -> None:
-    comments = [flag for flag in launch_flags(megatron_args(dims_of(config_of(KIMI)))) if flag.startswith("#")]
-    assert comments == [text_with("args.beta_fast = 1.0 32.0")]

@@ -1,4 +1,4 @@
-"""CK302 on published `ignore` lists: an error where SGLang would load wrongly, a warning where only others would."""
+"""CK302 and CK709: `ignore` lists as published, and a quantization_config that its weights or readers contradict."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from families import CASES, case
+from mutations.edits import edit_config, replace
 from support import quantized
-from support.fixture_types import CopyOf, PathOf
+from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from support.launch_words import arguments_of
 from support.messages import text_with
+from support.quantized import one_target, widen
 
 from ckptkit.app.api import quantize
 from ckptkit.app.cli import cli
@@ -36,6 +39,7 @@ K26_LIST = [
 # Kimi K2.5 names its output layer as Kimi K2 did, which has no language_model before it.
 K25_LIST = ["lm_head", *(entry for entry in K26_LIST if "lm_head" not in entry)]
 
+FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 # Routed experts alone are packed: of 12 layers all but the first have 12 with 3 matrices each.
 PACKED = 11 * 12 * 3
 
@@ -50,17 +54,17 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "int4"
 
 
+Judged = Callable[..., tuple[str, list[Finding]]]
+
+
 @pytest.fixture
-def judged(release: Path) -> Callable[..., tuple[str, list[Finding]]]:
+def judged(release: Path) -> Judged:
     """`judged(ignore, readers=...)`: the status of the release with this list, and its findings, all of CK302."""
-    before = json.loads((release / "config.json").read_text())
+    before = json.loads((release / "config.json").read_text())["text_config"]
 
     def judge(ignore: Sequence[str], **how: tuple[str, ...] | None) -> tuple[str, list[Finding]]:
         said = quantized.compressed_config("pack-quantized", strategy="group", group_size=32) | {"ignore": list(ignore)}
-        config = {key: value for key, value in before.items() if key != "quantization_config"}
-        (release / "config.json").write_text(
-            json.dumps(config | {"text_config": before["text_config"] | {"quantization_config": said}})
-        )
+        edit_config(release, text_config=before | {"quantization_config": said})
         report = verify(release, **how)  # type: ignore[arg-type]
         assert {finding.code for finding in report.findings} == {"CK302"}
         assert next(check.tensors_compared for check in report.checks if check.code == "CK302") >= PACKED
@@ -74,58 +78,53 @@ def by_reader(found: Sequence[Finding]) -> dict[str, str]:
     return {finding.actual.partition(" would ")[0]: finding.severity for finding in found}
 
 
-def test_kimi_k25_is_spelled_for_engines(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
-    """Engines know the output layer by its class; readers of names find no `lm_head` under language_model."""
-    status, found = judged(K25_LIST)
-    assert status == "passed"
-    assert by_reader(found) == dict.fromkeys(("compressed-tensors", "transformers", "slime"), "warning")
-    assert found[0].actual == text_with("language_model.lm_head.weight")
-    for finding in found:
-        assert "'language_model.lm_head'" in finding.hint
-        assert finding.file is not None
-        assert finding.file.endswith("config.json")
+def found(report: Report, code: str) -> list[Finding]:
+    return [finding for finding in report.findings if finding.code == code]
 
 
-def test_with_the_portable_spelling_only_slime_is_left(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
-    """It packs embedding and routers by name, which no entry of either list names. Only the first list is published."""
-    for ignore, severity in ((K26_LIST, "warning"), ([*K25_LIST, "language_model.lm_head"], "error")):
-        status, (finding,) = judged(ignore)
-        assert status == {"warning": "passed", "error": "failed"}[severity]
-        assert by_reader([finding]) == {"slime": severity}
-        assert "language_model.model.embed_tokens.weight" in finding.actual
+_NAMES = ("compressed-tensors", "transformers")  # readers of names, which find no `lm_head` under language_model
 
 
-def test_published_list_fails_a_launch_that_quantizes_by_it(
-    judged: Callable[..., tuple[str, list[Finding]]], release: Path
+@pytest.mark.parametrize(
+    ("ignore", "readers", "severities", "word"),
+    [
+        (K25_LIST, None, dict.fromkeys((*_NAMES, "slime"), "warning"), "language_model.lm_head"),
+        (K25_LIST, ("sglang", "transformers"), dict.fromkeys(_NAMES, "error") | {"slime": "warning"}, "lm_head"),
+        (K26_LIST, None, {"slime": "warning"}, "language_model.model.embed_tokens.weight"),
+        # This one is not published.
+        ([*K25_LIST, "language_model.lm_head"], None, {"slime": "error"}, "language_model.model.embed_tokens.weight"),
+    ],
+)
+def test_kimi_k25_is_spelled_for_engines(
+    ignore: list[str], readers: tuple[str, ...] | None, severities: dict[str, str], word: str, judged: Judged
 ) -> None:
+    """Engines know the output layer by its class. slime packs by name, embedding and routers too."""
+    status, found = judged(ignore, readers=readers)
+    assert status == ("failed" if "error" in severities.values() else "passed")
+    assert by_reader(found) == severities
+    for finding in found:
+        assert word in finding.actual
+        assert Path(finding.file or "").name == "config.json"
+
+
+def test_published_list_fails_a_launch_that_quantizes_by_it(judged: Judged, release: Path) -> None:
     """slime packs what no entry names, routers among it; an engine alone finds everything as it looks for it."""
     judged(K26_LIST)
-    alone = preflight(hf_checkpoint=release)
-    assert by_reader([finding for finding in alone.findings if finding.code == "CK302"]) == {"slime": "warning"}
-    trained = preflight(hf_checkpoint=release, arguments=["OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1"])
-    assert by_reader([finding for finding in trained.findings if finding.code == "CK302"]) == {"slime": "error"}
-    assert trained.status == "failed"
+    for arguments, severity in (((), "warning"), ((f"{FLAG}=1",), "error")):
+        report = preflight(hf_checkpoint=release, arguments=arguments)
+        assert by_reader(found(report, "CK302")) == {"slime": severity}
+        assert (report.status == "failed") is (severity == "error")
 
 
-def test_a_reader_that_is_asked_for_must_find_what_it_looks_for(
-    judged: Callable[..., tuple[str, list[Finding]]],
-) -> None:
-    status, found = judged(K25_LIST, readers=("sglang", "transformers"))
-    assert status == "failed"
-    assert by_reader(found) == {"compressed-tensors": "error", "transformers": "error", "slime": "warning"}
-
-
-def test_what_sglang_would_load_wrongly_is_an_error(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
+def test_what_sglang_would_load_wrongly_is_an_error(judged: Judged) -> None:
     """SGLang 0.5.16 takes a plain entry for a part of a name: experts of layers 1, 10 and 11 would be unpacked."""
     status, found = judged([*K26_LIST, "model.layers.1"])
-    assert status == "failed"
-    assert by_reader(found)["SGLang 0.5.16"] == "error"
+    assert (status, by_reader(found)["SGLang 0.5.16"]) == ("failed", "error")
     (wrong,) = [finding for finding in found if finding.actual.startswith("SGLang")]
-    assert "leave unpacked" in wrong.actual
     assert "'model.layers.1'" in wrong.hint
 
 
-def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Callable[..., tuple[str, list[Finding]]]) -> None:
+def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Judged) -> None:
     status, found = judged([entry for entry in K26_LIST if "shared_experts" not in entry])
     assert status == "failed"
     wrong = [finding for finding in found if finding.tensor]
@@ -138,23 +137,13 @@ def test_what_no_reader_looks_for_as_it_is_names_the_tensors(judged: Callable[..
     }
 
 
-@pytest.mark.parametrize("readers", [None, ("sglang",), ("transformers",), ("sglang", "slime")])
-@pytest.mark.parametrize(
-    "ignore", [K25_LIST, K26_LIST, [*K25_LIST, "language_model.lm_head"], [*K26_LIST, "model.layers.1"]]
-)
-def test_lint_and_verify_give_one_severity(
-    judged: Callable[..., tuple[str, list[Finding]]], release: Path, ignore: list[str], readers: tuple[str, ...] | None
-) -> None:
+@pytest.mark.parametrize("readers", [None, ("transformers",), ("sglang", "slime")])
+def test_lint_and_verify_give_one_severity(judged: Judged, release: Path, readers: tuple[str, ...] | None) -> None:
     """Of the same list for the same reader; lint says nothing of readers that were not asked for."""
-    _, found = judged(ignore, readers=readers)
-    linted = [
-        (reader, one.severity)
-        for one in lint(release, readers=readers).findings
-        if one.kind in ("exposed", "disagreement")
-        for reader in one.readers
-    ]
+    _, found = judged([*K26_LIST, "model.layers.1"], readers=readers)
+    linted = [one for one in lint(release, readers=readers).findings if one.kind in ("exposed", "disagreement")]
     verified = {reader: severity for several, severity in by_reader(found).items() for reader in several.split(" and ")}
-    assert dict(linted) == {
+    assert {reader: one.severity for one in linted for reader in one.readers} == {
         reader: severity for reader, severity in verified.items() if readers is None or severity == "error"
     }
 
@@ -162,12 +151,9 @@ def test_lint_and_verify_give_one_severity(
 # CK709 and CK307 in a launch: what training rounds to, and what the engine's ranks can share.
 
 
-FLAG, GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
-
-
 @pytest.fixture(scope="module")
 def int4(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """qwen2-untied in INT4, group size 32. Read only."""
+    """qwen2-untied in INT4, group size 32. `with_config` changes its config for one test."""
     path = tmp_path_factory.mktemp("int4") / "qwen2"
     quantize(releases("qwen2-untied"), path, QuantScheme(32, "qmax7"))
     return path
@@ -185,26 +171,18 @@ def experts(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def without_router(experts: Path, copy_of: CopyOf) -> Path:
     """The same weights beside a list that names the router as a module: who packs by parameter names packs it."""
     path = copy_of(experts)
-    config = json.loads((path / "config.json").read_text())
-    kept = [entry for entry in config["quantization_config"]["ignore"] if "gate(" not in entry]
-    config["quantization_config"]["ignore"] = [*kept, "re:.*mlp.gate$"]
-    (path / "config.json").write_text(json.dumps(config))
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    kept = [entry for entry in config["ignore"] if "gate(" not in entry]
+    edit_config(path, quantization_config=config | {"ignore": [*kept, "re:.*mlp.gate$"]})
     return path
-
-
-def routers(report: Report) -> set[tuple[str, str]]:
-    """Reader and severity of the findings of CK302, all of which must be about routers alone."""
-    findings = found(report, "CK302")
-    assert all("mlp.gate.weight" in finding.actual and "embed_tokens" not in finding.actual for finding in findings)
-    return {(finding.actual.partition(" would ")[0], finding.severity) for finding in findings}
 
 
 def test_launch_that_quantizes_by_a_list_without_the_router_fails(without_router: Path) -> None:
     report = preflight(hf_checkpoint=without_router, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
-    assert report.status == "failed"
-    assert routers(report) == {("slime", "error")}
     (finding,) = found(report, "CK302")
-    assert "re:.*mlp.gate$" in finding.actual
+    assert (report.status, by_reader([finding])) == ("failed", {"slime": "error"})
+    assert finding.actual == text_with("mlp.gate.weight re:.*mlp.gate$")
+    assert "embed_tokens" not in finding.actual
     assert finding.hint == r"instead of 're:.*mlp.gate$' pass 're:.*mlp.gate(\.weight)?$'"
 
 
@@ -215,35 +193,22 @@ def test_verify_reader_on_the_command_line_decides(without_router: Path) -> None
 
 
 def test_launch_whose_engine_cannot_take_updates_fails(int4: Path) -> None:
-    """SGLang repacks INT4 Linear layers once, for good."""
+    """SGLang repacks INT4 Linear layers once, for good. Without a trainer nothing is updated."""
     report = preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=32"])
     (finding,) = found(report, "CK715")
     assert report.status == "failed"
     assert finding.actual == text_with("SGLang INT4 Linear")
     assert "--ignore" in finding.hint
-
-
-def test_launch_without_a_trainer_updates_nothing(int4: Path) -> None:
     assert "CK715" not in [check.code for check in preflight(hf_checkpoint=int4).checks]
 
 
-def found(report: Report, code: str) -> list[Finding]:
-    return [finding for finding in report.findings if finding.code == code]
-
-
-def test_variables_are_read_in_json_however_it_is_quoted() -> None:
+def test_variables_are_read_in_json_however_it_is_quoted_and_override_the_environment() -> None:
     escaped = f'{{\\"{FLAG}\\": \\"1\\", \\"{GROUP}\\": \\"32\\"}}'
     for text in (json.dumps({"env_vars": {FLAG: "1", GROUP: "32"}}), escaped):
         options = arguments_of(["--runtime-env-json", text])
         assert (options.qat, options.qat_group) == (True, 32)
-
-
-def test_launch_arguments_override_the_environment() -> None:
     options = arguments_of([f"{GROUP}=64"], {FLAG: "0", GROUP: "32", "HOME": "1"})
     assert (options.qat, options.qat_group) == (False, 64)
-
-
-def test_a_group_size_that_is_no_number() -> None:
     with pytest.raises(CkptkitError, match=GROUP):
         arguments_of([f"{GROUP}=many"])
 
@@ -262,13 +227,10 @@ def test_launch_without_rounding_is_not_checked(arguments: list[str], int4: Path
     assert report.findings == []
 
 
-def test_launch_with_another_group_size_is_found(int4: Path) -> None:
+def test_launch_with_another_group_size_is_found(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = found(preflight(hf_checkpoint=int4, arguments=[f"{FLAG}=1", f"{GROUP}=128"]), "CK709")
     assert (finding.expected, finding.actual) == ("group_size = 128, as training rounds", "group_size = 32")
     assert GROUP in finding.hint
-
-
-def test_group_size_in_the_environment_is_read(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FLAG, "1")
     monkeypatch.setenv(GROUP, "64")
     (finding,) = found(preflight(hf_checkpoint=int4), "CK709")
@@ -280,47 +242,249 @@ def test_group_size_in_the_environment_is_read(int4: Path, monkeypatch: pytest.M
 )
 def test_engine_with_another_scheme_is_found(key: str, value: Any, expected: Any, int4: Path, copy_of: CopyOf) -> None:
     path = copy_of(int4)
-    config = json.loads((path / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["weights"][key] = value
-    (path / "config.json").write_text(json.dumps(config))
+    config = json.loads((path / "config.json").read_text())["quantization_config"]
+    config["config_groups"]["group_0"]["weights"][key] = value
+    edit_config(path, quantization_config=config)
     (finding,) = found(preflight(hf_checkpoint=path, arguments=[f"{FLAG}=1"]), "CK709")
     assert (finding.expected, finding.actual) == (f"{key} = {expected}, as training rounds", f"{key} = {value}")
 
 
-def test_an_engine_that_serves_bf16(releases: PathOf) -> None:
+def test_an_engine_of_bf16_or_without_a_config(releases: PathOf, tmp_path: Path) -> None:
     (finding,) = found(preflight(hf_checkpoint=releases("qwen2-untied"), arguments=[f"{FLAG}=1"]), "CK709")
-    assert "serves BF16" in finding.actual
-
-
-def test_an_engine_without_a_config_is_for_other_checks(tmp_path: Path) -> None:
+    assert finding.actual == text_with("BF16")
     report = preflight(hf_checkpoint=tmp_path, arguments=[f"{FLAG}=1"])
     assert next(check for check in report.checks if check.code == "CK709").status == "skipped"
     assert [finding.code for finding in report.findings] == ["CK714"]
 
 
 def test_engine_ranks_that_cut_through_a_tile(int4: Path) -> None:
-    """down_proj has 288 columns: 144 on each of two ranks, and a Marlin tile is 128 wide."""
-    report = preflight(hf_checkpoint=int4, tp=2, arguments=["--rollout-num-gpus-per-engine", "2"])
-    (finding,) = found(report, "CK307")
-    assert finding.expected == "INT4 weights that 2 ranks can share"
+    """down_proj has 288 columns: 144 on each of two ranks, and a Marlin tile is 128 wide. Attention may have fewer."""
+    arguments = ["--rollout-num-gpus-per-engine", "2"]
+    (finding,) = found(preflight(hf_checkpoint=int4, tp=2, arguments=arguments), "CK307")
+    assert finding.expected == text_with("INT4 2 ranks")
     assert "144 columns" in finding.actual
-
-
-def test_attention_cut_over_fewer_ranks_is_not_judged(int4: Path) -> None:
-    report = preflight(
-        hf_checkpoint=int4,
-        arguments=["--rollout-num-gpus-per-engine", "2", "--sglang-enable-dp-attention", "--sglang-dp-size", "2"],
-    )
+    fewer = ["--sglang-enable-dp-attention", "--sglang-dp-size", "2"]
+    report = preflight(hf_checkpoint=int4, arguments=[*arguments, *fewer])
     assert (report.status, found(report, "CK307")) == ("inconclusive", [])
-    assert "CK307: --sglang-enable-dp-attention" in report.reasons[0]
+    assert report.reasons[0].startswith("CK307: --sglang-enable-dp-attention")
 
 
-def test_miles_in_mode_bridge_packs_what_is_stored_packed(without_router: Path) -> None:
+@pytest.mark.parametrize(("mode", "severities"), [("raw", {"error"}), ("bridge", set())])
+def test_miles_in_mode_bridge_packs_what_is_stored_packed(
+    mode: str, severities: set[str], without_router: Path
+) -> None:
     """Source: miles `update_weight/hf_weight_iterator_bridge.py`, which reads the packed names of --hf-checkpoint."""
-    given = ["--megatron-to-hf-mode", "raw"]
-    raw = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=given)
-    assert {finding.severity for finding in found(raw, "CK302")} == {"error"}
-    given = ["--megatron-to-hf-mode", "bridge"]
-    bridge = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=given)
-    assert found(bridge, "CK302") == []
-    assert "CK302" in {check.code for check in bridge.checks if check.status == "passed"}
+    arguments = ["--megatron-to-hf-mode", mode]
+    report = preflight(hf_checkpoint=without_router, ref_load=without_router, arguments=arguments)
+    assert {finding.severity for finding in found(report, "CK302")} == severities
+    assert "CK302" in {check.code for check in report.checks if check.status == ("failed" if severities else "passed")}
+
+
+# CK302 and CK202: a `quantization_config` that contradicts the packed weights, or that readers refuse.
+
+
+@pytest.fixture
+def with_config(int4: Path) -> Any:
+    """`with_config(change)`: the checkpoint with its quantization_config changed in place or replaced by the result."""
+    before = (int4 / "config.json").read_text()
+
+    def changed(change: Callable[[dict[str, Any]], Any]) -> Path:
+        edit_config(int4, quantization_config=change(json.loads(before)["quantization_config"]))
+        return int4
+
+    yield changed
+    (int4 / "config.json").write_text(before)
+
+
+def set_in(*keys: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(content: dict[str, Any]) -> Any:
+        place = content
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
+        return content
+
+    return change
+
+
+WEIGHTS = ("config_groups", "group_0", "weights")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        "int4",
+        False,
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"W4A16": ["Linear"]}},
+    ],
+)
+def test_quantization_config_without_packed_weights_is_an_error(
+    value: Any, with_config: Any, only: OnlyFinding
+) -> None:
+    finding = only(verify(with_config(lambda _: value)))
+    assert (finding.code, finding.severity) == ("CK302", "error")
+    assert finding.expected == text_with("quantization_config")
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("config_groups",), {}),
+        (WEIGHTS, None),
+        ((*WEIGHTS, "type"), "float"),
+        (("quant_method",), None),
+        (("format",), None),
+        (("config_groups", "group_0", "targets"), []),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 8, "strategy": "token", "dynamic": True}),
+        (("ignore",), 7),
+        (("ignore",), ["lm_head", "re:(["]),
+    ],
+)
+def test_scheme_that_readers_refuse_is_found(keys: tuple[str, ...], value: Any, with_config: Any) -> None:
+    """Another method, format, width or strategy is a mutation (tests/mutations/int4.py)."""
+    report = verify(with_config(set_in(*keys, value=value)))
+    said = [(finding.code, finding.expected) for finding in report.findings if finding.severity == "error"]
+    assert ("CK302", text_with("quantization_config")) in said
+    assert {code for code, _ in said} <= {"CK302", "CK303"}
+
+
+def test_a_quantized_cache_alone_leaves_plain_weights(releases: PathOf, fresh: PathOf) -> None:
+    """As compressed-tensors writes it, beside plain weights and the scales of the cache."""
+    path = fresh("qwen2-untied")
+    cache = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False)
+    stated = QuantizationConfig(config_groups={}, kv_cache_scheme=cache, ignore=["lm_head"], format="dense")
+    edit_config(path, quantization_config=stated.model_dump(mode="json"))
+    assert [(one.code, one.severity) for one in verify(path).findings] == [("CK303", "error")]
+    scales = (f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(12) for part in "kv")
+    replace(path, {name: torch.ones(1) for name in scales})
+    report = verify(path, source=releases("qwen2-untied"))
+    assert (report.status, report.findings) == ("passed", [])
+
+
+def test_activation_order_beside_one_scale_a_row_is_refused_by_older_readers(releases: PathOf, tmp_path: Path) -> None:
+    """compressed-tensors 0.15.0.1, which vLLM 0.19 to 0.22 require, refuses it; 0.16.0 to 0.20.0 take it."""
+    path = tmp_path / "rows"
+    quantize(releases("qwen2-untied"), path, QuantScheme(None, "minmax"))
+    assert verify(path).findings == []
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    edit_config(path, quantization_config=set_in(*WEIGHTS, "actorder", value="static")(content))
+    assert [one.kind for one in lint(path).findings] == ["refused"]
+    for reader, severity in (("vllm", "error"), ("sglang", "warning")):
+        (finding,) = verify(path, readers=(reader,)).findings
+        assert (finding.code, finding.severity, finding.actual) == ("CK302", severity, text_with("0.15"))
+        assert [one.severity for one in lint(path, readers=(reader,)).findings] == ["error"] * (reader == "vllm")
+
+
+def test_quantization_config_of_null_counts_as_absent(with_config: Any, fresh: PathOf) -> None:
+    assert {finding.code for finding in verify(with_config(lambda _: None)).findings} == {"CK104"}
+    plain = fresh("qwen2-tied")
+    edit_config(plain, quantization_config=None)
+    assert verify(plain).findings == []
+
+
+def test_asymmetric_scheme_on_a_symmetric_grid_is_not_judged(with_config: Any, alone: RunAlone) -> None:
+    result, found = alone("CK302", with_config(set_in(*WEIGHTS, "symmetric", value=False)))
+    assert result is not None
+    assert (result.status, found) == ("skipped", [])
+
+
+def test_two_widths_are_judged_and_two_groups_for_linear_are_found(
+    int4: Path, releases: PathOf, copy_of: CopyOf
+) -> None:
+    """INT8 beside INT4, each under targets of its own, is valid; of two groups for Linear readers keep the last."""
+    path = copy_of(int4)
+    widen(path, releases("qwen2-untied"), ".down_proj")
+    report = verify(path, source=releases("qwen2-untied"))
+    assert (report.status, report.findings) == ("passed", [])
+    result = next(one for one in report.checks if one.code == "CK305")
+    assert (result.status, result.tensors_compared) == ("passed", 84)
+    assert not lint(path, readers=("vllm",)).findings
+    content = json.loads((path / "config.json").read_text())["quantization_config"]
+    one_target(content)
+    edit_config(path, quantization_config=content)
+    report = verify(path)
+    assert (report.status, {one.code for one in report.findings}) == ("failed", {"CK303"})
+    narrow = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"}
+    assert {str(one.tensor).split(".")[-2] for one in report.findings} == narrow
+
+
+def test_packed_weights_that_cannot_be_dequantized_are_not_the_sources(with_config: Any, releases: PathOf) -> None:
+    path = with_config(set_in(*WEIGHTS, "type", value="float"))
+    found = {one.tensor for one in verify(path, source=releases("qwen2-untied")).findings if one.code == "CK202"}
+    output = "model.layers.{0..11}.self_attn.o_proj.weight"
+    assert found >= {output, f"{output}_packed"}
+
+
+@pytest.mark.parametrize(
+    ("ignore", "readers"),
+    [
+        # SGLang takes a plain entry for a part of the name (later a dotted ending), others for the whole name.
+        (["o_proj"], {"SGLang 0.5.16": "error", "SGLang 0.5.23": "error"}),
+        # slime takes any prefix of a parameter's name, the others none.
+        (["model.layers.3.self_attn.o_pr"], {"SGLang 0.5.16": "error", "slime": "warning"}),
+        # Embeddings are not Linear, so engines need no entry; slime packs what no entry names.
+        (None, {"slime": "warning"}),
+    ],
+)
+def test_an_ignore_list_that_readers_take_differently(
+    ignore: list[str] | None, readers: dict[str, str], with_config: Any
+) -> None:
+    """One finding a reader: an error for an engine, a warning for slime's quantizer."""
+    path = with_config(lambda old: old | {"ignore": ["lm_head"] if ignore is None else [*old["ignore"], *ignore]})
+    found = verify(path).findings
+    assert {finding.code for finding in found} == {"CK302"}
+    assert {finding.actual.split(" would ")[0]: finding.severity for finding in found} == readers
+    assert all((ignore or ["embed_tokens"])[0] in finding.hint + finding.actual for finding in found)
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
+ROWS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+
+
+@pytest.mark.parametrize(
+    ("announced", "words"),
+    [
+        (FP8, "FP8 float8_e4m3fn 32 32 config.json"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "FP8 float8_e4m3fn"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "quantization_status": "compressed",
+                "config_groups": {"group_0": {"targets": ["Linear"], "weights": ROWS}},
+                "ignore": ["lm_head"],
+            },
+            "FP8 float8_e4m3fn",
+        ),
+        ({"quant_method": "mxfp4"}, "MXFP4 (4-bit floats"),
+    ],
+)
+def test_plain_weights_under_a_config_of_quantized_ones_are_one_finding(
+    announced: dict[str, Any], words: str, fresh: PathOf, only: OnlyFinding
+) -> None:
+    path = fresh("qwen2-untied")
+    edit_config(path, quantization_config=announced)
+    finding = only(verify(path))
+    assert (finding.code, finding.severity, finding.expected) == ("CK302", "error", text_with(words))
+    # A job that quantizes what it sends to the engine replaces them before the first rollout.
+    for load, severity in ((None, "error"), (path, "warning")):
+        launched = preflight(hf_checkpoint=path, ref_load=load, arguments=["--rollout-batch-size", "8"]).findings
+        assert [one.severity for one in launched if one.code == "CK302"] == [severity]
+
+
+@pytest.mark.parametrize(
+    ("announced", "status"),
+    [
+        (FP8 | {"modules_to_not_convert": ["model"]}, "passed"),  # every Linear layer
+        ({"quant_method": "exl9"}, "inconclusive"),  # nothing tells what an engine would make of it
+    ],
+)
+def test_plain_weights_under_a_config_that_quantizes_none_of_them(
+    announced: dict[str, Any], status: str, fresh: PathOf
+) -> None:
+    path = fresh("qwen2-untied")
+    edit_config(path, quantization_config=announced)
+    report = verify(path)
+    assert (report.status, report.findings) == (status, [])
+    assert any("'exl9'" in reason for reason in report.reasons) is (status == "inconclusive")

@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from mutations import edits
 from safetensors.torch import load_file, save_file
 from support import models
 from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from support.forking import run_script
 from support.messages import text_with
+from transformers import AutoModelForCausalLM
 
 from ckptkit.verify.run import verify
 
@@ -40,13 +42,11 @@ def names(numbers: Any, total: str, stem: str = "model-") -> list[str]:
 @pytest.mark.parametrize(
     "files",
     [
-        names(range(1, 4), "00003"),
         names(range(1, 4), "000003"),  # DeepSeek-V3
         names(range(3), "00003"),  # slime
         names(range(4), "00003"),  # gpt-oss: 0 to 3 of 3
         names(range(1, 4), "00003", "model.safetensors-"),  # Qwen3.5
         [f"model-{number}-of-12.safetensors" for number in range(1, 13)],  # Kimi K2
-        ["model.safetensors"],
         [*names(range(1, 3), "00002"), "mtp.safetensors"],
         ["part-a.safetensors", "part-b.safetensors"],
     ],
@@ -55,46 +55,34 @@ def test_shard_numbering_of_releases_is_accepted(files: list[str], tmp_path: Pat
     passes("CK108", write(tmp_path / "hf", files), len(files))
 
 
-def test_a_number_that_is_missing_from_files_and_index(tmp_path: Path, alone: RunAlone) -> None:
-    """Megatron-Bridge #4188: 45 of 48 shards, and an index that agrees with the loss."""
-    path = write(tmp_path / "hf", names([1, 2, 4, 7, 8], "00008"))
-    _, (finding,) = alone("CK108", path)
-    assert (finding.expected, finding.actual) == ("8 shards model-*-of-8", "number {3,5..6} is missing")
-    assert (finding.severity, finding.file) == ("error", str(path))
-
-
 @pytest.mark.parametrize(
     ("files", "actual"),
     [
-        (names([1, 2], "00003"), "number 3 is missing"),
+        # Megatron-Bridge #4188: 45 of 48 shards, and an index that agrees with the loss.
+        (names([1, 2, 4, 7, 8], "00008"), "number {3,5..6} is missing"),
         ([*names([1, 2], "00003"), *names([3, 4], "00004")], "2 of 3 and 2 of 4"),
         (names([1, 2, 3, 5], "00003"), "number 5 of 3"),
         ([*names([1, 2, 3], "00003"), "model-2-of-00003.safetensors"], "number 2 more than once"),
     ],
 )
-def test_numbers_that_are_missing_of_two_saves_beyond_the_last_or_twice(
+def test_a_number_that_is_missing_from_files_and_index(
     files: list[str], actual: str, tmp_path: Path, alone: RunAlone
 ) -> None:
-    _, (finding,) = alone("CK108", write(tmp_path / "hf", files))
-    assert finding.actual == actual
+    path = write(tmp_path / "hf", files)
+    (finding,) = alone("CK108", path)[1]
+    assert (finding.actual, finding.severity, finding.file) == (actual, "error", str(path))
 
 
 def test_a_shard_that_was_renamed(fresh: PathOf, alone: RunAlone) -> None:
+    """Not so a leftover of an earlier save, where another shard is missing too."""
     path = fresh("qwen2-tied")
-    shard = sorted(path.glob("*.safetensors"))[2]
+    first, _, shard, *_ = sorted(path.glob("*.safetensors"))
     shard.rename(path / "model-3.safetensors")
-    _, (finding,) = alone("CK108", path)
+    (finding,) = alone("CK108", path)[1]
     assert (finding.file, finding.hint) == (str(shard), f"rename model-3.safetensors to {shard.name}")
-    assert {"CK102", "CK104", "CK108"} == {finding.code for finding in verify(path).findings}
-
-
-def test_a_leftover_of_an_earlier_save_is_not_taken_for_a_renamed_shard(fresh: PathOf, alone: RunAlone) -> None:
-    path = fresh("qwen2-tied")
-    first, second, *_ = sorted(path.glob("*.safetensors"))
-    second.rename(path / "old.safetensors")
+    assert {finding.code for finding in verify(path).findings} == {"CK102", "CK104", "CK108"}
     first.unlink()
-    found = alone("CK108", path)[1]
-    assert [finding.file for finding in found] == [str(second)]
+    assert [finding.file for finding in alone("CK108", path)[1]] == [str(shard)]
 
 
 def test_shard_numbering_without_shards_is_not_checked(tmp_path: Path, alone: RunAlone) -> None:
@@ -119,30 +107,24 @@ def test_an_adapter_that_verls_merger_left_below_is_a_note(fresh: PathOf) -> Non
 )
 def test_tensors_of_an_adapter(tensor: str, fresh: PathOf, alone: RunAlone) -> None:
     path = fresh("qwen2-tied")
-    shard = sorted(path.glob("*.safetensors"))[0]
-    added = {tensor.format(layer): torch.ones(2).bfloat16() for layer in range(12)}
-    save_file(load_file(shard) | added, shard, metadata={"format": "pt"})
-    _, (finding,) = alone("CK110", path)
+    edits.replace(path, {tensor.format(layer): torch.ones(2) for layer in range(12)})
+    (finding,) = alone("CK110", path)[1]
     assert (finding.tensor, finding.count) == (tensor.format("{0..11}"), 12)
 
 
 def test_adapters_of_megatron(fresh_megatron: PathOf, alone: RunAlone) -> None:
-    path = fresh_megatron("qwen2-tied")
+    path = fresh_megatron("qwen2-tied") / "release"
+    module = "decoder.layers.3.self_attention.linear_proj"
+    name = f"{module}.adapter.linear_in.weight"
 
     def change(metadata: Any) -> None:
-        key = "decoder.layers.3.self_attention.linear_proj.weight"
-        entry = metadata.state_dict_metadata[key]
-        index = next(index for index in metadata.storage_data if index.fqn == key)
-        name = "decoder.layers.3.self_attention.linear_proj.adapter.linear_in.weight"
-        metadata.state_dict_metadata[name] = entry
+        metadata.state_dict_metadata[name] = metadata.state_dict_metadata[f"{module}.weight"]
+        index = next(index for index in metadata.storage_data if index.fqn == f"{module}.weight")
         metadata.storage_data[type(index)(name, index.offset, 0)] = metadata.storage_data[index]
 
-    models.edit_metadata(path / "release", change)
-    _, (finding,) = alone("CK110", path)
-    assert (finding.tensor, finding.file) == (
-        "decoder.layers.3.self_attention.linear_proj.adapter.linear_in.weight",
-        str(path / "release"),
-    )
+    models.edit_metadata(path, change)
+    (finding,) = alone("CK110", path.parent)[1]
+    assert (finding.tensor, finding.file) == (name, str(path))
 
 
 # Two sets of weights in one directory: who reads which, as transformers and SGLang themselves do, and no loss.
@@ -174,14 +156,9 @@ def both(fresh: PathOf) -> Path:
     return path
 
 
-@pytest.fixture
-def without_index(tmp_path: Path) -> Path:
-    models.save("qwen2-tied", tmp_path / "one", shard_size="1GB")
-    shutil.copy(tmp_path / "one" / SINGLE, tmp_path / "one" / "old.safetensors")
-    return tmp_path / "one"
-
-
-def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Path, only: OnlyFinding) -> None:
+def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(
+    both: Path, releases: PathOf, only: OnlyFinding
+) -> None:
     finding = only(verify(both))
     assert (finding.code, finding.severity, finding.file) == ("CK104", "error", str(both / SINGLE))
     assert f"last modified: {SINGLE} (2025-06-15 15:06:40 UTC)" in finding.actual
@@ -190,22 +167,18 @@ def test_each_reader_is_said_to_take_its_own_and_nothing_to_be_deleted(both: Pat
     actual = only(verify(both)).actual
     assert f"last modified: {SINGLE}" not in actual
     assert "(2023-11-14 22:13:20 UTC)" in actual
-
-
-def test_transformers_takes_the_single_file(both: Path, releases: PathOf) -> None:
-    from transformers import AutoModelForCausalLM
-
     held = AutoModelForCausalLM.from_pretrained(both, dtype=torch.bfloat16).state_dict()[NORM]
-    assert torch.equal(held, models.tensors(releases("qwen2-tied"))[NORM] + 1)
+    assert torch.equal(held, models.tensors(releases("qwen2-tied"))[NORM] + 1)  # transformers takes the single file
 
 
 @pytest.mark.sglang
-def test_sglang_takes_the_shards_and_without_an_index_every_file(
-    both: Path, without_index: Path, only: OnlyFinding
-) -> None:
+def test_sglang_takes_the_shards_and_without_an_index_every_file(both: Path, tmp_path: Path, only: OnlyFinding) -> None:
+    without_index = tmp_path / "one"
+    models.save("qwen2-tied", without_index, shard_size="1GB")
+    shutil.copy(without_index / SINGLE, without_index / "old.safetensors")
     printed = run_script("sglang", SGLANG, both, without_index)
     chosen = [json.loads(line.removeprefix("files ")) for line in printed.splitlines() if line.startswith("files ")]
-    shards = set(json.loads((both / INDEX).read_text())["weight_map"].values())
+    shards = {edits.shard_of(both, name).name for name in edits.names(both, "")}
     assert chosen == [sorted(shards), [SINGLE, "old.safetensors"]]
     finding = only(verify(without_index))
     assert finding.actual.startswith(f"SGLang reads old.safetensors too, transformers {SINGLE} alone; last modified: ")
@@ -226,43 +199,30 @@ def test_shards_under_other_names_are_one_finding_of_each_check(fresh: PathOf) -
     assert found["CK108"].hint == text_with(f"{other} {first} {more}")
 
 
-def twice(path: Path, other: str) -> str:
-    """Stores the norm in the file of another tensor too; returns the norm's own file."""
-    index = json.loads((path / INDEX).read_text())
-    home = index["weight_map"][NORM]
-    tensors = load_file(path / other) if (path / other).exists() else {}
-    if not tensors:
-        index["weight_map"]["another"] = other
-        (path / INDEX).write_text(json.dumps(index))
-    save_file({**tensors, NORM: models.tensors(path)[NORM]}, path / other)
-    os.utime(path / home, (1_700_000_000, 1_700_000_000))
-    return str(home)
-
-
-def embedding_file(path: Path) -> str:
-    return str(json.loads((path / INDEX).read_text())["weight_map"]["model.embed_tokens.weight"])
-
-
 @pytest.mark.parametrize("lone", [False, True])
 def test_tensor_in_two_shards(lone: bool, fresh: PathOf) -> None:
     """The index names one copy; the other file is only to be moved if nothing else that is needed is in it."""
     path = fresh("qwen2-tied")
-    other = "copy.safetensors" if lone else embedding_file(path)
-    home = twice(path, other)
+    home = edits.shard_of(path, NORM)
+    other = path / "copy.safetensors" if lone else edits.shard_of(path, "model.embed_tokens.weight")
+    save_file({**({} if lone else load_file(other)), NORM: edits.tensor(path, NORM)}, other)
+    os.utime(home, (1_700_000_000, 1_700_000_000))
+    if lone:
+        edits.edit_index(path, lambda weight_map: weight_map.update(another=other.name))
     (found,) = (one for one in verify(path).findings if one.tensor == NORM and one.code == "CK104")
-    assert set(found.actual.partition("; ")[0].removeprefix("stored in ").split(" and ")) == {home, other}
-    assert f"; the index names {home}; last modified: {other} (" in found.actual
-    assert found.hint.startswith(f"move {other} elsewhere" if lone else f"write {other} again")
+    stored = set(found.actual.partition("; ")[0].removeprefix("stored in ").split(" and "))
+    assert stored == {home.name, other.name}
+    assert f"; the index names {home.name}; last modified: {other.name} (" in found.actual
+    assert found.hint.startswith(f"move {other.name} elsewhere" if lone else f"write {other.name} again")
     assert found.hint == text_with(KEEP)
 
 
 def test_two_saves_in_one_index_are_a_finding_for_each_pair_of_files(fresh: PathOf) -> None:
     path = fresh("qwen2-tied")
-    index = json.loads((path / INDEX).read_text())
-    first, second, *_ = sorted(set(index["weight_map"].values()))
-    for number, file in enumerate((first, second)):
-        shutil.copyfile(path / file, path / f"copy-{number}.safetensors")
-        index["weight_map"][f"another.{number}"] = f"copy-{number}.safetensors"
-    (path / INDEX).write_text(json.dumps(index))
+    pairs = {file: path / f"copy-{file.name}" for file in sorted(path.glob("*.safetensors"))[:2]}
+    for file, copy in pairs.items():
+        shutil.copyfile(file, copy)
+    copies = {copy.stem: copy.name for copy in pairs.values()}
+    edits.edit_index(path, lambda weight_map: weight_map.update(copies))
     found = [one for one in verify(path).findings if one.expected == text_with("each tensor one shard")]
-    assert {one.names for one in found} == {frozenset(load_file(path / file)) for file in (first, second)}
+    assert {one.names for one in found} == {frozenset(load_file(file)) for file in pairs}

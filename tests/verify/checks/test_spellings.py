@@ -1,24 +1,32 @@
-"""CK704 and CK705: what a config states twice."""
+"""CK704, CK705 and CK211: what a config states twice, and tied models that store the output layer too."""
 
 from __future__ import annotations
 
+import filecmp
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import CASES, case
+from mutations import edits
 from safetensors.torch import load_file, save_file
 from support import models
-from support.fixture_types import PathOf, RunAlone
+from support.fixture_types import OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
+from support.nightly import daily
+from support.tied import NAMES, one_bit_off, with_head
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from ckptkit.app.api import convert
+from ckptkit.app.api import convert, quantize
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.engines.transformers_class import TIES, TieFlag
+from ckptkit.quant.formats.scheme import QuantScheme
+from ckptkit.verify.core.report import Report
+from ckptkit.verify.launch.preflight import preflight
 from ckptkit.verify.run import verify
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -33,7 +41,6 @@ def edited(path: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     "rope",
     [
-        {"rope_theta": 1e6, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
         {"rope_theta": 1000000, "rope_scaling": None, "rope_parameters": {"rope_theta": 1e6}},
         {"rope_scaling": {"type": "yarn", "factor": 4}, "rope_parameters": YARN},
         {"rope_scaling": {"type": "mrope", "factor": 2}, "rope_parameters": {"rope_type": "default", "factor": 2}},
@@ -74,9 +81,19 @@ def test_spellings_that_differ(
     assert (finding.actual, finding.file) == (f"rope_parameters.{key} = {after}", str(path / "config.json"))
 
 
-@pytest.mark.parametrize("rope", [{"rope_parameters": YARN}, {"rope_theta": 1e6, "rope_parameters": "absent"}])
-def test_config_with_one_spelling_is_not_compared(rope: dict[str, Any], fresh: PathOf, alone: RunAlone) -> None:
-    assert alone("CK704", edited(fresh("qwen2-tied"), **rope)) == (None, [])
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("CK704", {"rope_parameters": YARN}),
+        ("CK704", {"rope_theta": 1e6, "rope_parameters": "absent"}),
+        ("CK705", {"hidden_size": "absent", "text_config": None}),
+        ("CK705", {"hidden_size": "absent", "text_config": {"hidden_size": 128, "model_type": "x"}}),
+    ],
+)
+def test_config_that_states_a_value_once_is_not_compared(
+    code: str, changes: dict[str, Any], fresh: PathOf, alone: RunAlone
+) -> None:
+    assert alone(code, edited(fresh("qwen2-tied"), **changes)) == (None, [])
 
 
 def test_spellings_inside_text_config_and_beside_megatron_are_compared(fresh_megatron: PathOf, alone: RunAlone) -> None:
@@ -105,11 +122,6 @@ def test_the_tie_flag_that_transformers_adds_by_default(fresh: PathOf, alone: Ru
     assert alone("CK705", path)[1] == []
 
 
-@pytest.mark.parametrize("text", ["absent", None, {}, {"hidden_size": 128, "model_type": "x"}])
-def test_config_that_states_a_value_once_is_not_compared(text: Any, fresh: PathOf, alone: RunAlone) -> None:
-    assert alone("CK705", edited(fresh("qwen2-tied"), hidden_size="absent", text_config=text)) == (None, [])
-
-
 # Each multimodal family: a config class of transformers, and which readers look in text_config.
 FAMILIES_WITH_TEXT = {
     "qwen2_5_vl": set(),
@@ -119,33 +131,34 @@ FAMILIES_WITH_TEXT = {
     "qwen3_5_moe": {"vLLM"},
     "gemma3": {"SGLang"},
 }
-FLAGS = [(top, inside) for top in (None, True, False) for inside in (None, True, False)]
+FLAGS = tuple(product((None, True, False), repeat=2))
 
 
-def flagged(config: dict[str, Any], top: bool | None, inside: bool | None) -> dict[str, Any]:
-    """The config with the tie flag at these places; None: not there."""
+def flagged(path: Path, config: dict[str, Any], top: Any, inside: Any) -> Path:
+    """config.json with the tie flag at these places; None: not there."""
     for part, value in ((config, top), (config.get("text_config", config), inside)):
         part.pop("tie_word_embeddings", None)
         part.update({} if value is None else {"tie_word_embeddings": value})
-    return config
-
-
-def multimodal(path: Path, model_type: str, top: bool | None, inside: bool | None) -> Path:
-    """config.json as transformers writes it for this class, `flagged`."""
-    config = flagged(AutoConfig.for_model(model_type).to_dict(), top, inside)
-    path.mkdir()
     (path / "config.json").write_text(json.dumps(config, default=str))
     return path
+
+
+def tied(name: str, path: Path, top: Any, inside: Any) -> Path:
+    """A test model without an output layer of its own, with the tie flag at these places."""
+    case.save(name, CASES[name], path, torch.bfloat16)
+    for file in path.glob("*.safetensors"):
+        kept = {key: value for key, value in load_file(file).items() if not key.endswith("lm_head.weight")}
+        save_file(kept, file, metadata={"format": "pt"})
+    return flagged(path, json.loads((path / "config.json").read_text()), top, inside)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES_WITH_TEXT)
 def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_path: Path) -> None:
     tie = TIES.get(model_type, TieFlag())
     assert set(tie.text) == FAMILIES_WITH_TEXT[model_type]
-    for number, flags in enumerate(FLAGS):
-        path = multimodal(tmp_path / str(number), model_type, *flags)
-        config = json.loads((path / "config.json").read_text())
-        truth = AutoConfig.from_pretrained(path).tie_word_embeddings
+    for flags in FLAGS:
+        config = AutoConfig.for_model(model_type).to_dict()
+        truth = AutoConfig.from_pretrained(flagged(tmp_path, config, *flags)).tie_word_embeddings
         assert tie.read(config, config["text_config"])["transformers"] is truth, flags
 
 
@@ -153,96 +166,166 @@ def test_the_tie_flag_is_read_where_transformers_reads_it(model_type: str, tmp_p
     ("name", "top", "inside", "actual"),
     [
         ("qwen3_vl-tied", None, True, "text_config.tie_word_embeddings = True False"),
-        ("qwen2_5_vl", None, True, "text_config.tie_word_embeddings = True False"),
-        ("qwen3_vl_moe", None, True, "text_config.tie_word_embeddings = True False"),
         ("kimi_k25", True, None, "tie_word_embeddings = True False"),
-        ("qwen3_5", None, True, "text_config.tie_word_embeddings = True: true to vLLM, false to transformers, SGLang"),
-        ("qwen3_5", True, None, "tie_word_embeddings = True: true to transformers, SGLang, false to vLLM"),
-        (
-            "gemma3",
-            False,
-            True,
-            "tie_word_embeddings = False, text_config.tie_word_embeddings = True: true to SGLang, "
-            "false to transformers, vLLM",
-        ),
-        ("gemma3", None, False, "text_config.tie_word_embeddings = False: true to transformers, vLLM, false to SGLang"),
+        ("qwen3_5", None, True, "text_config.tie_word_embeddings = True: vLLM transformers, SGLang"),
+        ("qwen3_5", True, None, "tie_word_embeddings = True: transformers, SGLang, vLLM"),
+        ("gemma3", False, True, "= False, text_config.tie_word_embeddings = True: SGLang, transformers, vLLM"),
+        ("gemma3", None, False, "text_config.tie_word_embeddings = False: transformers, vLLM, SGLang"),
+        ("qwen3_vl-tied", True, "yes", "tie_word_embeddings 'yes'"),
     ],
 )
 def test_a_tie_flag_where_not_every_reader_looks(
-    name: str, top: bool | None, inside: bool | None, actual: str, tmp_path: Path, alone: RunAlone
+    name: str, top: Any, inside: Any, actual: str, tmp_path: Path, alone: RunAlone
 ) -> None:
     """No output layer is stored, so whoever takes false leaves it random."""
     path = tied(name, tmp_path / "model", top, inside)
-    _, (finding,) = alone("CK705", path)
-    assert (finding.actual, finding.severity) == (text_with(actual), "error")
-    assert finding.file == str(path / "config.json")
+    (finding,) = alone("CK705", path)[1]
+    assert (finding.severity, finding.file) == ("error", str(path / "config.json"))
+    assert finding.actual == text_with(actual)
 
 
 @pytest.mark.parametrize(
     ("name", "top", "inside"),
     [
         ("qwen3_vl-tied", True, None),
-        ("qwen3_vl-tied", True, True),
-        ("qwen2_5_vl", True, None),
         ("qwen3_vl_moe", False, True),  # as transformers 5 writes it
         ("qwen3_5", True, True),
-        ("qwen3_5", False, None),
         ("gemma3", None, True),
-        ("gemma3", True, None),
-        ("kimi_k25", False, False),
         ("kimi_k25", None, True),
     ],
 )
 def test_a_tie_flag_where_every_reader_looks(
-    name: str, top: bool | None, inside: bool | None, tmp_path: Path, alone: RunAlone
+    name: str, top: bool | None, inside: bool | None, tmp_path: Path, passes: Callable[..., None]
 ) -> None:
-    result, found = alone("CK705", tied(name, tmp_path / "model", top, inside))
-    assert found == []
-    assert (result and result.status) == "passed"
+    passes("CK705", tied(name, tmp_path / "model", top, inside))
 
 
-def test_a_tie_flag_that_is_no_flag(tmp_path: Path, alone: RunAlone) -> None:
-    path = tied("qwen3_vl-tied", tmp_path / "model", True, None)
-    config = json.loads((path / "config.json").read_text())
-    config["text_config"]["tie_word_embeddings"] = "yes"
-    (path / "config.json").write_text(json.dumps(config))
-    _, (finding,) = alone("CK705", path)
-    assert finding.actual == "tie_word_embeddings is 'yes', not true or false"
-
-
-def test_a_flag_that_no_reader_takes_is_a_warning_where_the_output_layer_is_stored(
-    tmp_path: Path, alone: RunAlone
-) -> None:
-    path = tied("qwen3_vl-tied", tmp_path / "model", None, True)
-    embedding = models.tensors(path)["model.language_model.embed_tokens.weight"]
-    save_file({"lm_head.weight": embedding.clone()}, path / "head.safetensors", metadata={"format": "pt"})
-    (path / "model.safetensors.index.json").unlink()
-    _, (finding,) = alone("CK705", path)
-    assert finding.severity == "warning"
-
-
-def test_what_transformers_makes_of_a_flag_in_text_config_alone(tmp_path: Path) -> None:
+def test_what_transformers_makes_of_a_flag_in_text_config_alone(tmp_path: Path, alone: RunAlone) -> None:
     """It leaves the output layer random, and `verify` says so; with the flag at the top it does not."""
+    sound = tied("qwen3_vl-tied", tmp_path / "sound", True, None)
+    report = verify(sound)
+    assert report.findings == []
+    assert report.facts["notes"][0] == text_with("transformers 4 text_config.tie_word_embeddings")
     path = tied("qwen3_vl-tied", tmp_path / "model", None, True)
-    _, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True)
-    assert set(info["missing_keys"]) == {"lm_head.weight"}
+    for checkpoint, missing in ((sound, set()), (path, {"lm_head.weight"})):
+        _, info = AutoModelForImageTextToText.from_pretrained(checkpoint, output_loading_info=True)
+        assert set(info["missing_keys"]) == missing
     assert {(one.code, one.tensor) for one in verify(path).findings} == {("CK104", "lm_head.weight"), ("CK705", None)}
     with pytest.raises(CkptkitError, match=r"1.*lm_head\.weight"):
         convert(path, tmp_path / "megatron")
-    sound = tied("qwen3_vl-tied", tmp_path / "sound", True, None)
-    _, info = AutoModelForImageTextToText.from_pretrained(sound, output_loading_info=True)
-    assert set(info["missing_keys"]) == set()
-    report = verify(sound)
-    assert report.findings == []
-    assert "transformers 4 reads text_config.tie_word_embeddings" in report.facts["notes"][0]
+    # Where the output layer is stored it is only a warning.
+    edits.replace(path, {"lm_head.weight": edits.tensor(path, "model.language_model.embed_tokens.weight")})
+    (finding,) = alone("CK705", path)[1]
+    assert finding.severity == "warning"
 
 
-def tied(name: str, path: Path, top: bool | None, inside: bool | None) -> Path:
-    """A test model without an output layer of its own, with the tie flag at these places."""
-    case.save(name, CASES[name], path, torch.bfloat16)
-    for file in path.glob("*.safetensors"):
-        kept = {key: value for key, value in load_file(file).items() if not key.endswith("lm_head.weight")}
-        save_file(kept, file, metadata={"format": "pt"})
-    config = flagged(json.loads((path / "config.json").read_text()), top, inside)
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+# Tied models that ship the output layer all the same: sound where it repeats the embedding, wrong where not.
+
+
+HEAD, EMBEDDING = NAMES["qwen2-tied"]
+
+
+@pytest.fixture(
+    scope="module", params=daily(sorted(NAMES), ("qwen2-tied", "mimo-tied-two-layers", "gemma3", "qwen3_vl-tied"))
+)
+def shipped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    root = tmp_path_factory.mktemp("tied")
+    case.save(request.param, CASES[request.param], root / "plain", torch.bfloat16)
+    return request.param, with_head(root / "plain", root / "shipped", request.param)
+
+
+def has_note(report: Report, head: str = HEAD, embedding: str = EMBEDDING) -> bool:
+    notes = report.facts.get("notes", [])
+    return any(note == text_with(f"{head} tie_word_embeddings {embedding}") for note in notes)
+
+
+def is_sound(report: Report) -> None:
+    assert [str(finding) for finding in report.findings] == []
+    assert report.status == "passed"
+
+
+def test_a_head_that_repeats_the_embedding_passes_and_comes_back_from_megatron(
+    shipped: tuple[str, Path], tmp_path: Path
+) -> None:
+    """The same files, byte for byte. Either side may lack the head."""
+    name, path = shipped
+    report = verify(path)
+    is_sound(report)
+    assert has_note(report, *NAMES[name])
+    assert [check.status for check in report.checks if check.code == "CK211"] == ["passed"]
+    is_sound(verify(path, source=path.parent / "plain"))
+    is_sound(verify(path.parent / "plain", source=path))
+    convert(path, tmp_path / "megatron")
+    is_sound(verify(tmp_path / "megatron", source=path))
+    convert(tmp_path / "megatron", tmp_path / "back")
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert filecmp.cmpfiles(path, tmp_path / "back", files, shallow=False) == (files, [], [])
+    assert NAMES[name][0] in models.tensors(tmp_path / "back")
+
+
+def test_a_model_without_the_head_has_neither_note_nor_check(releases: PathOf) -> None:
+    report = verify(releases("qwen2-tied"))
+    assert not has_note(report)
+    assert "CK211" not in [check.code for check in report.checks]
+
+
+@pytest.fixture
+def stale(releases: PathOf, tmp_path: Path) -> Path:
+    """A release whose output layer is one bit off."""
+    release = releases("qwen2-tied")
+    return with_head(release, tmp_path / "stale", "qwen2-tied", one_bit_off(models.tensors(release)[EMBEDDING]))
+
+
+def test_a_head_that_differs_is_an_error(stale: Path, releases: PathOf, tmp_path: Path, only: OnlyFinding) -> None:
+    """Only of values: preflight, which reads headers, has a note. A model without it has lost it."""
+    finding = only(verify(stale))
+    assert (finding.code, finding.severity, finding.tensor) == ("CK211", "error", HEAD)
+    assert EMBEDDING in finding.expected
+    assert "tie_word_embeddings" in finding.hint
+    report = preflight(hf_checkpoint=stale)
+    assert HEAD not in [one.tensor for one in report.findings]
+    assert has_note(report)
+    finding = only(verify(releases("qwen2-tied"), source=stale))
+    assert (finding.code, finding.tensor) == ("CK202", HEAD)
+    with pytest.raises(CkptkitError, match=f"{HEAD}.*{EMBEDDING}") as refused:
+        convert(stale, tmp_path / "megatron")
+    assert "tie_word_embeddings" in str(refused.value.hint)
+    assert not (tmp_path / "megatron").exists()
+
+
+def test_a_head_of_another_dtype_or_shape_is_an_error(releases: PathOf, tmp_path: Path) -> None:
+    embedding = models.tensors(releases("qwen2-tied"))[EMBEDDING]
+    path = with_head(releases("qwen2-tied"), tmp_path / "wide", "qwen2-tied", embedding.float())
+    assert "CK211" in [finding.code for finding in verify(path).findings]
+    path = with_head(releases("qwen2-tied"), tmp_path / "shorter", "qwen2-tied", embedding[:340].contiguous())
+    for report in (verify(path), preflight(hf_checkpoint=path)):
+        assert ("CK105", HEAD) in [(finding.code, finding.tensor) for finding in report.findings]
+
+
+@pytest.mark.parametrize("shipping", ["source", "reference"])
+def test_quantize_like_a_reference_with_other_head_keeps_the_packed_set(
+    releases: PathOf, tmp_path: Path, shipping: str
+) -> None:
+    """The packed set is the reference's; a head that only one of the two ships is none of it."""
+    plain = releases("qwen2-tied")
+    path = with_head(plain, tmp_path / "shipped", "qwen2-tied")
+    source, reference = (path, plain) if shipping == "source" else (plain, path)
+    quantize(reference, tmp_path / "like", QuantScheme(32, "qmax7"))
+    quantize(source, tmp_path / "int4", QuantScheme(32, "qmax7"), like=tmp_path / "like")
+    head = models.tensors(tmp_path / "int4").get(HEAD)
+    assert (head is not None and torch.equal(head, models.tensors(path)[HEAD])) is (shipping == "source")
+    is_sound(verify(tmp_path / "int4", source=source))
+
+
+@pytest.mark.sglang
+@pytest.mark.usefixtures("served_sglang")
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3_moe"])
+def test_sglang_loads_a_tied_model_with_its_head(fresh: PathOf, name: str) -> None:
+    """SGLang 0.5.16 drops the head of qwen2, whose class ties, and loads that of qwen3_moe."""
+    path = fresh(name)
+    edits.replace(path, {HEAD: models.tensors(path)[EMBEDDING].clone()})
+    edits.edit_config(path, tie_word_embeddings=True)
+    report = verify(path, against=frozenset({"sglang"}))
+    is_sound(report)
+    statuses = {check.code: check.status for check in report.checks}
+    assert [statuses[code] for code in ("CK501", "CK502", "CK503", "CK504")] == ["passed"] * 4
