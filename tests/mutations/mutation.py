@@ -20,10 +20,6 @@ LEVELS: tuple[Level, ...] = ("headers", "configuration", "values", "source")
 # finding has to name something else than that place, it returns this text.
 Damage = Callable[[Path, str], object]
 
-# Places in several of the models.
-UP, EH_PROJ = "model.layers.3.mlp.up_proj.weight", "model.layers.12.eh_proj.weight"
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
 _SOURCE = frozenset({"CK202", "CK203", "CK305"})
 _VALUES = frozenset({"CK120", "CK304", "CK308"})
 _BY_PREFIX: Mapping[str, Level] = {"CK1": "headers", "CK2": "values", "CK3": "headers", "CK7": "configuration"}
@@ -38,21 +34,20 @@ def level_of(code: str) -> Level:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One way to be wrong, and what `verify` must say of it.
+    """One way to be wrong, and what `verify` must find. mutations.yaml has the values.
 
     `modes` are rows of lab/failure-modes.md, which tells what happened to whom. `on` gives for each checkpoint
-    (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
+    (`starts.labels`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
     cheaper level may find anything, unless `cheapest` says which does. It is run with `--source`, the clean release,
     where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
-    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk. `name` is the key in
-    the table that it stands in.
+    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk.
     """
 
+    name: str
     modes: str
     code: str
     damage: Damage
     on: Mapping[str, str]
-    name: str = ""
     severity: Severity = "error"
     with_source: bool = False
     with_manifest: bool = False
@@ -68,11 +63,6 @@ class Mutation:
     def source(self) -> bool:
         """Whether it is run with the release to compare with."""
         return self.with_source or self.level == "source"
-
-
-def at(place: str, *labels: str) -> dict[str, str]:
-    """The same place in several checkpoints."""
-    return dict.fromkeys(labels, place)
 
 
 def missed(mutation: Mutation, named: str, report: Report) -> str | None:

@@ -23,7 +23,7 @@ MODES = [f"F{number}" for number in range(1, 31)]
 # What files cannot show, and what is not a defect of a checkpoint.
 WITHOUT_MUTATION = {"F11", "F16", "F17", "F26"}
 RUNS = runs(MUTATIONS)
-NORM = Mutation("F5", "CK702", lambda path, place: None, {"qwen2/hf": "rms_norm_eps"}, "test", with_source=True)
+NORM = Mutation("test", "F5", "CK702", lambda path, place: None, {"qwen2/hf": "rms_norm_eps"}, with_source=True)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,8 @@ def codes(text: str) -> set[str]:
 
 
 def test_every_mutation_has_a_name_of_its_own_and_checkpoints_that_exist() -> None:
-    assert [name for name, count in Counter(one.name for one in MUTATIONS).items() if count > 1] == []
+    names = re.findall(r"^(\S.*):$", Path(__file__).with_name("mutations.yaml").read_text(), re.MULTILINE)
+    assert len(set(names)) == len(names) == len(MUTATIONS)
     assert [one.name for one in MUTATIONS if not one.on or not set(one.on) <= set(labels())] == []
 
 
