@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from mutations import hf_files, hf_tensors, int4, ranks, torch_dist
-from mutations.mutation import Damage, Mutation
+from mutations.mutation import Mutation
 
 _FUNCTIONS: dict[str, Any] = {
     name: one
@@ -36,19 +36,16 @@ def _do(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 _Loader.add_constructor("!do", _do)
 
 
-def _damage(name: str, *values: Any) -> Damage:
-    function = _FUNCTIONS[name]
-    return lambda path, place: function(path, place, *values)
+def _mutation(name: str, damage: str | list[Any], at: dict[str, str], **fields: Any) -> Mutation:
+    function, *values = [damage] if isinstance(damage, str) else damage
+    return Mutation(
+        name,
+        damage=lambda path, place: _FUNCTIONS[function](path, place, *values),
+        way=" ".join([function, *(one.__qualname__.partition(".")[0] for one in values if callable(one))]),
+        on={label: place for labels, place in at.items() for label in labels.split()},
+        **fields,
+    )
 
 
-def _read() -> tuple[Mutation, ...]:
-    text = Path(__file__).with_name("mutations.yaml").read_text()
-    found = []
-    for name, entry in yaml.load(text, _Loader).items():  # noqa: S506 - a SafeLoader
-        damage, places = entry.pop("damage"), entry.pop("at")
-        on = {label: place for labels, place in places.items() for label in labels.split()}
-        found.append(Mutation(name, damage=_damage(*([damage] if isinstance(damage, str) else damage)), on=on, **entry))
-    return tuple(found)
-
-
-MUTATIONS = _read()
+_TEXT = Path(__file__).with_name("mutations.yaml").read_text()
+MUTATIONS = tuple(_mutation(name, **entry) for name, entry in yaml.load(_TEXT, _Loader).items())  # noqa: S506

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from support import models
+
 from ckptkit.verify.core.report import CheckResult, Finding, Report, Severity
 from ckptkit.verify.run import verify
 from mutations.starts import Starts
@@ -40,7 +42,8 @@ class Mutation:
     (`starts.labels`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
     cheaper level may find anything, unless `cheapest` says which does. It is run with `--source`, the clean release,
     where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
-    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk.
+    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk. `way` names the
+    function behind `damage`.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Mutation:
     code: str
     damage: Damage
     on: Mapping[str, str]
+    way: str = ""
     severity: Severity = "error"
     with_source: bool = False
     with_manifest: bool = False
@@ -96,7 +100,7 @@ def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> str | Non
     start = starts.path(label)
     path = Path(shutil.copytree(start, work / "checkpoint"))
     named = mutation.damage(path, mutation.on[label])
-    if not mutation.arguments and not differ(path, start):
+    if not mutation.arguments and models.content(path) == models.content(start):
         return "the mutation changed nothing on disk"
     source = starts.source(label) if mutation.source else None
     manifest = starts.manifest(label) if mutation.with_manifest else None
@@ -113,24 +117,16 @@ def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
     return [*findings, *(check for report in reports for check in report.checks if check.status != "passed")]
 
 
-def differ(one: Path, other: Path) -> bool:
-    """Whether two directories hold other files, or a file of another content."""
-    names = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
-    if names != sorted(file.relative_to(other) for file in other.rglob("*") if file.is_file()):
-        return True
-    return any((one / name).read_bytes() != (other / name).read_bytes() for name in names)
-
-
 def runs(mutations: Iterable[Mutation]) -> list[Run]:
     """Every mutation with every checkpoint that it is for."""
     return [(mutation, label) for mutation in mutations for label in mutation.on]
 
 
 def one_each(runs: Iterable[Run]) -> list[Run]:
-    """One run of each mutation of each kind of checkpoint, so that all checkpoints have their turn."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    """One run of each way to break a kind of checkpoint for each code, so that all checkpoints have their turn."""
+    found: dict[tuple[str, str, str], list[Run]] = {}
     for mutation, label in runs:
-        found.setdefault((mutation.name, label.partition("/")[2]), []).append((mutation, label))
+        found.setdefault((mutation.code, mutation.way, label.partition("/")[2]), []).append((mutation, label))
     return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
 
 

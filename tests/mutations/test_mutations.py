@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,12 +58,6 @@ def test_every_mutation_has_a_name_of_its_own_and_checkpoints_that_exist() -> No
     names = re.findall(r"^(\S.*):$", Path(__file__).with_name("mutations.yaml").read_text(), re.MULTILINE)
     assert len(set(names)) == len(names) == len(MUTATIONS)
     assert [one.name for one in MUTATIONS if not one.on or not set(one.on) <= set(labels())] == []
-
-
-def test_there_are_enough_of_every_kind_and_family() -> None:
-    count = Counter(kind for one in MUTATIONS for kind in {label.partition("/")[2] for label in one.on})
-    assert len(MUTATIONS) >= 80
-    assert min(count["hf"], count["int4"], count["megatron"]) >= 30
     assert {label.partition("/")[0] for one in MUTATIONS for label in one.on} == set(MODELS)
 
 
