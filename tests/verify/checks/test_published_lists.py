@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from families import CASES, case
 from support import quantized
 from support.fixture_types import CopyOf, PathOf
-from support.launch_words import arguments_of
+from support.launch_scripts import arguments_of
 from support.messages import text_with
 
 from ckptkit.app.api import quantize
