@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -51,40 +52,10 @@ class Save:
     fsdp2: bool = False
 
 
-# What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
+# What the tests read: by label the name of a release, and how it is saved.
 SAVES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense, layers stacked": ("qwen2-untied", {"sizes": ParallelSizes(tp=2)}),
-    "tied, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2)}),
-    "dense, four stages": ("qwen2-untied", {"sizes": ParallelSizes(pp=4, first=2, last=4), "release": True}),
-    "one key a layer": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2)}),
-    "one key a layer, two chunks a stage": ("glm4_moe", {"sizes": ParallelSizes(pp=2, ep=2, vpp=2)}),
-    "one key a layer, uneven": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, etp=2, last=5)}),
-    "layers and experts stacked": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "stacked": True}),
-    "one key an expert": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, ep=2), "singleton": True}),
-    "dense, optimizer by bucket": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "optimizer": "dp_reshardable"}),
-    "experts, optimizer by bucket": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "dp_reshardable"}),
-    "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
-    "dense, optimizer of several buckets": (
-        "qwen2-untied",
-        {"sizes": ParallelSizes(), "optimizer": "fully_reshardable", "bucket_size": 300_000},
-    ),
-    "under NeMo's wrapper": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "prefix": "module."}),
-    "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
-    "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
-    "hybrid, mixers": ("nemotron_h", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, last=6), "hybrid": True}),
-    "FSDP2": ("glm4_moe-mtp", {"sizes": ParallelSizes(), "fsdp2": True}),
-    "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
-    "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
-    "legacy, embedding and loss": (
-        "qwen2-untied",
-        {"sizes": ParallelSizes(pp=2, embedding=True, loss=True), "legacy": True},
-    ),
-    "legacy, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, first=5), "legacy": True}),
-    "legacy, experts cut": ("glm4_moe", {"sizes": ParallelSizes(tp=2, ep=2, etp=2), "legacy": True}),
-    "legacy, layout": (
-        "qwen3_moe",
-        {"sizes": ParallelSizes(pp=2, ep=2, vpp=2, layout="E|t*5|(t|)*1t*6L"), "legacy": True},
-    ),
+    label: (how.pop("model"), how | {"sizes": ParallelSizes(**how["sizes"])})
+    for label, how in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
 
 
