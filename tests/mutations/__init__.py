@@ -1,7 +1,7 @@
 """Every known way in which a checkpoint can be silently wrong, as mutations of clean ones that `verify` has to find.
 
 mutations.yaml is the list. `damage` there is the name of a function of this package, with its arguments; `!do` is a
-function as an argument, or what a function makes of values. `at` has labels of `starts` and the place for each.
+function itself, or what a function makes of values. `at` has labels of `starts` and the place for each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
 
 def _do(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     if isinstance(node, yaml.SequenceNode):
-        name, *values = loader.construct_sequence(node)
+        name, *values = loader.construct_sequence(node, deep=True)
         return _FUNCTIONS[name](*values)
     return _FUNCTIONS[node.value]
 
@@ -36,12 +36,13 @@ def _do(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
 _Loader.add_constructor("!do", _do)
 
 
-def _mutation(name: str, damage: str | list[Any], at: dict[str, str], **fields: Any) -> Mutation:
-    function, *values = [damage] if isinstance(damage, str) else damage
+def _mutation(name: str, damage: Any, at: dict[str, str], **fields: Any) -> Mutation:
+    function, *values = damage if isinstance(damage, list) else [damage]
+    function = _FUNCTIONS[function] if isinstance(function, str) else function
     return Mutation(
         name,
-        damage=lambda path, place: _FUNCTIONS[function](path, place, *values),
-        way=" ".join([function, *(one.__qualname__.partition(".")[0] for one in values if callable(one))]),
+        damage=lambda path, place: function(path, place, *values),
+        way=" ".join(one.__qualname__.partition(".")[0] for one in (function, *values) if callable(one)),
         on={label: place for labels, place in at.items() for label in labels.split()},
         **fields,
     )

@@ -13,20 +13,25 @@ from torch import Tensor
 
 from mutations.edits import edit_json, names, replace, tensor
 from mutations.hf_tensors import Change, reshaped
+from mutations.mutation import Damage
 
 TENTH, ELEVENTH = (f"model.layers.5.mlp.experts.{number}.down_proj" for number in (10, 11))
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
 
 
-def packed(path: Path, folded: str, modules: Sequence[str]) -> None:
+def packed(modules: Sequence[str]) -> Damage:
     """Packs modules that no reader expects packed, as a quantizer does that knows only names."""
-    pack = quantized.int4(symmetric=True, strategy="group", group_size=32)
-    parts = {
-        f"{module}.weight{ending}": part
-        for module in modules
-        for ending, part in pack(tensor(path, f"{module}.weight"))[0].items()
-    }
-    replace(path, parts, [f"{module}.weight" for module in modules])
+
+    def damage(path: Path, folded: str) -> None:
+        pack = quantized.int4(symmetric=True, strategy="group", group_size=32)
+        parts = {
+            f"{module}.weight{ending}": part
+            for module in modules
+            for ending, part in pack(tensor(path, f"{module}.weight"))[0].items()
+        }
+        replace(path, parts, [f"{module}.weight" for module in modules])
+
+    return damage
 
 
 def unpack(path: Path, modules: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mutations.edits import edit_stored
+from mutations.mutation import Damage
 from mutations.torch_dist import index_of
 
 ROUTED, FUSED = "decoder.layers.4.pre_mlp_layernorm.weight", "decoder.layers.4.mlp.linear_fc1.layer_norm_weight"
@@ -25,17 +26,20 @@ def keys_of(path: Path, prefix: str) -> list[str]:
     return [key for key in content.state_dict_metadata if key.startswith(prefix) and "_extra_state" not in key]
 
 
-def layers_of(path: Path, place: str, origin: Callable[[int], int]) -> None:
+def layers_of(origin: Callable[[int], int]) -> Damage:
     """Every layer has the entries of the one that `origin` gives for it."""
 
-    def change(content: Metadata) -> None:
-        before = dict(content.storage_data)
-        for index in [index for index in before if index.fqn.startswith("decoder.layers.")]:
-            _, _, layer, rest = index.fqn.split(".", 3)
-            there = f"decoder.layers.{origin(int(layer))}.{rest}"
-            content.storage_data[index] = before[MetadataIndex(there, index.offset)]
+    def damage(path: Path, place: str) -> None:
+        def change(content: Metadata) -> None:
+            before = dict(content.storage_data)
+            for index in [index for index in before if index.fqn.startswith("decoder.layers.")]:
+                _, _, layer, rest = index.fqn.split(".", 3)
+                there = f"decoder.layers.{origin(int(layer))}.{rest}"
+                content.storage_data[index] = before[MetadataIndex(there, index.offset)]
 
-    models.edit_metadata(path / "release", change)
+        models.edit_metadata(path / "release", change)
+
+    return damage
 
 
 def stages_swapped(layer: int) -> int:

@@ -176,7 +176,7 @@ def _with_recipe(work: Path) -> None:
 
 def _drafts_packed(path: Path) -> None:
     modules = [name.removesuffix(".weight") for name in names(path, "mtp.layers.0") if name.endswith("_proj.weight")]
-    packed(path, "", modules)
+    packed(modules)(path, "")
 
 
 def _visual_packed(work: Path) -> None:

@@ -75,7 +75,7 @@ def _embedding_packed(path: Path) -> None:
 def _small_packed(path: Path) -> None:
     parts = ("linear_attn.in_proj_a.weight", "linear_attn.in_proj_b.weight")
     modules = [name.removesuffix(".weight") for part in parts for name in names(path, part)]
-    packed(path, "", modules)
+    packed(modules)(path, "")
     others = "re:.*linear_attn\\.(in_proj_(qkv|z|qkvz)|out_proj|conv1d)(\\.weight)?$"
     edit_json(
         path / "config.json",

@@ -274,8 +274,9 @@ def gemma4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def in_int4(path: Path, spared: str = "\0") -> None:
     """Packs every projection, but those of modules that begin so: only the names count here."""
-    modules = [name.removesuffix(".weight") for name in names(path, "_proj.weight") if not name.startswith(spared)]
-    packed(path, "", modules)
+    packed([name.removesuffix(".weight") for name in names(path, "_proj.weight") if not name.startswith(spared)])(
+        path, ""
+    )
 
 
 def missing(report: Report) -> list[str | None]:

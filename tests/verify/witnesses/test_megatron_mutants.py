@@ -28,7 +28,7 @@ def found(subject: Subject) -> list[Finding]:
 
 def test_pipeline_stages_that_were_swapped(converted: PathOf, releases: PathOf, copy_of: PathOf) -> None:
     broken = copy_of(converted("qwen2-untied"))
-    ranks.layers_of(broken, "", ranks.stages_swapped)
+    ranks.layers_of(lambda layer: (layer + 6) % 12)(broken, "")
     (finding,) = found(Subject(broken, releases("qwen2-untied"), options=VerifyOptions(pp=2)))
     assert finding.actual == "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of the pipeline"
     assert "numbered" in finding.hint
@@ -43,7 +43,7 @@ def faults(converted: PathOf, releases: PathOf, tmp_path_factory: pytest.TempPat
 
     broken = Path(copytree(converted("glm4_moe"), tmp_path_factory.mktemp("faults") / "broken"))
     # The layers after 7 of stage 1 (6 to 11), each with the values of the next.
-    ranks.layers_of(broken, "", lambda layer: {8: 9, 9: 10, 10: 8}.get(layer, layer))
+    ranks.layers_of(lambda layer: {8: 9, 9: 10, 10: 8}.get(layer, layer))(broken, "")
     ranks.local_experts(broken, "", "decoder.layers.5.")
     edit_stored(broken, "decoder.layers.1.mlp.linear_fc1.weight", ranks.second_slice_swapped)
     ranks.both_of_another_layer(broken, ranks.ROUTED)
