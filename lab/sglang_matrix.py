@@ -17,8 +17,22 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, every_cell, values
-from support.sglang_matrix import BY_CKPTKIT, BY_SGLANG, CLEAN, FALSE, LIMIT, Outcome, judged
+from support.sglang_cells import (
+    BF16,
+    BY_CKPTKIT,
+    BY_SGLANG,
+    CLEAN,
+    FALSE,
+    FP8,
+    INT4,
+    LIMIT,
+    Cell,
+    Outcome,
+    checkpoint,
+    every_cell,
+    judged,
+    values,
+)
 from support.sglang_runs import Case, run_cases
 
 from ckptkit.core.errors import CkptkitError

@@ -1,10 +1,52 @@
-"""Every known way in which a checkpoint can be silently wrong, as mutations of clean ones that `verify` has to find."""
+"""Every known way in which a checkpoint can be silently wrong, as mutations of clean ones that `verify` has to find.
+
+mutations.yaml is the list. `damage` there is the name of a function of this package, with its arguments; `!do` is a
+function itself, or what a function makes of values. `at` has labels of `starts` and the place for each.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from mutations import arguments, configuration, hf_files, hf_names, int4, optimizer, ranks, torch_dist, values
+import yaml
 
-_SUBJECTS = (hf_files, hf_names, configuration, torch_dist, arguments, values, optimizer, int4, ranks)
-MUTATIONS = tuple(replace(one, name=name) for subject in _SUBJECTS for name, one in subject.MUTATIONS.items())
+from mutations import hf_files, hf_tensors, int4, ranks, torch_dist
+from mutations.mutation import Mutation
+
+_FUNCTIONS: dict[str, Any] = {
+    name: one
+    for module in (hf_files, hf_tensors, int4, torch_dist, ranks)
+    for name, one in vars(module).items()
+    if getattr(one, "__module__", "") == module.__name__
+}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML with `!do`."""
+
+
+def _do(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    if isinstance(node, yaml.SequenceNode):
+        name, *values = loader.construct_sequence(node, deep=True)
+        return _FUNCTIONS[name](*values)
+    return _FUNCTIONS[node.value]
+
+
+_Loader.add_constructor("!do", _do)
+
+
+def _mutation(name: str, damage: Any, at: dict[str, str], **fields: Any) -> Mutation:
+    function, *values = damage if isinstance(damage, list) else [damage]
+    function = _FUNCTIONS[function] if isinstance(function, str) else function
+    return Mutation(
+        name,
+        damage=lambda path, place: function(path, place, *values),
+        way=" ".join(one.__qualname__.partition(".")[0] for one in (function, *values) if callable(one)),
+        on={label: place for labels, place in at.items() for label in labels.split()},
+        **fields,
+    )
+
+
+_TEXT = Path(__file__).with_name("mutations.yaml").read_text()
+MUTATIONS = tuple(_mutation(name, **entry) for name, entry in yaml.load(_TEXT, _Loader).items())  # noqa: S506

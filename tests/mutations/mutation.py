@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from support import models
+
 from ckptkit.verify.core.report import CheckResult, Finding, Report, Severity
 from ckptkit.verify.run import verify
 from mutations.starts import Starts
@@ -19,10 +21,6 @@ LEVELS: tuple[Level, ...] = ("headers", "configuration", "values", "source")
 # Breaks the copy at a path, at the place that the registry names for this checkpoint: a tensor, a key, a file. Where a
 # finding has to name something else than that place, it returns this text.
 Damage = Callable[[Path, str], object]
-
-# Places in several of the models.
-UP, EH_PROJ = "model.layers.3.mlp.up_proj.weight", "model.layers.12.eh_proj.weight"
-EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _SOURCE = frozenset({"CK202", "CK203", "CK305"})
 _VALUES = frozenset({"CK120", "CK304", "CK308"})
@@ -38,21 +36,22 @@ def level_of(code: str) -> Level:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One way to be wrong, and what `verify` must say of it.
+    """One way to be wrong, and what `verify` must find. mutations.yaml has the values.
 
     `modes` are rows of lab/failure-modes.md, which tells what happened to whom. `on` gives for each checkpoint
-    (`starts.LABELS`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
+    (`starts.labels`) the place that `damage` breaks. `code` must be found there with at least this `severity`, and no
     cheaper level may find anything, unless `cheapest` says which does. It is run with `--source`, the clean release,
     where the level or `with_source` says so, and with the clean checkpoint's manifest where `with_manifest` says so.
-    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk. `name` is the key in
-    the table that it stands in.
+    `arguments` are those of `verify` (`tp`): then they may be what is wrong, and nothing on disk. `way` names the
+    function behind `damage`.
     """
 
+    name: str
     modes: str
     code: str
     damage: Damage
     on: Mapping[str, str]
-    name: str = ""
+    way: str = ""
     severity: Severity = "error"
     with_source: bool = False
     with_manifest: bool = False
@@ -68,11 +67,6 @@ class Mutation:
     def source(self) -> bool:
         """Whether it is run with the release to compare with."""
         return self.with_source or self.level == "source"
-
-
-def at(place: str, *labels: str) -> dict[str, str]:
-    """The same place in several checkpoints."""
-    return dict.fromkeys(labels, place)
 
 
 def missed(mutation: Mutation, named: str, report: Report) -> str | None:
@@ -106,7 +100,7 @@ def run(mutation: Mutation, label: str, starts: Starts, work: Path) -> str | Non
     start = starts.path(label)
     path = Path(shutil.copytree(start, work / "checkpoint"))
     named = mutation.damage(path, mutation.on[label])
-    if not mutation.arguments and not differ(path, start):
+    if not mutation.arguments and models.content(path) == models.content(start):
         return "the mutation changed nothing on disk"
     source = starts.source(label) if mutation.source else None
     manifest = starts.manifest(label) if mutation.with_manifest else None
@@ -123,24 +117,16 @@ def clean(label: str, starts: Starts) -> list[Finding | CheckResult]:
     return [*findings, *(check for report in reports for check in report.checks if check.status != "passed")]
 
 
-def differ(one: Path, other: Path) -> bool:
-    """Whether two directories hold other files, or a file of another content."""
-    names = sorted(file.relative_to(one) for file in one.rglob("*") if file.is_file())
-    if names != sorted(file.relative_to(other) for file in other.rglob("*") if file.is_file()):
-        return True
-    return any((one / name).read_bytes() != (other / name).read_bytes() for name in names)
-
-
 def runs(mutations: Iterable[Mutation]) -> list[Run]:
     """Every mutation with every checkpoint that it is for."""
     return [(mutation, label) for mutation in mutations for label in mutation.on]
 
 
 def one_each(runs: Iterable[Run]) -> list[Run]:
-    """One run of each mutation of each kind of checkpoint, so that all checkpoints have their turn."""
-    found: dict[tuple[str, str], list[Run]] = {}
+    """One run of each way to break a kind of checkpoint for each code, so that all checkpoints have their turn."""
+    found: dict[tuple[str, str, str], list[Run]] = {}
     for mutation, label in runs:
-        found.setdefault((mutation.name, label.partition("/")[2]), []).append((mutation, label))
+        found.setdefault((mutation.code, mutation.way, label.partition("/")[2]), []).append((mutation, label))
     return [choice[place % len(choice)] for place, choice in enumerate(found.values())]
 
 

@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from mutations.edits import edit_stored
-from mutations.mutation import Damage, Mutation, at
-from mutations.torch_dist import TRACKER, index_of, metadata
-from mutations.values import MEGATRON, MEGATRON3, MEGATRON_GLM, stored
+from mutations.mutation import Damage
+from mutations.torch_dist import index_of
 
-FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
 ROUTED, FUSED = "decoder.layers.4.pre_mlp_layernorm.weight", "decoder.layers.4.mlp.linear_fc1.layer_norm_weight"
 BIAS = "decoder.layers.6.mlp.router.expert_bias"
 
@@ -42,6 +40,10 @@ def layers_of(origin: Callable[[int], int]) -> Damage:
         models.edit_metadata(path / "release", change)
 
     return damage
+
+
+def stages_swapped(layer: int) -> int:
+    return (layer + 6) % 12
 
 
 def stage_rotated(layer: int) -> int:
@@ -92,40 +94,5 @@ def both_of_another_layer(path: Path, key: str) -> str:
     return "model.layers.4.post_attention_layernorm.weight"
 
 
-def another_iteration(path: Path, file: str) -> str:
-    """The directory of one iteration under the number of another."""
-    (path / "release").rename(path / "iter_0000400")
-    (path / file).write_text("400")
-    return "iteration 400"
-
-
 def rounded(path: Path, key: str) -> None:
     edit_stored(path, key, lambda before: before.bfloat16().float())
-
-
-MUTATIONS = {
-    "stored layers shifted inside a stage": Mutation(
-        "F21", "CK202", layers_of(stage_rotated), {MEGATRON: "layers {6..11}"}
-    ),
-    "stored pipeline stages swapped": Mutation(
-        "F21",
-        "CK202",
-        layers_of(lambda layer: (layer + 6) % 12),
-        {MEGATRON: "layers {0..5} and {6..11} are exchanged, which are stages 0 and 1 of a pipeline of 2"},
-    ),
-    "stored experts under local numbers": Mutation(
-        "F8", "CK206", local_experts, at("experts {0..5} and {6..11}", MEGATRON3, MEGATRON_GLM)
-    ),
-    "stored gate and up swapped in one slice": Mutation(
-        "F7", "CK202", stored(second_slice_swapped, named="model.layers.3.mlp.gate_proj.weight"), {MEGATRON: FC1}
-    ),
-    "stored norms of two layers swapped": Mutation("F21", "CK202", both_of_another_layer, {MEGATRON3: ROUTED}),
-    "second name of a norm holds other values": Mutation(
-        "F20", "CK111", other_alias, {MEGATRON3: FUSED, MEGATRON_GLM: ROUTED}
-    ),
-    "chunk that is stored nowhere": Mutation("F2", "CK111", metadata(stored_nowhere), {MEGATRON: FC1}),
-    "stored router biases rounded": Mutation("F9", "CK210", rounded, {MEGATRON_GLM: BIAS}, severity="warning"),
-    "iteration under another number": Mutation(
-        "F10", "CK111", another_iteration, {MEGATRON: TRACKER}, severity="warning"
-    ),
-}

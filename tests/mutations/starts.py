@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 from families import CASES, case
-from safetensors.torch import load_file
 from support import models
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -75,17 +74,12 @@ class Starts:
         path = self.path(label)
         file = path.with_suffix(".json")
         if not file.exists():
-            found = {
-                name: tensor
-                for shard in sorted(path.glob("*.safetensors"))
-                for name, tensor in load_file(shard).items()
-            }
             beside = [one.name for one in sorted(path.iterdir()) if one.suffix != ".safetensors" and one.name != INDEX]
             content = {
                 "schema": "ckptkit-manifest/2",
                 "tensors": {
                     name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _digest(tensor)]
-                    for name, tensor in found.items()
+                    for name, tensor in models.tensors(path).items()
                 },
                 "files": {name: blake3((path / name).read_bytes()).hexdigest() for name in beside},
             }

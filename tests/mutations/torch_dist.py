@@ -1,10 +1,10 @@
-"""Files of a Megatron torch_dist directory: tracker, metadata, common state, entries, chunks, keys, extra states."""
+"""Ways to break a Megatron torch_dist directory: its files, metadata, arguments, values, and optimizer state."""
 
 from __future__ import annotations
 
-import os
 import pickle
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,34 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from ckptkit.core.dtypes import dtype_name
+from ckptkit.formats.torch_dist.reader import read_metadata
 from ckptkit.formats.torch_save.blob import Blob
-from mutations.edits import edit_common, edit_json, saved
-from mutations.mutation import Damage, Mutation, at
+from mutations.edits import edit_common, edit_json, edit_stored, saved, stored_tensor
+from mutations.hf_files import FileChange
+from mutations.hf_tensors import Change
 
-QWEN, QWEN3, GLM, DEEPSEEK = "qwen2/megatron", "qwen3_moe/megatron", "glm4_moe/megatron", "deepseek_v3/megatron"
 TRACKER, FILE = "latest_checkpointed_iteration.txt", "__0_0.distcp"
 FC1 = "decoder.layers.3.mlp.linear_fc1.weight"
-EXPERTS = "decoder.layers.5.mlp.experts.experts.linear_fc2.weight"
-EMBEDDING = "embedding.word_embeddings.weight"
-ROOT, DATA = at(TRACKER, QWEN, GLM), at(FILE, QWEN, GLM)
-WEIGHT = {QWEN: FC1, DEEPSEEK: "decoder.layers.1.mlp.linear_fc1.weight"}
+
+# Files.
 
 
-def tracker(text: str) -> Damage:
-    """The tracker says something else."""
-    return lambda path, file: (path / file).write_text(text)
+def release_file(path: Path, file: str, change: FileChange) -> None:
+    """A file of the iteration is shorter or longer."""
+    change(path / "release" / file)
 
 
-def gone(path: Path, file: str) -> str:
-    """A file of the iteration is not there; findings name it, or the directory that lacks it."""
+def release_gone(path: Path, file: str) -> None:
     (path / "release" / file).unlink()
-    return file
 
 
-def garbage(path: Path, file: str) -> str:
+def release_garbage(path: Path, file: str) -> str:
     (path / "release" / file).write_bytes(b"garbage")
     return "release"
+
+
+def stray(path: Path, file: str) -> None:
+    (path / "release" / file).write_bytes(b"of an earlier save")
 
 
 def not_moved(path: Path, file: str) -> None:
@@ -48,40 +49,31 @@ def not_moved(path: Path, file: str) -> None:
     (path / "release").rename(path / "iter_0000001")
 
 
-def backend(**values: Any) -> Damage:
-    """metadata.json says something else."""
-    return lambda path, file: edit_json(path / "release" / file, lambda content: content.update(values))
+def another_iteration(path: Path, file: str) -> str:
+    """The directory of one iteration under the number of another."""
+    (path / "release").rename(path / "iter_0000400")
+    (path / file).write_text("400")
+    return "iteration 400"
 
 
-def sized(change: Callable[[int], int]) -> Damage:
-    """The file with the data is shorter or longer."""
-
-    def damage(path: Path, file: str) -> None:
-        found = path / "release" / file
-        os.truncate(found, change(found.stat().st_size))
-
-    return damage
+def backend(path: Path, file: str, name: str) -> None:
+    edit_json(path / "release" / file, lambda content: content.update(sharded_backend=name))
 
 
-def stray(path: Path, file: str) -> None:
-    (path / "release" / file).write_bytes(b"of an earlier save")
+# Metadata: which keys and chunks there are, and where they are stored.
 
 
-def metadata(change: Callable[[Metadata, str], object], named: str | None = None) -> Damage:
-    """`.metadata` says something else of a key; `named` is what a finding names in place of the key."""
-
-    def damage(path: Path, key: str) -> str | None:
-        models.edit_metadata(path / "release", lambda content: change(content, key))  # type: ignore[arg-type]
-        return named
-
-    return damage
+def metadata(path: Path, key: str, change: Callable[[Metadata, str], object], named: str | None = None) -> str | None:
+    """`.metadata` has something else for a key; `named` is what a finding names in place of the key."""
+    models.edit_metadata(path / "release", lambda content: change(content, key))  # type: ignore[arg-type]
+    return named
 
 
 def index_of(content: Metadata, key: str, part: int = 0) -> MetadataIndex:
     return next(index for index in content.storage_data if (index.fqn, index.index) == (key, part))
 
 
-def lost(content: Metadata, key: str) -> None:
+def key_lost(content: Metadata, key: str) -> None:
     """Neither the key nor where it lies."""
     del content.state_dict_metadata[key]
     for index in [index for index in content.storage_data if index.fqn == key]:
@@ -147,7 +139,7 @@ def fewer_experts(content: Metadata, key: str) -> None:
     entry.size = torch.Size([entry.size[0] - 1, *entry.size[1:]])
 
 
-def reshaped(content: Metadata, key: str) -> None:
+def entry_turned(content: Metadata, key: str) -> None:
     """A tensor of the same bytes in another shape."""
     entry = content.state_dict_metadata[key]
     rows, columns = entry.size
@@ -169,7 +161,7 @@ def layer_lost(path: Path, prefix: str) -> str:
 
     def change(content: Metadata) -> None:
         for key in [key for key in content.state_dict_metadata if key.startswith(prefix)]:
-            lost(content, key)
+            key_lost(content, key)
 
     models.edit_metadata(path / "release", change)
     # Of a whole multi-token prediction layer it is the training arguments that say that it should be there.
@@ -181,19 +173,82 @@ def extra_states_lost(path: Path, place: str) -> None:
 
     def change(content: Metadata) -> None:
         for key in [key for key in content.state_dict_metadata if "_extra_state" in key]:
-            lost(content, key)
+            key_lost(content, key)
 
     models.edit_metadata(path / "release", change)
 
 
-def layout_said(**values: Any) -> Damage:
-    """content_metadata of common.pt says another layout of keys."""
-    return lambda path, place: edit_common(path, lambda common: common["content_metadata"].update(values))
+def padded(path: Path, key: str) -> None:
+    """The embedding with its first 32 rows once more, as padding; their bytes are appended to the file."""
+    file = path / "release" / FILE
+    end = file.stat().st_size
+
+    def change(content: Metadata) -> None:
+        entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
+        before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
+        after = torch.cat([before, before[:32]])
+        with file.open("ab") as stream:
+            written = stream.write(saved(after))
+        entry.size = torch.Size(after.shape)
+        entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
+        info.offset, info.length = end, written
+
+    models.edit_metadata(path / "release", change)
+    argument(path, key, "padded_vocab_size", 384)
+
+
+# Arguments, and the config.json beside them.
+
+
+def argument(path: Path, place: str, name: str, value: Any) -> None:
+    """One stored argument has another value."""
+    edit_common(path, lambda common: setattr(common["args"], name, value))
 
 
 def arguments_gone(path: Path, place: str) -> None:
     """The arguments are a text, as some tools write them."""
     edit_common(path, lambda common: common.update(args="--num-layers 12"))
+
+
+def layout(path: Path, place: str, values: Mapping[str, Any]) -> None:
+    """content_metadata of common.pt has another layout of keys."""
+    edit_common(path, lambda common: common["content_metadata"].update(values))
+
+
+def megatron_config(path: Path, place: str, values: Mapping[str, Any]) -> None:
+    """config.json beside the Megatron checkpoint is changed."""
+    edit_json(path / "hf" / "config.json", lambda config: config.update(values))
+
+
+def numbered(path: Path, place: str, number: Callable[[int], int]) -> None:
+    """Every decoder layer is stored under another number; what a finding names is a tensor that is then missing."""
+
+    def other(key: str) -> str:
+        return re.sub(r"^(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{number(int(match[2]))}", key)
+
+    def change(content: Metadata) -> None:
+        content.state_dict_metadata = {other(key): entry for key, entry in content.state_dict_metadata.items()}
+        content.storage_data = {
+            MetadataIndex(other(index.fqn), index.offset, index.index): place
+            for index, place in content.storage_data.items()
+        }
+
+    models.edit_metadata(path / "release", change)
+
+
+def next_number(layer: int) -> int:
+    return layer + 1
+
+
+def other_of_two(layer: int) -> int:
+    return layer ^ 1
+
+
+def nothing(path: Path, place: str) -> None:
+    """The checkpoint stays as it is."""
+
+
+# Values.
 
 
 def bytes_damaged(path: Path, key: str) -> str:
@@ -207,97 +262,46 @@ def bytes_damaged(path: Path, key: str) -> str:
     return "checksum"
 
 
-def padded(fill: Callable[[Tensor], Tensor]) -> Damage:
-    """The embedding with 32 rows more, as for some tensor parallel sizes; their bytes are appended to the file."""
-
-    def damage(path: Path, key: str) -> None:
-        file = path / "release" / FILE
-        end = file.stat().st_size
-
-        def change(content: Metadata) -> None:
-            entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
-            before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
-            after = torch.cat([before, fill(before[:32])])
-            with file.open("ab") as stream:
-                written = stream.write(saved(after))
-            entry.size = torch.Size(after.shape)
-            entry.chunks = [ChunkStorageMetadata(torch.Size([0, 0]), entry.size)]
-            info.offset, info.length = end, written
-
-        models.edit_metadata(path / "release", change)
-        edit_common(path, lambda common: setattr(common["args"], "padded_vocab_size", 384))
-
-    return damage
+def stored(path: Path, key: str, change: Change, expert: int = 0, named: str | None = None) -> str | None:
+    """A stored tensor, or one expert of it, holds other values; `named` is what a finding calls it."""
+    edit_stored(path, key, lambda before: change(before).to(before.dtype).reshape(before.shape), expert)
+    return named
 
 
-MUTATIONS = {
-    # The directory
-    "tracker of an iteration that is not there": Mutation("F10", "CK111", tracker("400"), ROOT),
-    "tracker empty": Mutation("F10", "CK111", tracker(""), ROOT),
-    "tracker that is not a number": Mutation("F10", "CK111", tracker("iter_0000001"), ROOT),
-    "release never moved into place": Mutation("F10", "CK111", not_moved, ROOT),
-    ".metadata missing": Mutation("F2 F10", "CK111", gone, at(".metadata", QWEN, GLM)),
-    "metadata.json missing": Mutation("F10", "CK111", gone, at("metadata.json", QWEN, DEEPSEEK)),
-    "common.pt missing": Mutation("F10", "CK111", gone, at("common.pt", QWEN, QWEN3)),
-    ".metadata of garbage": Mutation("F2", "CK111", garbage, {QWEN: ".metadata"}),
-    "common.pt of garbage": Mutation("F2", "CK111", garbage, {QWEN: "common.pt"}),
-    "another backend": Mutation("F10", "CK111", backend(sharded_backend="zarr"), {QWEN: "metadata.json"}),
-    "arguments that are a text": Mutation("F5", "CK111", arguments_gone, {QWEN: "release"}),
-    # Entries
-    "data file missing": Mutation("F2", "CK112", gone, DATA),
-    "data file cut short": Mutation("F2", "CK112", sized(lambda size: size * 2 // 3), DATA),
-    "data file empty": Mutation("F2", "CK112", sized(lambda size: 0), DATA),
-    "data file of an earlier save": Mutation("F22", "CK112", stray, {QWEN: "__7_0.distcp"}, severity="warning"),
-    "entry beyond its file": Mutation("F2", "CK112", metadata(beyond), WEIGHT),
-    "entry in a file that is not there": Mutation("F2", "CK112", metadata(in_another_file), WEIGHT),
-    "entry inside another": Mutation("F2", "CK112", metadata(moved(-10)), WEIGHT),
-    "entry too short for its tensor": Mutation("F2", "CK117", metadata(shorter), WEIGHT),
-    "bytes behind the last entry": Mutation(
-        "F2 F22", "CK117", sized(lambda size: size + 4096), DATA, severity="warning"
-    ),
-    # Chunks
-    "rows in no chunk": Mutation("F2 F4", "CK113", metadata(hole), WEIGHT),
-    "rows in two chunks": Mutation("F22", "CK113", metadata(overlap), WEIGHT),
-    "expert in no chunk": Mutation("F8", "CK113", metadata(expert_lost), at(EXPERTS, QWEN3, GLM, DEEPSEEK)),
-    # Keys
-    "key lost": Mutation(
-        "F1 F20",
-        "CK104",
-        metadata(lost),
-        {
-            QWEN: "decoder.layers.3.mlp.linear_fc2.weight",
-            GLM: "decoder.layers.3.mlp.router.expert_bias",
-            DEEPSEEK: "decoder.layers.4.self_attention.linear_kv_down_proj.weight",
-        },
-    ),
-    "key that no rule knows": Mutation(
-        "F20 F27", "CK104", metadata(added), {QWEN: "decoder.layers.3.post_self_attn_layernorm.weight"}
-    ),
-    "stored layer lost": Mutation("F5 F21", "CK104", layer_lost, {QWEN: "decoder.layers.11."}),
-    "stored MTP layer lost": Mutation("F6", "CK114", layer_lost, at("mtp.layers.0.", GLM, DEEPSEEK)),
-    "stored output layer lost": Mutation("F19", "CK104", metadata(lost), at("output_layer.weight", GLM, QWEN3)),
-    "an expert fewer": Mutation(
-        "F8",
-        "CK104",
-        metadata(fewer_experts, "decoder.layers.5.mlp.experts.experts.11.linear_fc2.weight"),
-        {QWEN3: EXPERTS},
-    ),
-    "stored weight turned": Mutation("F7", "CK105", metadata(reshaped), WEIGHT),
-    "content_metadata says stacked layers": Mutation(
-        "F20", "CK115", layout_said(non_homogeneous_layers=False), {QWEN: "decoder.layers."}
-    ),
-    "content_metadata says experts apart": Mutation(
-        "F20", "CK115", layout_said(singleton_local_shards=True), {GLM: "experts", QWEN: "linear_fc1"}
-    ),
-    "one layer stacked, the others not": Mutation("F20", "CK115", metadata(stacked, "all layers stacked"), {QWEN: FC1}),
-    "extra states lost": Mutation("F20", "CK116", extra_states_lost, at("_extra_state", QWEN, GLM)),
-    "one extra state lost": Mutation(
-        "F20",
-        "CK116",
-        metadata(lost, "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state"),
-        {QWEN3: "decoder.layers.5.mlp.experts.experts.linear_fc1._extra_state/shard_3_12"},
-    ),
-    # Bytes
-    "stored bytes damaged": Mutation("F2", "CK201", bytes_damaged, WEIGHT),
-    "padding rows that are not zero": Mutation("F23", "CK209", padded(lambda rows: rows), at(EMBEDDING, QWEN, GLM)),
-}
+def swapped_entries(path: Path, named: str, first: str, second: str) -> None:
+    """Two stored tensors hold each other's values."""
+    values = [stored_tensor(path, key) for key in (second, first)]
+    edit_stored(path, first, lambda _: values[0])
+    edit_stored(path, second, lambda _: values[1])
+
+
+def stored_layers_of_stage_0(path: Path, folded: str) -> None:
+    """The second of two pipeline stages wrote its layers by their local numbers: 6 to 11 are 0 to 5."""
+    for kind in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"):
+        for layer in range(6, 12):
+            origin = stored_tensor(path, f"decoder.layers.{layer - 6}.{kind}.weight")
+            edit_stored(path, f"decoder.layers.{layer}.{kind}.weight", lambda _, origin=origin: origin)
+
+
+def ungrouped(before: Tensor) -> Tensor:
+    """q, k and v above one another, where Megatron has 5 queries, a key and a value for each of 2 groups."""
+    groups = before.reshape(2, 7, 32, -1)
+    return torch.cat([groups[:, :5].reshape(320, -1), groups[:, 5].reshape(64, -1), groups[:, 6].reshape(64, -1)])
+
+
+# Optimizer state.
+
+
+def state(path: Path, key: str, change: Change, expert: int = 0) -> str | None:
+    """The stored numbers of a tensor of state are others."""
+    edit_stored(path, key, change, expert)
+    return key.replace(".experts.linear", f".experts.{expert}.linear") if expert else None
+
+
+def never_stepped(path: Path, kind: str) -> str:
+    """Moments of every parameter are zero."""
+    for key, entry in read_metadata(path / "release").tensors.items():
+        if key.startswith(f"optimizer.state.{kind}."):
+            for chunk in entry.chunks:
+                edit_stored(path, key, torch.zeros_like, *chunk.offsets[:1])
+    return f"optimizer.state.{kind}"

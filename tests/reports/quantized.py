@@ -13,8 +13,7 @@ from mutations.floats import exponents_unannounced
 from mutations.int4 import packed, unpack
 from support import models
 from support.floats import AMAX, DEEPSEEK_V4, SPELLINGS, V4_QUANTIZED, Spelling, exponents, modelopt_nvfp4, write
-from support.quantized import int4
-from support.sglang_fp8 import with_fp8_blocks
+from support.quantized import int4, with_fp8_blocks
 from torch import Tensor
 
 from ckptkit.app.api import quantize

@@ -11,82 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-HIDDEN, TOKENS, DRAFTED, INNER, HEADS, KEYS, HEAD = 128, 352, 64, 80, 4, 2, 16
-_SIZES: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KEYS,
-    "head_dim": HEAD,
-    "num_hidden_layers": 1,
-    "vocab_size": TOKENS,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
-_EAGLE3: dict[str, Any] = {"model_type": "llama", "draft_vocab_size": DRAFTED, **_SIZES}
-LAYERS = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5, 8], "use_aux_hidden_state": True}}
-_LLAMA = {"architectures": ["LlamaForCausalLMEagle3"], **_EAGLE3}
-_SPECULATORS = {
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "speculators_config": {
-        "algorithm": "eagle3",
-        "default_proposal_method": "greedy",
-        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 1}],
-        "verifier": {"name_or_path": None, "architectures": ["Qwen3ForCausalLM"]},
-    },
-    "draft_vocab_size": DRAFTED,
-    "eagle_aux_hidden_state_layer_ids": [2, 6, 11],
-    "transformer_layer_config": {"model_type": "llama", **_SIZES},
-    "torch_dtype": "bfloat16",
-}
-_EAGLE = {"architectures": ["LlamaForCausalLMEagle"], "model_type": "llama", "bias": False, **_SIZES}
-_LATENT = {
-    **_LLAMA,
-    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-    "model_type": "kimi_k2",
-    "num_key_value_heads": HEADS,
-    "q_lora_rank": 48,
-    "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
-    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "mscale_all_dim": 1.0},
-}
+HIDDEN, TOKENS, DRAFTED = 128, 352, 64
 # By who saves them so: config.json, what the first layer is called, and which other tensors there are.
 KINDS: Mapping[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
-    "SpecForge": (_LLAMA, "midlayer.", ("d2t", "t2d", "lm_head")),
-    "AngelSlim": (
-        _LLAMA | {"architectures": ["Eagle3LlamaForCausalLM"]},
-        "midlayer.",
-        ("d2t", "t2d", "lm_head", "embed"),
-    ),
-    "ModelOpt": (_LLAMA | LAYERS, "layers.0.", ("d2t", "lm_head")),
-    "ModelOpt, all tokens": (_LLAMA | LAYERS | {"draft_vocab_size": TOKENS}, "layers.0.", ("lm_head",)),
-    "EAGLE 3.1": (_LLAMA | {"fc_norm": True, "norm_output": True}, "layers.0.", ("d2t", "t2d", "lm_head", "fc_norm")),
-    "speculators": (_SPECULATORS, "layers.0.", ("d2t", "t2d", "lm_head", "embed")),
-    "a narrow draft": (
-        _LLAMA | {"hidden_size": 48, "target_hidden_size": HIDDEN},
-        "midlayer.",
-        ("d2t", "t2d", "lm_head", "embed"),
-    ),
-    "Qwen3's decoder": (
-        _LLAMA | {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"},
-        "layers.0.",
-        ("d2t", "t2d", "lm_head", "qk"),
-    ),
-    "latent attention": (_LATENT, "midlayer.", ("d2t", "t2d", "lm_head", "embed", "latent")),
-    "EAGLE": (_EAGLE, "layers.0.", ("fc.bias",)),
-    "EAGLE for vLLM": (_EAGLE | {"architectures": ["EagleLlamaForCausalLM"]}, "layers.0.", ("embed",)),
-    "Qwen2's EAGLE": (
-        _EAGLE | {"architectures": ["Qwen2ForCausalLMEagle"], "model_type": "qwen2"},
-        "layers.0.",
-        ("fc.bias", "qkv.bias"),
-    ),
+    name: (kind["config"], kind["layer"], tuple(kind["parts"]))
+    for name, kind in json.loads(Path(__file__).with_suffix(".json").read_text()).items()
 }
 
 

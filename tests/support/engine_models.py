@@ -56,14 +56,10 @@ MLA: dict[str, Any] = {
     "v_head_dim": 128,
 }
 # The same limits, smaller.
-FOR_MARLIN: dict[str, Any] = {
-    **{key: size for key, size in SIZES.items() if key != "tie_word_embeddings"},
-    **EXPERTS,
-    "vocab_size": 320,
-    "num_hidden_layers": 5,
-    "head_dim": 64,
-    "max_position_embeddings": 256,
-}
+_SMALLER = {"vocab_size": 320, "num_hidden_layers": 5, "head_dim": 64, "max_position_embeddings": 256}
+FOR_MARLIN: dict[str, Any] = {**SIZES, **EXPERTS, **_SMALLER}
+del FOR_MARLIN["tie_word_embeddings"]
+Model = tuple[str, Callable[[], PretrainedConfig]]
 
 
 def for_marlin(experts: int, **more: int) -> dict[str, PretrainedConfig]:
@@ -75,54 +71,33 @@ def for_marlin(experts: int, **more: int) -> dict[str, PretrainedConfig]:
     }
 
 
-MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
-    "dense": ("qwen3-untied", partial(Qwen3Config, **SIZES, head_dim=64)),
-    "moe": ("qwen3_moe", partial(Qwen3MoeConfig, **SIZES, **EXPERTS, head_dim=64, num_experts=16)),
-    "mla": (
-        "deepseek_v3",
-        partial(
-            DeepseekV3Config,
-            **SIZES | MLA,
-            **EXPERTS | {"num_experts_per_tok": 4},
-            n_routed_experts=16,
-            n_group=4,
-            topk_group=2,
-            q_lora_rank=96,
-        ),
-    ),
-    "glm": (
+def model_of(family: str, config: type[PretrainedConfig], sizes: Mapping[str, Any] = SIZES, **more: Any) -> Model:
+    """The test model to save, and its config with other sizes."""
+    return family, partial(config, **{**sizes, **more})
+
+
+_TWO_OF_12 = {"head_dim": 64, "num_local_experts": 12, "num_experts_per_tok": 2}
+_ROPE = {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5}
+_GROUPS = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2, "q_lora_rank": 96, "num_experts_per_tok": 4}
+_WIDTHS = {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+MODELS: Mapping[str, Model] = {
+    "dense": model_of("qwen3-untied", Qwen3Config, head_dim=64),
+    "moe": model_of("qwen3_moe", Qwen3MoeConfig, **EXPERTS, head_dim=64, num_experts=16),
+    "mla": model_of("deepseek_v3", DeepseekV3Config, **EXPERTS | MLA | _GROUPS),
+    "glm": model_of(
         "glm4_moe-mtp",
-        partial(
-            Glm4MoeConfig,
-            **SIZES,
-            **EXPERTS,
-            head_dim=64,
-            n_routed_experts=16,
-            n_shared_experts=1,
-            first_k_dense_replace=1,
-        ),
+        Glm4MoeConfig,
+        **EXPERTS,
+        head_dim=64,
+        n_routed_experts=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
     ),
-    "mixtral": ("mixtral", partial(MixtralConfig, **SIZES, head_dim=64, num_local_experts=12, num_experts_per_tok=2)),
-    "minimax": (
-        "minimax_m2",
-        partial(
-            MiniMaxM2Config,
-            **SIZES,
-            head_dim=64,
-            bos_token_id=1,
-            num_local_experts=12,
-            num_experts_per_tok=2,
-            rope_parameters={"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5},
-        ),
-    ),
+    "mixtral": model_of("mixtral", MixtralConfig, **_TWO_OF_12),
+    "minimax": model_of("minimax_m2", MiniMaxM2Config, **_TWO_OF_12, bos_token_id=1, rope_parameters=_ROPE),
     # As SmolLM2-135M: groups of 32 divide its fused q, k and v, 960 rows of 576 columns, and no tile of a kernel does.
-    "narrow": (
-        "qwen3-untied",
-        partial(
-            Qwen3Config, **SIZES | {"hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}, head_dim=64
-        ),
-    ),
-    "window": ("mistral", partial(MistralConfig, **SIZES, head_dim=64, sliding_window=5)),
+    "narrow": model_of("qwen3-untied", Qwen3Config, **_WIDTHS),
+    "window": model_of("mistral", MistralConfig, head_dim=64, sliding_window=5),
 }
 ONLINE = ["lm_head", "model.embed_tokens"]
 ATTENTION = r"re:.*\.self_attn\..*"

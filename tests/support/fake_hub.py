@@ -60,30 +60,22 @@ def _handler(repository: str, root: Path, asked: list[str], sent: Mapping[str, b
             elif path.startswith(files) and (root / path.removeprefix(files).partition("/")[2]).is_file():
                 self.answer_file(path.removeprefix(files).partition("/")[2])
             else:
-                self.answer(404, b"", {"X-Error-Code": "EntryNotFound" if path.startswith(files) else "RepoNotFound"})
+                self.answer(404, b"", X_Error_Code="EntryNotFound" if path.startswith(files) else "RepoNotFound")
 
         do_HEAD = do_POST = do_GET  # noqa: N815
 
         def answer_file(self, name: str) -> None:
             content, tag = sent.get(name, (root / name).read_bytes()), etag(root / name)
-            status, headers = 200, {"ETag": f'"{tag}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+            status, headers = 200, {"ETag": f'"{tag}"', "X_Repo_Commit": SHA, "Accept_Ranges": "bytes"}
             if (asked_for := self.headers.get("Range")) is not None:
                 first, last = asked_for.removeprefix("bytes=").split("-")
                 begin, end = int(first), min(int(last), len(content) - 1) if last else len(content) - 1
-                headers["Content-Range"] = f"bytes {begin}-{end}/{len(content)}"
+                headers["Content_Range"] = f"bytes {begin}-{end}/{len(content)}"
                 status, content = 206, content[begin : end + 1]
-            self.answer(status, content, headers)
+            self.answer(status, content, **headers)
 
         def answer_json(self, content: Any) -> None:
-            self.answer(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-        def answer(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-            self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(content))}.items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            self.answer(200, json.dumps(content).encode(), Content_Type="application/json")
 
     return Hub
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.quantized import E2M1, rewrite
+from support.quantized import E2M1, blocks, rewrite
 
 # A module's name and weight to the tensors that store it, by full name.
 Store = Callable[[str, Tensor], Mapping[str, Tensor]]
@@ -67,13 +67,6 @@ def _listing(config: Mapping[str, Any], left: Sequence[str]) -> dict[str, Any]:
 
 def _projection(name: str) -> bool:
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight")) and "eh_proj" not in name
-
-
-def blocks(weight: Tensor, height: int, width: int) -> Tensor:
-    """[rows of blocks, height, columns of blocks, width], filled up with zeros, float32."""
-    rows, columns = weight.shape
-    filled = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
-    return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
 
 def fp8_block(weight: Tensor, size: int = 128, *, powers: bool = False) -> tuple[Tensor, Tensor]:
@@ -202,91 +195,27 @@ def modelopt_fp8(module: str, weight: Tensor) -> Mapping[str, Tensor]:
     return {f"{module}.weight": codes, f"{module}.weight_scale": scale, f"{module}.input_scale": torch.tensor(0.02)}
 
 
-def _quantization(**content: Any) -> dict[str, Any]:
-    return {"quantization_config": content}
-
-
-def compressed(form: str, inputs: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
-    """A compressed-tensors config of one group."""
-    group = {
-        "targets": ["Linear"],
-        "weights": {"type": "float", "symmetric": True, "dynamic": False, **weights},
-        "input_activations": inputs,
-        "format": form,
-    }
-    return _quantization(
-        quant_method="compressed-tensors",
-        format=form,
-        quantization_status="compressed",
-        config_groups={"group_0": group},
-        ignore=["lm_head"],
-    )
-
-
-_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-_V4 = _FP8 | {"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}
-DEEPSEEK_V4 = Spelling(deepseek_v4, _quantization(**_V4))
-_BESIDE = {"producer": {"name": "modelopt", "version": "0.47.0"}}
-_QUARK_FP4 = {"dtype": "fp4", "qscheme": "per_group", "group_size": 16, "ch_axis": -1, "scale_format": None}
-_QUARK_WHOLE = {"dtype": "fp8_e4m3", "qscheme": "per_tensor", "is_dynamic": False}
-_LOCAL = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
-SPELLINGS: Mapping[str, Spelling] = {
-    "fp8": Spelling(deepseek, _quantization(**_FP8, weight_block_size=[16, 16])),
-    "fp8-ue8m0": Spelling(deepseek_powers, _quantization(**_FP8, weight_block_size=[32, 32], scale_fmt="ue8m0")),
-    "fp8-channel": Spelling(channel, compressed("float-quantized", num_bits=8, strategy="channel")),
-    "fp8-modelopt": Spelling(
-        modelopt_fp8, _quantization(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head"])
-    ),
-    "mxfp8": Spelling(
-        mxfp8("weight_scale_inv"),
-        _quantization(
-            quant_method="mxfp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[1, 32], scale_fmt="ue8m0"
-        ),
-        columns=32,
-    ),
-    "mxfp4-compressed": Spelling(
-        mxfp4("weight_packed"),
-        compressed("mxfp4-pack-quantized", num_bits=4, strategy="group", group_size=32, scale_dtype="torch.uint8"),
-        columns=32,
-    ),
-    "mxfp4-quark": Spelling(
-        mxfp4("weight"),
-        _quantization(
-            quant_method="quark",
-            global_quant_config={
-                "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"},
-                "input_tensors": None,
-            },
-            exclude=["lm_head"],
-        ),
-        columns=32,
-    ),
-    "nvfp4-quark": Spelling(
-        quark_nvfp4,
-        _quantization(
-            quant_method="quark",
-            global_quant_config={
-                "weight": [_QUARK_FP4 | {"is_dynamic": False}, _QUARK_WHOLE],
-                "input_tensors": [_QUARK_FP4 | {"is_dynamic": True}, _QUARK_WHOLE],
-            },
-            exclude=["lm_head"],
-        ),
-        columns=16,
-    ),
-    "nvfp4-modelopt": Spelling(
-        modelopt_nvfp4(inputs=True),
-        {},
-        _BESIDE | {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}},
-        columns=16,
-    ),
-    "nvfp4-weights": Spelling(
-        modelopt_nvfp4(inputs=False),
-        _quantization(quant_method="modelopt", quant_algo="W4A16_NVFP4", group_size=16, ignore=["lm_head"]),
-        columns=16,
-    ),
-    "nvfp4-compressed": Spelling(
-        compressed_nvfp4,
-        compressed("nvfp4-pack-quantized", _LOCAL, num_bits=4, strategy="tensor_group", group_size=16),
-        columns=16,
-    ),
+_STORES: Mapping[str, Store] = {
+    "fp8": deepseek,
+    "fp8-ue8m0": deepseek_powers,
+    "fp8-channel": channel,
+    "fp8-modelopt": modelopt_fp8,
+    "mxfp8": mxfp8("weight_scale_inv"),
+    "mxfp4-compressed": mxfp4("weight_packed"),
+    "mxfp4-quark": mxfp4("weight"),
+    "nvfp4-quark": quark_nvfp4,
+    "nvfp4-modelopt": modelopt_nvfp4(inputs=True),
+    "nvfp4-weights": modelopt_nvfp4(inputs=False),
+    "nvfp4-compressed": compressed_nvfp4,
+    "deepseek-v4": deepseek_v4,
 }
+
+
+def _spelling(name: str, config: Any = None, beside: Any = None, columns: int = 1) -> Spelling:
+    """One of float_spellings.json, which has the configs as releases have them."""
+    return Spelling(_STORES[name], {"quantization_config": config} if config else {}, beside, columns)
+
+
+_CONFIGS = json.loads(Path(__file__).with_name("float_spellings.json").read_text())
+DEEPSEEK_V4 = _spelling("deepseek-v4", **_CONFIGS.pop("deepseek-v4"))
+SPELLINGS = {name: _spelling(name, **fields) for name, fields in _CONFIGS.items()}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,6 @@ import torch
 
 from ckptkit.converters.megatron.parallel import ParallelSizes
 from support.forking import run_module
-from support.megatron_optimizers import optimizer_state, plain_optimizer_state, wrapped
 from support.processes import fork_ranks
 
 ITERATION = 10
@@ -52,40 +52,10 @@ class Save:
     fsdp2: bool = False
 
 
-# What the tests read: a release of `models.configs()`, and how it is saved. All of it takes four ranks.
+# What the tests read: by label the name of a release, and how it is saved.
 SAVES: dict[str, tuple[str, dict[str, Any]]] = {
-    "dense, layers stacked": ("qwen2-untied", {"sizes": ParallelSizes(tp=2)}),
-    "tied, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2)}),
-    "dense, four stages": ("qwen2-untied", {"sizes": ParallelSizes(pp=4, first=2, last=4), "release": True}),
-    "one key a layer": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2)}),
-    "one key a layer, two chunks a stage": ("glm4_moe", {"sizes": ParallelSizes(pp=2, ep=2, vpp=2)}),
-    "one key a layer, uneven": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, etp=2, last=5)}),
-    "layers and experts stacked": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "stacked": True}),
-    "one key an expert": ("qwen3_moe", {"sizes": ParallelSizes(tp=2, ep=2), "singleton": True}),
-    "dense, optimizer by bucket": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "optimizer": "dp_reshardable"}),
-    "experts, optimizer by bucket": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "dp_reshardable"}),
-    "experts, optimizer by parameter": ("glm4_moe", {"sizes": ParallelSizes(ep=2), "optimizer": "fully_reshardable"}),
-    "dense, optimizer of several buckets": (
-        "qwen2-untied",
-        {"sizes": ParallelSizes(), "optimizer": "fully_reshardable", "bucket_size": 300_000},
-    ),
-    "under NeMo's wrapper": ("qwen2-untied", {"sizes": ParallelSizes(tp=2), "prefix": "module."}),
-    "hybrid, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2), "hybrid": True}),
-    "hybrid, tied and uneven": ("qwen2-tied", {"sizes": ParallelSizes(pp=2, last=7), "hybrid": True}),
-    "hybrid, mixers": ("nemotron_h", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, last=6), "hybrid": True}),
-    "FSDP2": ("glm4_moe-mtp", {"sizes": ParallelSizes(), "fsdp2": True}),
-    "legacy": ("qwen2-tied", {"sizes": ParallelSizes(), "release": True, "legacy": True}),
-    "legacy, two chunks a stage": ("qwen2-tied", {"sizes": ParallelSizes(tp=2, pp=2, vpp=2), "legacy": True}),
-    "legacy, embedding and loss": (
-        "qwen2-untied",
-        {"sizes": ParallelSizes(pp=2, embedding=True, loss=True), "legacy": True},
-    ),
-    "legacy, experts": ("glm4_moe", {"sizes": ParallelSizes(tp=2, pp=2, ep=2, first=5), "legacy": True}),
-    "legacy, experts cut": ("glm4_moe", {"sizes": ParallelSizes(tp=2, ep=2, etp=2), "legacy": True}),
-    "legacy, layout": (
-        "qwen3_moe",
-        {"sizes": ParallelSizes(pp=2, ep=2, vpp=2, layout="E|t*5|(t|)*1t*6L"), "legacy": True},
-    ),
+    label: (how.pop("model"), how | {"sizes": ParallelSizes(**how["sizes"])})
+    for label, how in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
 }
 
 
@@ -199,7 +169,7 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     metadata: dict[str, Any] = {"singleton_local_shards": save.singleton}
     if save.optimizer:
         metadata |= {"distrib_optim_sharding_type": save.optimizer, "chained_optim_avoid_prefix": True}
-        wrappers = [wrapped(chunk, save.bucket_size) for chunk in chunks]
+        wrappers = [_wrapped(chunk, save.bucket_size) for chunk in chunks]
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     model = {
@@ -209,7 +179,11 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     state |= model
     if save.optimizer:
         (ddp,) = wrappers
-        state["optimizer"] = optimizer_state(ddp, model["model"], metadata | {"dp_cp_group": group})
+        optimizer = _optimizer(ddp)
+        with _cpu_for_cuda():
+            state["optimizer"] = optimizer.sharded_state_dict(
+                model["model"], metadata=metadata | {"dp_cp_group": group}
+            )
     else:
         state["optimizer"] = _moments(save, model)
     state["rng_state"] = ShardedObject("rng_state", [{"random_rng_state": (3, (1, 2), None)}], (1, world), (0, rank))
@@ -218,6 +192,51 @@ def _save_torch_dist(save: Save, chunks: Sequence[Any], state: dict[str, Any], p
     strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
     # Megatron would first gather every shard of every rank to see that they fit, which takes a third of the time.
     dist_checkpointing.save(state, str(path), strategy, validate_access_integrity=False, content_metadata=metadata)
+
+
+def _optimizer(model: Any, distributed: bool = True) -> Any:
+    """Megatron's optimizer of a wrapped model on the CPU, after a step too small to show in bfloat16."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    own = torch.Tensor.type
+
+    def kind(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer takes only parameters of `torch.cuda` types."""
+        return own(self, *args, **kwargs) if args or kwargs else f"torch.cuda.{own(self).rpartition('.')[2]}"
+
+    torch.Tensor.type = kind  # type: ignore[assignment,method-assign]
+    config = OptimizerConfig(
+        optimizer="adam", lr=1e-4, bf16=True, use_distributed_optimizer=distributed, params_dtype=torch.bfloat16
+    )
+    with _cpu_for_cuda():
+        optimizer = get_megatron_optimizer(config, [model])
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in one.optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.0, 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.rand_like(parameter) + 1
+        one.optimizer.step()
+        for group in one.optimizer.param_groups:
+            for parameter in group["params"]:
+                # Half of the distance between two numbers of bfloat16 is 2**-9 of the larger one, or more.
+                parameter.data.mul_(1 + torch.rand_like(parameter) * 2**-10)
+    return optimizer
+
+
+def _cpu_for_cuda() -> Any:
+    from ckptkit.verify.witnesses.megatron.model import OnCpu
+
+    return OnCpu()
+
+
+def _wrapped(chunk: Any, bucket_size: int | None) -> Any:
+    """The chunk in Megatron's data parallel wrapper, which moves its parameters into buffers."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, overlap_grad_reduce=bucket_size is not None, bucket_size=bucket_size
+    )
+    return DistributedDataParallel(chunk.config, config, chunk)
 
 
 def _moments(save: Save, model: Mapping[str, Any]) -> dict[str, Any]:
@@ -256,7 +275,7 @@ def _save_torch_dcp(save: Save, chunks: Sequence[Any], state: dict[str, Any], pa
     chunk.config.transformer_impl = "local"
     model = TorchFullyShardedDataParallel(chunk.config, DistributedDataParallelConfig(), chunk)
     DeviceMesh.from_group = own
-    state["optimizer"] = plain_optimizer_state(model)
+    state["optimizer"] = _optimizer(model, distributed=False).state_dict()
     state["model"] = model.state_dict_for_save_checkpoint()
     state["rng_state"] = [{"random_rng_state": (3, (1, 2), None), "torch_rng_state": torch.get_rng_state()}]
     dcp_save(state, storage_writer=FileSystemWriter(path))

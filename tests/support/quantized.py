@@ -19,12 +19,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ckptkit.quant.formats import packing
+from support import models
 
 # A weight to its parts, by what is appended to its name, and to what these mean.
 Quantizer = Callable[[Tensor], tuple[Mapping[str, Tensor], Tensor]]
 Edit = Callable[[dict[str, Any]], dict[str, Any]]
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+
+# Releases keep the indexer's `weights_proj`.
+FP8_LINEAR = re.compile(
+    r"(?!thinker\.audio_tower|talker).*layers\.\d+\.(self_attn|linear_attn|mlp|block_sparse_moe)\.(?!indexer\.weights_proj)"
+    r"(.*_proj|.*_proj_with_mqa|.*\.w[123]|in_proj_qkvz?|in_proj_z)\.weight"
+)
+FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up|down)_proj")
 
 
 def write(
@@ -59,31 +67,27 @@ def rewrite(plain: Path, target: Path, store: Callable[[str, Tensor], Mapping[st
     (target / "config.json").write_text(json.dumps(edit(config), indent=2))
 
 
-def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, ending: str = "_scale_inv") -> Quantizer:
-    """One scale a block, block by block. In float8_e8m0fnu it is rounded up to a power of two.
+def blocks(weight: Tensor, height: int, width: int) -> Tensor:
+    """[rows of blocks, height, columns of blocks, width], filled up with zeros, float32."""
+    rows, columns = weight.shape
+    filled = torch.nn.functional.pad(weight.float(), (0, -columns % width, 0, -rows % height))
+    return filled.unflatten(1, (-1, width)).unflatten(0, (-1, height))
 
-    A `width` of 0 is a whole row.
-    """
+
+def fp8_blocks(height: int, width: int, dtype: torch.dtype = torch.float32, ending: str = "_scale_inv") -> Quantizer:
+    """One scale a block; in float8_e8m0fnu it is rounded up to a power of two. A `width` of 0 is a whole row."""
 
     def quantize(weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         rows, columns = weight.shape
-        across = width or columns
-        codes, meant = (
-            torch.empty(rows, columns, dtype=torch.float8_e4m3fn),
-            torch.empty(rows, columns, dtype=torch.bfloat16),
-        )
-        scales = torch.empty(-(-rows // height), -(-columns // across), dtype=dtype)
-        for down in range(scales.shape[0]):
-            for right in range(scales.shape[1]):
-                block = slice(down * height, (down + 1) * height), slice(right * across, (right + 1) * across)
-                scale = weight[block].float().abs().max() / 448
-                scales[down, right] = (
-                    torch.exp2(torch.ceil(torch.log2(scale))) if dtype is torch.float8_e8m0fnu else scale
-                )
-                exact = float(scales[down, right].float())
-                codes[block] = (weight[block].float() / exact).clamp(-448, 448).to(torch.float8_e4m3fn)
-                meant[block] = (codes[block].float() * exact).to(torch.bfloat16)
-        return {"": codes, ending: scales}, meant
+        cut = blocks(weight, height, width or columns)
+        scale = cut.abs().amax((1, 3), keepdim=True) / 448
+        if dtype is torch.float8_e8m0fnu:
+            scale = torch.exp2(torch.ceil(torch.log2(scale)))
+        stored = scale.to(dtype)
+        codes = (cut / stored.float()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        meant = (codes.float() * stored.float()).to(torch.bfloat16)
+        whole = [one.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous() for one in (codes, meant)]
+        return {"": whole[0], ending: stored[:, 0, :, 0].contiguous()}, whole[1]
 
     return quantize
 
@@ -92,6 +96,50 @@ def fp8_config(block: Sequence[int], kept: Sequence[str] = ()) -> dict[str, Any]
     """A quantization_config of FP8 in blocks as Qwen's and DeepSeek's releases have it, `kept` what is not in it."""
     known = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
     return known | ({"modules_to_not_convert": list(kept)} if kept else {})
+
+
+def with_fp8_blocks(plain: Path, target: Path, block: int) -> Path:
+    """A copy in square FP8 blocks as Qwen and DeepSeek publish them: the linear layers of the decoder.
+
+    config.json names every other matrix in `modules_to_not_convert`, and the vision tower of Qwen2.5-VL as a whole:
+    SGLang fuses its `attn.qkv` under another name.
+    """
+    kept = [
+        name.removesuffix(".weight")
+        for name, tensor in models.tensors(plain).items()
+        if tensor.dim() > 1 and not FP8_LINEAR.fullmatch(name)
+    ]
+    if any(name.startswith("visual.") for name in kept):
+        kept.append("visual")
+
+    def edit(config: dict[str, Any]) -> dict[str, Any]:
+        return config | {"quantization_config": fp8_config((block, block), kept)}
+
+    write(plain, target, lambda name: FP8_LINEAR.fullmatch(name) is not None, fp8_blocks(block, block), edit)
+    return target
+
+
+def one_an_expert(release: Path, target: Path, *, transposed: bool) -> Path:
+    """A copy with one tensor an expert; the release itself where it has no fused experts, or they have biases.
+
+    `transposed`: fused experts are [experts, in, out].
+    """
+    names = models.tensors(release)
+    if not any(FUSED.fullmatch(name) for name in names) or any(name.endswith("_proj_bias") for name in names):
+        return release
+    rewrite(release, target, lambda name, tensor: dict(_apart(name, tensor, transposed)), dict)
+    return target
+
+
+def _apart(name: str, tensor: Tensor, transposed: bool) -> Iterator[tuple[str, Tensor]]:
+    if not (match := FUSED.fullmatch(name)):
+        yield name, tensor
+        return
+    kinds = ("gate", "up") if match[2] == "gate_up" else ("down",)
+    for number, expert in enumerate(tensor):
+        parts = (expert.T if transposed else expert).chunk(len(kinds))
+        for kind, part in zip(kinds, parts, strict=True):
+            yield f"{match[1]}.{number}.{kind}_proj.weight", part.clone()
 
 
 def int4(bits: int = 4, **arguments: Any) -> Quantizer:

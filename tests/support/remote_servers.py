@@ -131,6 +131,15 @@ class SilentHandler(BaseHTTPRequestHandler):
     def log_message(self, *arguments: object) -> None:
         pass
 
+    def answer(self, status: int, content: bytes, **headers: str) -> None:
+        """Sends an answer; `_` in the name of a header is `-`."""
+        self.send_response(status)
+        for name, value in {**headers, "Content_Length": str(len(content))}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
@@ -207,12 +216,7 @@ def refusing(status: int, code: str, only: str = "", target: str = "", about: st
                 return
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
             content = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>".encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/xml")
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            self.answer(status, content, Content_Type="application/xml")
 
         do_PUT = do_POST = do_HEAD = do_DELETE = do_GET  # noqa: N815
 

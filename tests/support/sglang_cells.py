@@ -1,8 +1,14 @@
-"""The cells of the matrix model x format x way for SGLang, and how the checkpoint of each is made."""
+"""The cells of the matrix model x format x way for SGLang: how the checkpoint of each is made, and what became of it.
+
+`make sglang-matrix` loads all of them. A cell is clean where every element of every tensor stands in a parameter, bit
+for bit, and none was left unwritten; or ckptkit or SGLang refuses it, and the reason is printed; or SGLang's class
+leaves something out that LIMITS names. All else is a false failure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,11 +18,11 @@ from families import CASES, case
 
 from ckptkit.app.api import convert, quantize
 from ckptkit.quant.schemes.w4a16 import int4_scheme
-from support import models
-from support.quantized import small_groups_allowed
-from support.sglang_families import CLEAN
+from ckptkit.verify.witnesses.loading.job import LoadReport
+from ckptkit.verify.witnesses.runner import Answer
+from support import models, sglang_families
+from support.quantized import one_an_expert, small_groups_allowed, with_fp8_blocks
 from support.sglang_formats import EXPERTS, SHARED
-from support.sglang_fp8 import one_an_expert, with_fp8_blocks
 from support.sglang_runs import Case
 from support.sglang_sizes import widened
 
@@ -38,6 +44,13 @@ INT4 = {
     for size in GROUPS
     for grid, how in GRIDS.items()
 }
+CLEAN, BY_CKPTKIT, BY_SGLANG, LIMIT, FALSE = "clean", "ckptkit refuses", "SGLang refuses", "left out", "FALSE FAILURE"
+# What SGLang's classes leave out of sound checkpoints: how the names of the tensors end, by a regex for cells.
+LIMITS: Mapping[str, str] = {r"(llama|mistral|gpt_oss)\S*, FP8": ".weight_scale_inv"}
+# What SGLang refuses, by a regex for its words.
+REFUSALS: Sequence[str] = (r"size_[nk] = \d+ is not divisible by tile_[nk]_size",)
+# SGLang leaves draft layers (of 12 layers, the next) to another model, and never uses the shapes of packed weights.
+NOT_LOADED = re.compile(r"(mtp|model\.layers\.12)\..*|.*(inv_freq|weight_shape)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +83,7 @@ class Cell:
 
 def every_cell() -> Iterator[Cell]:
     """Those of a model and its sizes one after the other. ckptkit writes no FP8, so it only comes from HF."""
-    for model in CLEAN:
+    for model in sglang_families.CLEAN:
         for sizes in ("odd", "wide"):
             yield Cell(model, sizes, BF16, "HF")
             yield Cell(model, sizes, BF16, "Megatron")
@@ -113,3 +126,39 @@ def checkpoint(cell: Cell, root: Path, reader: str = "sglang") -> Case:
 def values(case: Case) -> dict[str, int]:
     """The bytes of every tensor of a case's values, by the safetensors library alone."""
     return {name: tensor.nbytes for name, tensor in models.tensors(case.source or case.checkpoint).items()}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a cell: one of the five words, and why."""
+
+    word: str
+    why: str = ""
+
+
+def judged(cell: Cell, run: Answer[LoadReport], sizes: Mapping[str, int]) -> Outcome:
+    """The outcome of a cell that was loaded; `sizes`: the bytes of its tensors."""
+    if run.report is None:
+        said = (run.failure.message if run.failure else "").partition("; ")[2]
+        return Outcome(BY_SGLANG if any(re.search(words, said) for words in REFUSALS) else FALSE, said)
+    wrong = list(troubles(run.report, sizes, cell.way == "Megatron"))
+    if not wrong:
+        return Outcome(CLEAN)
+    ending = next((ending for cells, ending in LIMITS.items() if re.search(cells, str(cell))), None)
+    known = ending is not None and all(name.endswith(ending) for name, _ in wrong)
+    return Outcome(LIMIT if known else FALSE, f"{wrong[0][0]}: {wrong[0][1]}, and {len(wrong) - 1} more")
+
+
+def troubles(report: LoadReport, sizes: Mapping[str, int], streamed: bool) -> Iterator[tuple[str, str]]:
+    """Names, and what is wrong with them."""
+    for seen in (*report.unwritten, *report.dropped, *report.differing, *report.routers, *(report.repacked or ())):
+        yield seen.tensor, seen.what
+    for name in report.computed:
+        yield name, "it was computed, and not compared"
+    for text in report.unchecked:
+        yield text, "it was not compared after repacking"
+    wanted = {name: size for name, size in sizes.items() if not NOT_LOADED.fullmatch(name)}
+    if streamed and sum(wanted.values()) != report.bytes:  # experts that are fused in the release are streamed apart
+        yield "all tensors", f"{report.bytes} of {sum(wanted.values())} bytes were compared"
+    for name in [] if streamed else wanted.keys() - report.equal.keys():
+        yield name, "it was not compared"

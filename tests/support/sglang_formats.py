@@ -41,18 +41,15 @@ NOT_IN_FP8 = [
     for name in CLEAN
     if not name.startswith("mistral3") and not engine_class("sglang", HF_CASES[name].config().to_dict()).fp8_blocks
 ]
-LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
+_LINEAR = re.compile(r".*layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight")
 
 
-def in_fp8(plain: Path, target: Path) -> Path:
-    write(
-        plain,
-        target,
-        lambda name: LINEAR.fullmatch(name) is not None,
-        fp8_blocks(16, 16),
-        lambda config: config | {"quantization_config": fp8_config((16, 16))},
-    )
-    return target
+def _is_linear(name: str) -> bool:
+    return _LINEAR.fullmatch(name) is not None
+
+
+def _in_fp8(config: dict[str, Any]) -> dict[str, Any]:
+    return config | {"quantization_config": fp8_config((16, 16))}
 
 
 def options_of(label: str) -> dict[str, Any]:
@@ -73,7 +70,7 @@ def write_all(root: Path, labels: Iterable[str]) -> Iterator[tuple[str, Path]]:
             models.save(name, plain)
         target = root / label
         if kind == "fp8":
-            in_fp8(plain, target)
+            write(plain, target, _is_linear, fp8_blocks(16, 16), _in_fp8)
         else:
             # Zero points of experts are in a layout of SGLang's own, of which its kernel does not read small groups.
             readers = {"readers": ("sglang",)} if kind == "zero points" else {}

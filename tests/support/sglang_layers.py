@@ -14,15 +14,10 @@ from typing import Any
 import torch
 
 from support.forking import ran
+from support.sglang_runs import int4_config
 
-SCHEME = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 # Everything is ignored, so that no layer asks for a kernel.
-QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "format": "pack-quantized",
-    "ignore": ["re:.*"],
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": SCHEME}},
-}
+QUANTIZATION = int4_config(["re:.*"], 32)
 
 
 def looked_up(configs: Mapping[str, Mapping[str, Any]], root: Path) -> dict[str, dict[str, Any]]:

@@ -38,11 +38,7 @@ def served(answer: Answer) -> Iterator[str]:
 
         def _reply(self, body: Mapping[str, Any]) -> None:
             status, found = answer(self.path.strip("/"), {**body, "headers": dict(self.headers)})
-            content = json.dumps(found).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
+            self.answer(status, json.dumps(found).encode())
 
     with serving(Handler) as address:
         yield address

@@ -33,43 +33,8 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_CONFIG = {
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "vocab_size": 49152,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": True,
-    "hidden_act": "silu",
-    "torch_dtype": "bfloat16",
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "attention_bias": False,
-}
-_KINDS = {
-    "dense": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False},
-    "upcycled": {
-        "architectures": ["Glm4MoeForCausalLM"],
-        "model_type": "glm4_moe",
-        "n_routed_experts": EXPERTS,
-        "n_shared_experts": 1,
-        "moe_intermediate_size": SHARED,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "use_qk_norm": False,
-        "partial_rotary_factor": 1.0,
-        "num_nextn_predict_layers": 0,
-    },
-}
+# The config.json of the model and of what is made of it.
+_CONFIGS = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 
 def _file() -> Path:
@@ -164,11 +129,11 @@ def _tokenizer(reader: Any) -> str:
 
 
 def save(tensors: Tensors, path: Path, kind: str, layers: int = LAYERS) -> Path:
-    """Writes an HF directory of the first `layers`, `kind` of `_KINDS`, with the model's tokenizer."""
+    """Writes an HF directory of the first `layers`, `kind` of `_CONFIGS`, with the model's tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
     kept = {name: one for name, one in tensors.items() if (layer_of(name) or 0) < layers}
     save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "config.json").write_text(json.dumps(_CONFIG | _KINDS[kind] | {"num_hidden_layers": layers}))
+    (path / "config.json").write_text(json.dumps(_CONFIGS[kind] | {"num_hidden_layers": layers}))
     (path / "tokenizer.json").write_text(_contents()[1])
     named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
     (path / "tokenizer_config.json").write_text(json.dumps(named))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV3Config, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from support import engine_models
+from support.engine_models import model_of
 from support.quantized import Edit, Quantizer, compressed_config, fp8_blocks, fp8_config, int4, write
 
 SIZES: dict[str, Any] = engine_models.SIZES | {
@@ -27,44 +27,16 @@ SIZES: dict[str, Any] = engine_models.SIZES | {
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts_per_tok": 2}
 # Tiles of 64 outputs and 128 inputs: not of these experts, nor of the layer for queries, keys and values, nor `down`.
 ODD: dict[str, Any] = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 288}
-MODELS: Mapping[str, tuple[str, Callable[[], PretrainedConfig]]] = {
-    "dense": ("qwen3-untied", partial(Qwen3Config, **SIZES, head_dim=64)),
-    "biases": ("qwen2-untied", partial(Qwen2Config, **SIZES)),
-    "moe": ("qwen3_moe", partial(Qwen3MoeConfig, **SIZES, **EXPERTS, head_dim=64, num_experts=8, norm_topk_prob=True)),
-    "odd": (
-        "qwen3_moe",
-        partial(
-            Qwen3MoeConfig,
-            **SIZES | ODD,
-            **EXPERTS | {"moe_intermediate_size": 96},
-            num_experts=8,
-            norm_topk_prob=True,
-            mlp_only_layers=[1],
-        ),
-    ),
-    "narrow": (  # experts no wider than a group of 128
-        "qwen3_moe",
-        partial(
-            Qwen3MoeConfig,
-            **SIZES,
-            **EXPERTS | {"moe_intermediate_size": 128},
-            head_dim=64,
-            num_experts=8,
-            norm_topk_prob=True,
-        ),
-    ),
-    "mla": (
-        "deepseek_v3",
-        partial(
-            DeepseekV3Config,
-            **SIZES | engine_models.MLA,
-            **EXPERTS,
-            n_routed_experts=8,
-            n_group=2,
-            topk_group=1,
-            q_lora_rank=128,
-        ),
-    ),
+_MOE = {**SIZES, **EXPERTS, "head_dim": 64, "num_experts": 8, "norm_topk_prob": True}
+_GROUPED = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "q_lora_rank": 128}
+MODELS: Mapping[str, engine_models.Model] = {
+    "dense": model_of("qwen3-untied", Qwen3Config, SIZES, head_dim=64),
+    "biases": model_of("qwen2-untied", Qwen2Config, SIZES),
+    "moe": model_of("qwen3_moe", Qwen3MoeConfig, _MOE),
+    "odd": model_of("qwen3_moe", Qwen3MoeConfig, _MOE | ODD, moe_intermediate_size=96, mlp_only_layers=[1]),
+    # Experts no wider than a group of 128.
+    "narrow": model_of("qwen3_moe", Qwen3MoeConfig, _MOE, moe_intermediate_size=128),
+    "mla": model_of("deepseek_v3", DeepseekV3Config, SIZES | EXPERTS | engine_models.MLA | _GROUPED),
 }
 _QUANTIZED = re.compile(r".*layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
 _KEPT = ["lm_head", r"re:.*\.mlp\.gate$"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +11,10 @@ from typing import Any
 import torch
 from families import CASES
 from families.case import save
-from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from support import engine_models, vllm_formats
-from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, write
+from support.quantized import compressed_config, fp8_blocks, fp8_config, int4, rewrite, write
 
 Edit = Callable[[dict[str, Any]], None]
 LINEAR = re.compile(r".*layers\.\d+\..*(?<!eh)_proj(_with_mqa)?\.weight")
@@ -104,19 +102,13 @@ def sound(thread: Thread, root: Path) -> Path:
 
 def planted(thread: Thread, root: Path, target: Path) -> Path:
     """A copy of the sound checkpoint with the fault."""
-    shutil.copytree(sound(thread, root), target)
-    weight_map: dict[str, str] = {}
-    for file, content in _shards(target):
-        left = {name: tensor for name, tensor in content.items() if not re.fullmatch(thread.lost, name)}
-        save_file(left, file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(left, file.name)
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config = json.loads((target / "config.json").read_text())
-    thread.edit(config)
-    (target / "config.json").write_text(json.dumps(config))
+
+    def left(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        return {} if re.fullmatch(thread.lost, name) else {name: tensor}
+
+    def edit(config: dict[str, Any]) -> dict[str, Any]:
+        thread.edit(config)
+        return config
+
+    rewrite(sound(thread, root), target, left, edit)
     return target
-
-
-def _shards(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for file in sorted(path.glob("*.safetensors")):
-        yield file, load_file(file)

@@ -15,7 +15,7 @@ from families import CASES, case
 from mutations.edits import edit_config, replace
 from support import quantized
 from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
-from support.launch_words import arguments_of
+from support.launch_scripts import arguments_of
 from support.messages import text_with
 from support.quantized import one_target, widen
 

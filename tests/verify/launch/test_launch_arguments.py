@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.fixture_types import OnlyFinding, PathOf
-from support.launch_words import arguments_of
+from support.launch_scripts import arguments_of
 from support.messages import text_with
 
 from ckptkit.converters.megatron.pipeline import Pipeline

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from support import models
 from support.nightly import collected, daily
-from support.sglang_cells import BF16, FP8, Cell, checkpoint, values
+from support.sglang_cells import BF16, CLEAN, FP8, Cell, checkpoint, judged, values
 from support.sglang_families import EXPERT
 from support.sglang_formats import LABELS, NOT_IN_FP8, write_all
-from support.sglang_matrix import CLEAN, judged
 from support.sglang_runs import LOST_PARTS, Case, Cases, Runs, clean, reported
 
 from ckptkit.verify.checks.witnesses.loading import why_no_scale

@@ -16,8 +16,7 @@ from families import CASES
 from support.messages import text_with
 from support.models import UNREAD
 from support.nightly import collected, daily
-from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, values
-from support.sglang_matrix import troubles
+from support.sglang_cells import BF16, FP8, INT4, Cell, checkpoint, troubles, values
 from support.sglang_runs import Case, checked, draft_of, refusal
 from support.vllm_families import CLEAN, LEFT_OUT, NEWER
 from support.vllm_runs import run_cases

@@ -1,0 +1,251 @@
+"""Ways to break the tensors of an HF directory: names, shapes, dtypes and values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from mutations.edits import INDEX, names, rename, replace, shard_of, tensor, write_index
+from mutations.hf_files import weight_map
+
+Change = Callable[[Tensor], Tensor]
+
+# Changes of one tensor. Where `valued` or `stored` applies them, shape and dtype stay as they were.
+
+
+def cast(dtype: str) -> Change:
+    return lambda before: before.to(getattr(torch, dtype))
+
+
+def first(rows: int) -> Change:
+    return lambda before: before[:rows]
+
+
+def columns(count: int) -> Change:
+    return lambda before: before[:, :count]
+
+
+def turned(before: Tensor) -> Tensor:
+    return before.T
+
+
+def zero_rows_added(before: Tensor) -> Tensor:
+    return torch.cat([before, before[:32] * 0])
+
+
+def filled(value: float) -> Change:
+    return lambda before: torch.full_like(before, value)
+
+
+def times(factor: float) -> Change:
+    return lambda before: before * factor
+
+
+def halved(before: Tensor) -> Tensor:
+    return before // 2
+
+
+def last(value: float) -> Change:
+    """The last element is another."""
+
+    def change(before: Tensor) -> Tensor:
+        after = before.clone()
+        after.view(-1)[-1] = value
+        return after
+
+    return change
+
+
+def half_zero(axis: int) -> Change:
+    """Only the first half along an axis was ever loaded."""
+
+    def change(before: Tensor) -> Tensor:
+        kept, lost = before.chunk(2, axis)
+        return torch.cat([kept, lost * 0], axis)
+
+    return change
+
+
+def vocabulary_cut(before: Tensor) -> Tensor:
+    return torch.cat([before[:300], before[300:] * 0])
+
+
+def denormal(before: Tensor) -> Tensor:
+    """What bytes of another format look like: numbers, and all of them far below what a weight can be."""
+    return torch.full_like(before, 1e-39) * torch.sign(before)
+
+
+def unwritten(before: Tensor) -> Tensor:
+    """What memory that was never written may hold: finite numbers of every magnitude."""
+    generator = torch.Generator().manual_seed(5)
+    return torch.exp(torch.rand(before.shape, generator=generator) * 60 - 40) * torch.sign(before.float())
+
+
+def other_training(before: Tensor) -> Tensor:
+    """What a base model has in the place: values like these, and not these."""
+    return torch.randn(before.shape, generator=torch.Generator().manual_seed(7)) * before.float().std()
+
+
+def zero_centered(before: Tensor) -> Tensor:
+    return before - 6.9
+
+
+def rows_reversed(before: Tensor) -> Tensor:
+    return before.flip(0)
+
+
+def columns_reversed(before: Tensor) -> Tensor:
+    return before.flip(1)
+
+
+def rolled(by: int) -> Change:
+    """Every row has moved by so many places."""
+    return lambda before: before.roll(by, 0)
+
+
+def halves(axis: int) -> Change:
+    """The two halves along an axis in each other's place: two tensor parallel ranks joined in the wrong order."""
+    return lambda before: before.roll(before.shape[axis] // 2, axis)
+
+
+def rows_by_turns(before: Tensor) -> Tensor:
+    """Gate and up, one row of each after the other."""
+    return before.unflatten(-2, (2, -1)).transpose(-3, -2)
+
+
+def regrouped(before: Tensor) -> Tensor:
+    """Query heads as if one of each group came first: 2 groups of 5 heads of 32."""
+    return before.reshape(2, 5, 32, -1).transpose(0, 1)
+
+
+def half_turned(before: Tensor) -> Tensor:
+    """Rotary rows of every head of 32 in pairs instead of halves, as Meta's Llama has them."""
+    return before.reshape(-1, 2, 16, before.shape[-1]).transpose(1, 2)
+
+
+# Damages: names.
+
+
+def lost(path: Path, name: str) -> None:
+    """One tensor is in no shard, and the index does not list it."""
+    replace(path, {}, [name])
+
+
+def lost_all(path: Path, folded: str, part: str) -> None:
+    """Every tensor with this part in its name is lost; the place is how a finding folds them."""
+    replace(path, {}, names(path, part))
+
+
+def never_exported(path: Path, folded: str, part: str) -> None:
+    """Another export, into one file, without the tensors with this part in their names."""
+    kept = {name: tensor(path, name) for name in names(path, "") if part not in name}
+    for file in [*path.glob("*.safetensors"), path / INDEX]:
+        file.unlink()
+    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def renamed(path: Path, name: str, old: str, new: str) -> None:
+    """Every name that the pattern fits is written another way."""
+    rename(path, lambda one: re.sub(old, new, one))
+
+
+def lora(path: Path, name: str) -> None:
+    base = "model.layers.3.self_attn.q_proj"
+    replace(path, {f"{base}.lora_{part}.weight": torch.randn(8, 128).bfloat16() for part in "AB"})
+
+
+# Shapes and dtypes.
+
+
+def reshaped(path: Path, name: str, change: Change) -> None:
+    """One tensor is stored in another shape or dtype; total_size stays true."""
+    replace(path, {name: change(tensor(path, name))})
+
+
+def merged_with(path: Path, name: str, others: Sequence[str]) -> None:
+    """The tensor holds others of its layer too, which are still there."""
+    parent, own, leaf = name.rsplit(".", 2)
+    replace(path, {name: torch.cat([tensor(path, f"{parent}.{module}.{leaf}") for module in (own, *others)])})
+
+
+def fused_turned(path: Path, name: str) -> None:
+    """Fused experts [experts, out, in] as [experts, in, out] in every layer."""
+    replace(path, {one: tensor(path, one).transpose(1, 2) for one in names(path, ".experts.gate_up_proj")})
+
+
+def all_in(path: Path, folded: str, dtype: str, part: str) -> None:
+    """Every tensor with this part in its name in another dtype."""
+    replace(path, {name: cast(dtype)(tensor(path, name)) for name in names(path, part)})
+
+
+def shard_in(path: Path, folded: str, name: str, dtype: str) -> None:
+    """The shard of a tensor was converted with another dtype."""
+    shard = shard_of(path, name)
+    content = {key: cast(dtype)(value) for key, value in load_file(shard).items()}
+    save_file(content, shard, metadata={"format": "pt"})
+    write_index(path, weight_map(path))
+
+
+# Values.
+
+
+def valued(path: Path, name: str, change: Change) -> None:
+    """One tensor holds other values, in the same shape and dtype."""
+    before = tensor(path, name)
+    replace(path, {name: change(before).to(before.dtype).reshape(before.shape)})
+
+
+def fused(path: Path, folded: str, part: str, change: Change) -> None:
+    """One fused tensor holds other values; the place is how a finding names its experts."""
+    reshaped(path, f"model.layers.5.mlp.experts.{part}", change)
+
+
+def copied(path: Path, folded: str, name: str, origin: str) -> None:
+    """A tensor holds the bytes of another; the place is how a finding names both."""
+    replace(path, {name: tensor(path, origin)})
+
+
+def as_embedding(path: Path, name: str) -> None:
+    """An output layer that was tied while training."""
+    copied(path, "", name, "model.embed_tokens.weight")
+
+
+def swapped(path: Path, name: str, old: str, new: str) -> None:
+    """The tensor and the one whose name has `new` for `old` hold each other's values."""
+    other = name.replace(old, new)
+    replace(path, {name: tensor(path, other), other: tensor(path, name)})
+
+
+def of_another_number(path: Path, pattern: str, origin: Callable[[int], int]) -> None:
+    """Every tensor that fits holds the values of the one with the number `origin(number)`, the pattern's one group."""
+    moved = {}
+    for name in names(path, ""):
+        if match := re.fullmatch(pattern, name):
+            other = f"{name[: match.start(1)]}{origin(int(match[1]))}{name[match.end(1) :]}"
+            moved[name] = tensor(path, other)
+    replace(path, moved)
+
+
+def next_of(path: Path, folded: str, pattern: str, count: int) -> None:
+    """Each has the values of the next, the last those of the first."""
+    of_another_number(path, pattern, lambda number: (number + 1) % count)
+
+
+def experts_of_rank_0(path: Path, folded: str) -> None:
+    """The second of two expert parallel ranks wrote the experts that have its local numbers: 6 to 11 are 0 to 5."""
+    of_another_number(path, r".*\.experts\.(\d+)\..*", lambda number: number % 6)
+
+
+def layers_of_stage_0(path: Path, folded: str) -> None:
+    """The second of two pipeline stages wrote its layers by their local numbers: 6 to 11 are 0 to 5."""
+    of_another_number(path, r"model\.layers\.(\d+)\..*", lambda number: number % 6)
+
+
+def rounded_state(path: Path, folded: str) -> None:
+    """fp32 state that went through bfloat16 and came back: the dtype is right again, the values are not."""
+    replace(path, {name: tensor(path, name).bfloat16().float() for name in names(path, "e_score_correction_bias")})
