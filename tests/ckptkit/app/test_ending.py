@@ -17,6 +17,7 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli, output
 from ckptkit.app.cli.output import shown
+from ckptkit.core import progress as progress_module
 from ckptkit.core.progress import LOG, closing, phase, progress
 
 Ends = Callable[..., list[tuple[str, str | None]]]
@@ -128,3 +129,29 @@ def test_quiet_says_nothing_and_verbose_every_step(capsys: pytest.CaptureFixture
     assert said["quiet"] == ""
     assert re.fullmatch(r"planning ...\nwrote 1 GB in .*\nnext: ckptkit verify x\n", said["verbose"])
     assert LOG.handlers == []
+
+
+@pytest.fixture
+def bar_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that appears with the first byte, in an environment that says nothing about terminals."""
+    monkeypatch.setattr(progress_module, "_DELAY_S", -1.0)
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.usefixtures("bar_at_once")
+def test_the_bar_is_shown_on_a_terminal_only_and_goes_away_when_what_it_is_for_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream in (Terminal(), StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(ZeroDivisionError), progress("HF -> Megatron", 2_000_000) as advance:
+            advance(1_000_000)
+            raise ZeroDivisionError
+        written = stream.getvalue() if stream else ""
+        assert (
+            bool(written) == ("HF -> Megatron" in written and "1.0/2.0 MB" in written) == isinstance(stream, Terminal)
+        )
+        # The last thing written moves up and erases the line (ECMA-48: CUU, then EL), after the cursor is shown again.
+        assert not written or written.endswith("\x1b[1A\x1b[2K")

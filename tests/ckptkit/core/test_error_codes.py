@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 import re
 import sys
@@ -103,16 +102,3 @@ def test_a_wrong_option_and_one_without_effect_are_usage_errors(tmp_path: Path) 
 def test_docs_list_every_code() -> None:
     text = (Path(__file__).parents[3] / "docs" / "concepts.md").read_text().partition("## Errors")[2]
     assert re.findall(r"^\| `([a-z-]+)` \|", text, re.MULTILINE) == [*get_args(ErrorCode)]
-
-
-def test_what_is_not_supported_has_that_code() -> None:
-    """Every message that says so, wherever it is raised."""
-    says = re.compile(r"not supported|only .* is supported|has no Megatron arguments")
-    root, without = Path(__file__).parents[3], []
-    for file in (file for package in ("ckptkit", "converters", "quant") for file in (root / package).rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            match node:
-                case ast.Call(func=ast.Name(id="CkptkitError"), args=[message, *_], keywords=given):
-                    if says.search(ast.unparse(message)) and "code" not in [one.arg for one in given]:
-                        without.append(f"{file}:{node.lineno}")
-    assert without == []

@@ -110,19 +110,6 @@ def written(path: Path, text: bytes, data: bytes = bytes(4)) -> Path:
     return path
 
 
-ENTRY = b'"dtype":"F32","shape":[1],"data_offsets":[0,4]'
-
-
-def test_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
-    for text in (
-        b'{"a":{%b},"a":{%b}}' % (ENTRY, ENTRY),
-        b'{"a":{%b},"a"\n:{%b}}' % (ENTRY, ENTRY),
-        b'{"a":{%b,"dtype":"F32"}}' % ENTRY,
-    ):
-        with pytest.raises(CkptkitError, match="a: .* twice"):
-            read_shard(written(tmp_path / "x.safetensors", text))
-
-
 def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: Path) -> None:
     for character in ("x", "é", "0."):
         name, file = (character * 4097)[:4097], tmp_path / "model.safetensors"
