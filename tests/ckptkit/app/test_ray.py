@@ -180,15 +180,7 @@ def test_a_report_of_a_broken_checkpoint_is_the_same(
 def test_a_task_that_is_lost_again_and_again_ends_the_run(
     cluster: Any, to_megatron: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dying() -> Callable[..., None]:
-        def die(*arguments: object) -> None:
-            import os
-
-            os.kill(os.getpid(), 9)
-
-        return die
-
-    monkeypatch.setattr(ray_tasks, "_task", dying)
+    monkeypatch.setattr(ray_tasks, "_task", lambda: lambda *_: os.kill(os.getpid(), 9))
     monkeypatch.setattr(ray_tasks, "RETRIES", 1)
     with pytest.raises(CkptkitError, match=r"release/__0_0.distcp.*2.*[\s\S]*enough"):
         to_megatron(tmp_path / "out", ray=cluster.address, workers=1)
@@ -233,6 +225,18 @@ def test_a_task_writes_and_records_its_files_and_no_others(task: TaskInput) -> N
     assert sorted(path.name for path in recorded(task.partial.with_name("out"))) == written
 
 
+def act_when_opened(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Something happens when a task has opened a file."""
+    opened = FilesWriter._opened
+
+    def watched(self: FilesWriter, file: str) -> Any:
+        found = opened(self, file)
+        act()
+        return found
+
+    monkeypatch.setattr(FilesWriter, "_opened", watched)
+
+
 def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
     task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,14 +256,7 @@ def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_n
     task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ray's workers may outlive a coordinator that is killed, and its lock does not: another run may have begun.
-    opened = FilesWriter._opened
-
-    def while_the_next_run_begins(self: FilesWriter, file: str) -> Any:
-        found = opened(self, file)
-        Journal(task.partial).end_dead_runs()
-        return found
-
-    monkeypatch.setattr(FilesWriter, "_opened", while_the_next_run_begins)
+    act_when_opened(monkeypatch, Journal(task.partial).end_dead_runs)
     with pytest.raises(CkptkitError, match="task"):
         write_batch(task, ["release/__0_1.distcp"])
     assert list((task.partial / "release").iterdir()) == []
@@ -269,13 +266,7 @@ def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_n
 def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(
     task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = FilesWriter._opened
-
-    def while_the_run_fails(self: FilesWriter, file: str) -> Any:
-        Journal(task.partial).stop_run(task.token)
-        return opened(self, file)
-
-    monkeypatch.setattr(FilesWriter, "_opened", while_the_run_fails)
+    act_when_opened(monkeypatch, lambda: Journal(task.partial).stop_run(task.token))
     write_batch(task, ["release/__0_1.distcp"])
     assert [path.name for path in recorded(task.partial.with_name("out"))] == ["__0_1.distcp"]
     with pytest.raises(CkptkitError, match="does not see"):
@@ -306,10 +297,9 @@ def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
 
 
 def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
-    plan = make_plan(task.options)
+    plan, file = make_plan(task.options), task.partial / "release/__0_2.distcp"
     write_batch(task, list(plan.files()))
     _check_written(plan, task.partial, Journal(task.partial))
-    file = task.partial / "release/__0_2.distcp"
     size = file.stat().st_size
     os.truncate(file, size - 1)
     with pytest.raises(CkptkitError, match=rf"__0_2.distcp has {size - 1} bytes instead of {size}"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from support import models, processes
 from support.fake_hub import fake_hub
 from support.fixture_types import PathOf
 from support.remote_servers import Bucket, Request, breaking, serving, use_s3
+from support.whole_files import write
 
 import ckptkit
 from ckptkit.app.api import convert, inspect, model_arguments, quantize
@@ -38,14 +38,12 @@ SMALL = torch.tensor([1.5, -2.0]).to(torch.bfloat16)
 def two(tmp_path: Path) -> Path:
     """An HF directory of two shards and a tokenizer in a folder."""
     root = tmp_path / "two"
-    (root / "extra").mkdir(parents=True)
+    places = {"big": "1.safetensors", "small": "1.safetensors", "other": "2.safetensors"}
+    write(root / "config.json", '{"model_type": "x"}')
+    write(root / "extra/tokenizer.json", "{}")
+    write(root / "model.safetensors.index.json", json.dumps({"weight_map": places}))
     save_file({"big": BIG, "small": SMALL}, root / "1.safetensors")
     save_file({"other": SMALL + 1}, root / "2.safetensors")
-    (root / "config.json").write_text('{"model_type": "x"}')
-    (root / "extra/tokenizer.json").write_text("{}")
-    (root / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": {"big": "1.safetensors", "small": "1.safetensors", "other": "2.safetensors"}})
-    )
     return root
 
 
@@ -109,16 +107,13 @@ def test_a_transfer_that_breaks_off_is_tried_again(
     bucket.put_directory(two, "two")
     seen: list[Request] = []
 
-    def first_of_big(request: Request) -> bool:
-        return request.bytes == BIG.nbytes and [one.bytes for one in seen].count(BIG.nbytes) == 1
+    def tries() -> int:
+        return [one.bytes for one in seen].count(BIG.nbytes)
 
-    with (
-        serving(breaking(s3_address, seen, first_of_big)) as proxy,
-        use_s3(monkeypatch, proxy),
-        opened(bucket.url("two")) as here,
-    ):
+    once = breaking(s3_address, seen, lambda request: request.bytes == BIG.nbytes and tries() == 1)
+    with serving(once) as proxy, use_s3(monkeypatch, proxy), opened(bucket.url("two")) as here:
         assert torch.equal(HfCheckpoint(here).read(["big"])["big"], BIG)
-    assert [request.bytes for request in seen].count(BIG.nbytes) == 2
+    assert tries() == 2
 
 
 def test_a_shard_that_became_shorter_is_named_with_the_tensor(two: Path, bucket: Bucket) -> None:
@@ -159,35 +154,24 @@ def test_hidden_files_and_weights_in_other_formats_stay_there(two: Path, bucket:
     assert found == brought | {str(path.relative_to(two)) for path in two.rglob("*") if path.is_file()}
 
 
-def test_errors_name_the_url(two: Path, bucket: Bucket) -> None:
-    bucket.put_directory(two, "two")
-    bucket.put("two/config.json", b"{")
-    with pytest.raises(CkptkitError) as error, opened(bucket.url("two")) as here:
-        HfCheckpoint(here)
-    assert error.value.message.startswith(f"{bucket.url('two')}/config.json is not valid JSON")
-    assert not here.path.exists()
-
-
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("file", "damaged", "message"),
     [
-        (lambda content: content[:-1], "truncated"),
-        (lambda content: content[:4], "header"),
-        (lambda content: (10**12).to_bytes(8, "little") + content[8:], "header"),
-        (None, "No such file or directory"),
+        ("1.safetensors", bytes(4), "header"),
+        ("1.safetensors", (10**12).to_bytes(8, "little") + b"{}", "header"),
+        ("1.safetensors", None, "No such file or directory"),
+        ("config.json", b"{", "not valid JSON"),
     ],
 )
-def test_a_damaged_shard_is_refused_as_on_disk(
-    two: Path, bucket: Bucket, change: Callable[[bytes], bytes] | None, message: str
+def test_a_damaged_file_is_refused_as_on_disk(
+    two: Path, bucket: Bucket, file: str, damaged: bytes | None, message: str
 ) -> None:
     bucket.put_directory(two, "two")
-    if change:
-        bucket.put("two/1.safetensors", change((two / "1.safetensors").read_bytes()))
-    else:
-        bucket.delete("two/1.safetensors")
+    bucket.delete(f"two/{file}") if damaged is None else bucket.put(f"two/{file}", damaged)
     with pytest.raises(CkptkitError, match=message) as error, opened(bucket.url("two")) as here:
         HfCheckpoint(here)
-    assert error.value.message.startswith(f"{bucket.url('two')}/1.safetensors")
+    assert error.value.message.startswith(f"{bucket.url('two')}/{file}")
+    assert not here.path.exists()
 
 
 def test_a_key_that_is_no_file_name_is_refused(two: Path, bucket: Bucket) -> None:
@@ -218,9 +202,7 @@ def megatron(small_release: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def content(root: Path) -> dict[str, Any]:
     """The files of a directory; of a manifest, what does not name a path, and of an index, where tensors are."""
-    return {
-        str(path.relative_to(root)): _bare(path.name, path.read_bytes()) for path in root.rglob("*") if path.is_file()
-    }
+    return {name: _bare(name, data) for name, data in models.content(root).items()}
 
 
 def uploaded(bucket: Bucket, prefix: str) -> dict[str, Any]:
@@ -237,10 +219,11 @@ def _bare(name: str, file: bytes) -> Any:
 def test_from_s3_to_megatron_and_back_to_s3(
     small_release: Path, megatron: Path, stored: str, bucket: Bucket, tmp_path: Path
 ) -> None:
-    convert(stored, tmp_path / "qwen-megatron")
-    assert content(tmp_path / "qwen-megatron") == content(megatron)
-    assert json.loads((tmp_path / "qwen-megatron" / MANIFEST).read_text())["command"] == ["ckptkit", "convert", stored]
-    back = processes.ckptkit("convert", tmp_path / "qwen-megatron", bucket.url("back"), "--json")
+    out = tmp_path / "qwen-megatron"
+    convert(stored, out)
+    assert content(out) == content(megatron)
+    assert json.loads((out / MANIFEST).read_text())["command"] == ["ckptkit", "convert", stored]
+    back = processes.ckptkit("convert", out, bucket.url("back"), "--json")
     assert back.returncode == 0, back.stderr
     assert json.loads(back.stdout)["destination"] == bucket.url("back")
     found = uploaded(bucket, "back/")
@@ -274,10 +257,9 @@ def test_the_release_on_the_way_back_may_be_at_a_url(
 def test_convert_from_the_hub_writes_the_same_bytes(small_release: Path, megatron: Path, tmp_path: Path) -> None:
     asked: list[str] = []
     with fake_hub("org/qwen", small_release, asked) as address:
-        done = processes.ckptkit("convert", "hf://org/qwen", tmp_path / "out", HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
-        absent = processes.ckptkit(
-            "convert", "hf://org/absent", tmp_path / "absent", HF_ENDPOINT=address, HF_HUB_OFFLINE="0"
-        )
+        hub = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
+        done = processes.ckptkit("convert", "hf://org/qwen", tmp_path / "out", **hub)
+        absent = processes.ckptkit("inspect", "hf://org/absent", **hub)
     assert done.returncode == 0, done.stderr
     assert content(tmp_path / "out") == content(megatron)
     assert "GET /org/qwen/resolve/main/config.json" in asked

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import unicodedata
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +94,23 @@ def weight_map(model: Path) -> dict[str, str]:
     return dict(json.loads((model / "model.safetensors.index.json").read_text())["weight_map"])
 
 
-def with_type(model: Path) -> None:
-    change(model / "config.json", model_type=EVIL)
-
-
-def with_values(model: Path) -> None:
-    keys = dict.fromkeys((EVIL, "dtype", "torch_dtype", "hidden_act"), EVIL)
-    change(model / "config.json", **keys, architectures=[EVIL], rope_scaling={"rope_type": EVIL, EVIL: 1})
-
-
-def with_quantizer(model: Path) -> None:
-    scheme = {"config_groups": {EVIL: {"targets": [EVIL]}}, "ignore": [EVIL]}
-    change(model / "config.json", quantization_config={"quant_method": EVIL, "format": EVIL, **scheme})
+CONFIGS: dict[str, dict[str, Any]] = {
+    "type": {"model_type": EVIL},
+    "values": {
+        **dict.fromkeys((EVIL, "dtype", "torch_dtype", "hidden_act"), EVIL),
+        "architectures": [EVIL],
+        "rope_scaling": {"rope_type": EVIL, EVIL: 1},
+    },
+    "quantizer": {
+        "quantization_config": {
+            "quant_method": EVIL,
+            "format": EVIL,
+            "ignore": [EVIL],
+            "config_groups": {EVIL: {"targets": [EVIL]}},
+        }
+    },
+    "a_path": {"num_hidden_layers": 99},
+}
 
 
 def with_tensor(model: Path) -> None:
@@ -134,13 +140,15 @@ def with_entries(model: Path) -> None:
     change(model / "config.json", quantization_config=scheme | {"ignore": entries})
 
 
-def with_a_path(model: Path) -> None:
-    change(model / "config.json", num_hidden_layers=99)
+def with_config(kind: str, model: Path) -> None:
+    change(model / "config.json", **CONFIGS[kind])
 
 
-HOSTILE = {
-    found.__name__.removeprefix("with_"): found
-    for found in (with_type, with_values, with_quantizer, with_tensor, with_files, with_entries, with_a_path)
+HOSTILE: dict[str, Callable[[Path], None]] = {
+    **{kind: partial(with_config, kind) for kind in CONFIGS},
+    "tensor": with_tensor,
+    "files": with_files,
+    "entries": with_entries,
 }
 VERBS = (
     *("inspect M", "inspect M --json", "inspect M --megatron-args", "convert M OUT", "convert M OUT --dry-run"),
@@ -185,7 +193,7 @@ def test_names_of_a_megatron_checkpoint_are_printed_escaped(
     verb: str, ckptkit: Run, releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     model = copy_of(converted("qwen2-tied"))
-    with_type(model / "hf")
+    with_config("type", model / "hf")
     for _ in ("the type of the model", "the name of the iteration"):
         done = ckptkit(*words_of(verb, model, releases("qwen2-tied"), tmp_path / "out"))
         assert_harmless(done.stdout)
