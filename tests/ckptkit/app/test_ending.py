@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +17,7 @@ from support.fixture_types import CopyOf, PathOf
 
 from ckptkit.app.cli import cli, output
 from ckptkit.app.cli.output import shown
+from ckptkit.core import progress as progress_module
 from ckptkit.core.progress import LOG, closing, phase, progress
 
 Ends = Callable[..., list[tuple[str, str | None]]]
@@ -38,22 +39,15 @@ def ends(caplog: pytest.LogCaptureFixture) -> Ends:
 def test_verbs_that_compare_end_with_done_since_their_text_has_the_rest(
     ends: Ends, releases: PathOf, tmp_path: Path
 ) -> None:
-    hf, log = releases("qwen3_moe"), tmp_path / "job.log"
+    hf, log, page = releases("qwen3_moe"), tmp_path / "job.log", tmp_path / "page.html"
     log.write_text("iteration 1\nValueError: There is no module or parameter named x in y\n")
     for words in (
-        ["verify", hf],
-        ["preflight", "--hf-checkpoint", hf],
-        ["diff", hf, hf],
-        ["inspect", hf],
-        ["inspect", hf, "--megatron-args"],
-        ["triage", log],
+        *(["verify", hf], ["preflight", "--hf-checkpoint", hf], ["diff", hf, hf]),
+        *(["inspect", hf], ["inspect", hf, "--megatron-args"], ["triage", log]),
     ):
         assert ends(*words) == [("done", None)], words
-
-
-def test_verbs_that_look_at_no_checkpoint_have_no_closing_line(ends: Ends) -> None:
-    for verb in ("explain", "doctor"):
-        assert ends(verb) == []
+    assert ends("verify", hf, "--report", page) == [(f"report in {page}", None)]
+    assert ends("explain") == ends("doctor") == []  # which look at no checkpoint
 
 
 def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(
@@ -71,11 +65,6 @@ def test_json_leaves_the_counts_and_the_next_command_to_the_closing_line(
     assert (said, after) == (f"{found['equal']} tensors, {found['bytes_read'] / 1e6:.2f} MB read", None)
     [(said, after)] = ends("inspect", hf, "--json")
     assert (said, after) == (f"{json.loads(capsys.readouterr().out)['tensors']} tensors", None)
-
-
-def test_a_report_in_a_file_is_named(ends: Ends, releases: PathOf, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    assert ends("verify", releases("qwen3_moe"), "--report", page) == [(f"report in {page}", None)]
 
 
 def test_manifest_ends_with_what_it_digested_and_how_a_copy_is_verified(
@@ -103,7 +92,7 @@ def test_a_short_run_with_nothing_to_go_on_with_says_nothing(monkeypatch: pytest
     assert said["ckptkit explain CK505", 3600.0].endswith(" s\nnext: ckptkit explain CK505\n")
 
 
-class Terminal(io.StringIO):
+class Terminal(StringIO):
     def isatty(self) -> bool:
         return True
 
@@ -114,44 +103,55 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(output, name, 0.001)
 
 
-def wait_for(text: str, stream: io.StringIO) -> None:
+def wait_for(text: str, stream: StringIO) -> None:
     """Waits until `text` is there; a test that waits in vain ends with the time limit of all tests."""
     while text not in stream.getvalue():
         time.sleep(0.001)
 
 
 @pytest.mark.usefixtures("fast")
-@pytest.mark.parametrize(
-    ("stream", "said"), [(Terminal(), "planning ...\n"), (io.StringIO(), "planning: 0 s\n")], ids=["terminal", "file"]
-)
-def test_a_step_that_takes_long_is_named(stream: io.StringIO, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    with shown(()), phase("planning"):
-        wait_for(said, stream)
-
-
-@pytest.mark.usefixtures("fast")
-def test_off_a_terminal_a_line_says_how_much_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with shown(()), progress("writing", 2_000_000_000) as advance:
+def test_a_step_that_takes_long_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stream, line in ((Terminal(), "planning ...\n"), (StringIO(), "planning: 0 s\n")):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with shown(()), phase("planning"):
+            wait_for(line, stream)
+    with shown(()), progress("writing", 2_000_000_000) as advance:  # not on a terminal
         advance(500_000_000)
         wait_for("writing, 500.00 MB of 2.00 GB: 0 s\n", stream)
 
 
-def test_quiet_says_nothing_and_verbose_every_step(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_quiet_says_nothing_and_verbose_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     said = {}
     for asked in ("quiet", "verbose"):
         with shown({asked}), phase("planning"):
             closing("wrote 1 GB", "ckptkit verify x")
         said[asked] = capsys.readouterr().err
     assert said["quiet"] == ""
-    steps = said["verbose"].splitlines()
-    assert (steps[0], steps[1].rpartition(" in ")[0], steps[2]) == (
-        "planning ...",
-        "wrote 1 GB",
-        "next: ckptkit verify x",
-    )
+    assert re.fullmatch(r"planning ...\nwrote 1 GB in .*\nnext: ckptkit verify x\n", said["verbose"])
     assert LOG.handlers == []
+
+
+@pytest.fixture
+def bar_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar that appears with the first byte, in an environment that says nothing about terminals."""
+    monkeypatch.setattr(progress_module, "_DELAY_S", -1.0)
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+@pytest.mark.usefixtures("bar_at_once")
+def test_the_bar_is_shown_on_a_terminal_only_and_goes_away_when_what_it_is_for_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for stream in (Terminal(), StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(ZeroDivisionError), progress("HF -> Megatron", 2_000_000) as advance:
+            advance(1_000_000)
+            raise ZeroDivisionError
+        written = stream.getvalue() if stream else ""
+        assert (
+            bool(written) == ("HF -> Megatron" in written and "1.0/2.0 MB" in written) == isinstance(stream, Terminal)
+        )
+        # The last thing written moves up and erases the line (ECMA-48: CUU, then EL), after the cursor is shown again.
+        assert not written or written.endswith("\x1b[1A\x1b[2K")

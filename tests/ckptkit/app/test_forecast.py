@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-import torch
 from click.testing import CliRunner
 from support.messages import text_with
 
@@ -28,6 +27,10 @@ STEP = 225 * MIB  # of the plan below: 100 and 50 read, 75 made
 SIZE = "reads 241.17 MB, writes 162.53 MB in 2 files, needs"
 
 
+def unread(*_: object) -> None:
+    raise AssertionError("a dry run opens no file")
+
+
 class Source:
     """Three tensors of bytes: 100 and 50 MiB that become one, and 80 MiB that passes through."""
 
@@ -36,18 +39,10 @@ class Source:
         name: TensorSpec(name, (size * MIB,), "uint8") for name, size in (("a", 100), ("b", 50), ("c", 80))
     }
     groups: ClassVar = [("a",), ("b",), ("c",)]
-
-    def byte_ranges(self, names: object) -> None:
-        raise AssertionError("a dry run reads no weights")
+    byte_ranges = extents = read = unread
 
     def is_streamable(self, name: str) -> bool:
         return True
-
-    def extents(self, name: str) -> None:
-        raise AssertionError("a dry run opens no file")
-
-    def read(self, names: object) -> dict[str, torch.Tensor]:
-        raise AssertionError("a dry run reads no weights")
 
 
 class TwoFiles:
@@ -63,8 +58,7 @@ def plan_of(*steps: Step) -> ConversionPlan:
     """A plan of these steps into two files."""
     view = View(Source(), Plan(steps, [name for step in steps for name in step.inputs]))
     output = Output(view, TwoFiles())
-    files = dict.fromkeys("12", output)
-    return SimpleNamespace(outputs=(output,), files=lambda: files)  # type: ignore[return-value]
+    return SimpleNamespace(outputs=(output,), files=lambda: dict.fromkeys("12", output))  # type: ignore[return-value]
 
 
 HALVED = Step(("a", "b"), (TensorSpec("ab", (75 * MIB,), "uint8"),), list, "halve")
@@ -78,11 +72,6 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=0))
 
 
-def test_bytes_of_a_plan_are_its_inputs_and_its_files() -> None:
-    found = forecast_bytes(RunOptions("convert", "src", "dst"), PLAN)
-    assert (found.read, found.written, found.files) == (230 * MIB, 155 * MIB + 20, 2)
-
-
 @pytest.mark.parametrize(
     ("options", "memory"),
     [
@@ -90,15 +79,16 @@ def test_bytes_of_a_plan_are_its_inputs_and_its_files() -> None:
         ({"workers": 3}, 3 * STREAM + 512 * MIB),  # the limit of what is in flight
         ({"workers": 1, "memory": 1}, STREAM + STEP),  # a single step that is larger than the limit
         ({"workers": 3, "ray": "auto"}, STREAM + 2 * STEP),  # of one worker
+        ({}, 5 * STREAM + 512 * MIB),  # of as many threads as there are by default
     ],
 )
-def test_memory_is_buffers_and_steps_in_flight(options: dict[str, Any], memory: int) -> None:
-    assert forecast_bytes(RunOptions("convert", "src", "dst", **options), PLAN).memory == memory
-
-
-def test_threads_nobody_asked_for_have_buffers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_buffers_and_steps_in_flight(
+    options: dict[str, Any], memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("ckptkit.app.forecast.threads", lambda memory: 5)
-    assert forecast_bytes(RunOptions("convert", "src", "dst"), PLAN).memory == 5 * STREAM + 512 * MIB
+    found = forecast_bytes(RunOptions("convert", "src", "dst", **options), PLAN)
+    assert (found.read, found.written, found.files) == (230 * MIB, 155 * MIB + 20, 2)
+    assert found.memory == memory
 
 
 @pytest.mark.parametrize(("streamable", "held"), [(True, STREAM), (False, 80 * MIB)])
@@ -134,17 +124,16 @@ def test_seconds_of_a_search_are_those_of_the_cores(monkeypatch: pytest.MonkeyPa
         (RunOptions("convert", "src", "s3://bucket/dst"), "network"),
         (RunOptions("convert", "hf://model", Path("/tmp/dst")), "network"),
         (RunOptions("convert", "src", Path("/tmp/dst"), ray="auto"), "measured"),
+        (RunOptions("convert", "src", Path("/proc/dst")), "/proc"),
     ],
 )
-def test_no_time_where_this_machine_does_not_decide(options: RunOptions, reason: str) -> None:
+def test_no_time_where_this_machine_does_not_decide_or_nothing_can_be_written(
+    options: RunOptions, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptkit.app.forecast.disk_rates", disk_rates)
     size, time = lines(forecast(options, PLAN))
     assert size.startswith(SIZE)
-    assert time == text_with(f"{reason}")
-
-
-def test_no_time_where_nothing_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.app.forecast.disk_rates", disk_rates)
-    assert lines(forecast(RunOptions("convert", "src", Path("/proc/dst")), PLAN))[1] == text_with("/proc")
+    assert time == text_with(reason)
 
 
 def test_measuring_the_disk_leaves_nothing_there(tmp_path: Path) -> None:

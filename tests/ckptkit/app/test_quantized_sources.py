@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from families import case
 from mutations.edits import edit_config, replace, tensor
 from support import floats, models, quantized
-from support.fixture_types import PathOf
+from support.fixture_types import CopyOf, PathOf
 from support.messages import text_with
 from support.sglang_sizes import widened
 
@@ -27,28 +27,21 @@ from ckptkit.quant.formats.scheme import QuantScheme, read_scheme
 from ckptkit.quant.schemes.floats import FloatScheme
 from ckptkit.verify.run import verify
 
-FP8 = {"quant_method": "fp8", "weight_block_size": [100, 60]}
 EXPERT = "model.layers.5.mlp.experts.7.up_proj.weight"
 WORDS = "FP8 float8_e4m3fn 100 60"
-
-
-def says(path: Path, content: Any) -> Path:
-    """Puts a quantization_config into a config.json."""
-    edit_config(path, quantization_config=content)
-    return path
 
 
 @pytest.fixture(scope="module")
 def fp8(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """qwen2-tied in FP8, in blocks that divide nothing."""
     target = tmp_path_factory.mktemp("fp8") / "release"
-    quantizer = quantized.fp8_blocks(100, 60)
+    config = {"quant_method": "fp8", "weight_block_size": [100, 60]}
     quantized.write(
         releases("qwen2-tied"),
         target,
         lambda name: "_proj.weight" in name,
-        quantizer,
-        lambda config: config | {"quantization_config": FP8},
+        quantized.fp8_blocks(100, 60),
+        lambda release: release | {"quantization_config": config},
     )
     return target
 
@@ -80,12 +73,10 @@ def test_from_fp8_to_int4(fp8: Path, tmp_path: Path) -> None:
         assert read_scheme(json.loads((tmp_path / way / "config.json").read_text())) == stated
 
 
-@pytest.mark.parametrize("content", [{"quant_method": "awq", "bits": 4}, {"quant_method": "hqq", "nbits": 4}])
-def test_a_format_that_is_not_known(
-    content: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    source = says(copy_of(releases("qwen2-tied")), content)
-    message = f"quantization method '{content['quant_method']}' is not supported"
+def test_a_format_that_is_not_known(releases: PathOf, converted: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
+    source = copy_of(releases("qwen2-tied"))
+    edit_config(source, quantization_config={"quant_method": "awq", "bits": 4})
+    message = "quantization method 'awq' is not supported"
     assert inspect(source)["quantization"] == text_with(f"config.json {message}")
     jobs: list[Callable[[], Any]] = [
         lambda: convert(source, tmp_path / "out"),
@@ -96,15 +87,13 @@ def test_a_format_that_is_not_known(
     for job in jobs:
         with pytest.raises(CkptkitError, match=message) as error:
             job()
-        read = "fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors"
-        assert error.value.hint == text_with(f"{read}")
+        assert error.value.hint == text_with("fp8, mxfp8, mxfp4, modelopt, quark and compressed-tensors")
     assert [path.name for path in tmp_path.iterdir()] == ["qwen2-tied"]
 
 
-def test_quantized_weights_of_which_the_config_says_nothing(
-    fp8: Path, copy_of: Callable[[Path], Path], tmp_path: Path
-) -> None:
-    source = says(copy_of(fp8), None)
+def test_quantized_weights_of_which_the_config_says_nothing(fp8: Path, copy_of: CopyOf, tmp_path: Path) -> None:
+    source = copy_of(fp8)
+    edit_config(source, quantization_config=None)
     with pytest.raises(CkptkitError, match="bfloat16, float16.*float32") as error:
         convert(source, tmp_path / "out")
     assert "config.json" in str(error.value.hint)
@@ -112,28 +101,21 @@ def test_quantized_weights_of_which_the_config_says_nothing(
 
 def test_a_config_with_a_model_inside(tmp_path: Path) -> None:
     """The dtype is corrected where it is stated, and `quantization_config` goes wherever it stands."""
-    text = {"hidden_size": 4, "torch_dtype": "float8_e4m3fn", "quantization_config": FP8}
+    text = {"hidden_size": 4, "torch_dtype": "float8_e4m3fn", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "text_config": text}))
     write_config(tmp_path, {"model_type": "x"}, {"a": TensorSpec("a", (2,), "bfloat16")})
-    assert json.loads((tmp_path / "config.json").read_text()) == {
-        "model_type": "x",
-        "text_config": {"hidden_size": 4, "torch_dtype": "bfloat16"},
-    }
+    expected = {"model_type": "x", "text_config": {"hidden_size": 4, "torch_dtype": "bfloat16"}}
+    assert json.loads((tmp_path / "config.json").read_text()) == expected
 
 
-def gpt_oss_in_mxfp4(releases: PathOf, target: Path) -> dict[str, torch.Tensor]:
-    """Writes gpt-oss as OpenAI does. Returns what it means, by a formula of its own."""
-    return quantized.write(
+def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: PathOf, tmp_path: Path) -> None:
+    meant = quantized.write(  # as OpenAI does; returns what it means, by a formula of its own
         releases("gpt_oss"),
-        target,
+        tmp_path / "mxfp4",
         lambda name: name.endswith(("experts.gate_up_proj", "experts.down_proj")),
         quantized.mxfp4,
         lambda config: config | {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}},
     )
-
-
-def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: PathOf, tmp_path: Path) -> None:
-    meant = gpt_oss_in_mxfp4(releases, tmp_path / "mxfp4")
     printed = run("quantize", tmp_path / "mxfp4", tmp_path / "bf16", "--scheme", "none")
     assert printed == text_with("MXFP4 4-bit 32")
     assert models.unequal(tmp_path / "bf16", meant) == []
@@ -141,7 +123,7 @@ def test_gpt_oss_in_mxfp4_becomes_bf16_exactly_and_no_other_format(releases: Pat
     command = json.loads((tmp_path / "bf16/ckptkit.json").read_text())["command"]
     assert command[-2:] == ["--scheme", "none"]
     report = verify(tmp_path / "bf16", source=tmp_path / "mxfp4")
-    assert [str(finding) for finding in report.findings] == []
+    assert report.findings == []
     assert {check.code: check.tensors_compared for check in report.checks}["CK202"] >= len(meant)
     for scheme in (FloatScheme("fp8-block", "deepgemm"), FloatScheme("mxfp8"), QuantScheme(32, "qmax7")):
         with pytest.raises(CkptkitError, match="gpt_oss") as error:

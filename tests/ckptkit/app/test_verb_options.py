@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -67,18 +66,12 @@ def parse(verb: str, *words: str) -> str:
 def test_options_without_an_effect_alone_are_refused_and_no_others(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    said = {name: parse(verb, *words_of(option)) for name, option in options_of(verb).items()}
-    assert {name for name, text in said.items() if text} == set(NEEDING.get(verb, "").split())
-    assert all(f"{options_of(verb)[name].opts[0]}: no effect without " in text for name, text in said.items() if text)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_option_is_accepted_beside_what_it_needs(
-    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    """And every one is accepted next to what it needs."""
     monkeypatch.chdir(tmp_path)
     options = options_of(verb)
+    said = {name: parse(verb, *words_of(option)) for name, option in options.items()}
+    assert {name for name, text in said.items() if text} == set(NEEDING.get(verb, "").split())
+    assert all(f"{options[name].opts[0]}: no effect without " in text for name, text in said.items() if text)
     for name, option in options.items():
         words = {name: words_of(option)}
         for _ in range(2):  # what is needed may need another
@@ -88,14 +81,14 @@ def test_every_option_is_accepted_beside_what_it_needs(
         assert parse(verb, *(word for part in words.values() for word in part)) == "", name
 
 
-@pytest.mark.parametrize("names", [names for names, _ in EXCLUDES], ids=" ".join)
-def test_options_that_exclude_each_other_are_refused_together(names: tuple[str, ...]) -> None:
-    verbs = [verb for verb in VERBS if options_of(verb).keys() >= {*names}]
-    assert verbs
-    for verb in verbs:
-        words = [word for name in names for word in words_of(options_of(verb)[name])]
-        beside = ["--quantize", "w4a16"] if verb == "convert" else []
-        assert " exclude each other: " in parse(verb, *words, *beside)
+def test_options_that_exclude_each_other_are_refused_together() -> None:
+    for names, _ in EXCLUDES:
+        verbs = [verb for verb in VERBS if options_of(verb).keys() >= {*names}]
+        assert verbs
+        for verb in verbs:
+            words = [word for name in names for word in words_of(options_of(verb)[name])]
+            beside = ["--quantize", "w4a16"] if verb == "convert" else []
+            assert " exclude each other: " in parse(verb, *words, *beside), names
 
 
 def test_python_refuses_what_the_command_line_refuses() -> None:
@@ -107,39 +100,33 @@ def test_python_refuses_what_the_command_line_refuses() -> None:
     assert run_options("convert", "a", "b", max_shard_size="5GB").max_shard_size == 5 * 10**9
 
 
-def test_refused_options_exit_with_2_and_say_why() -> None:
-    done = CliRunner().invoke(cli, ["convert", "x", "y", "--tp", "4"])
-    assert done.exit_code == 2
-    assert "sizes" in done.output
-    assert "--pp" in parse("convert", "--pp", "2")
+def test_preflight_takes_a_step_beside_a_launch_only() -> None:
+    for words in (["--strict"], ["--report", "r.json"], ["--tp", "2"]):
+        assert "no effect without --load or --ref-load or SCRIPT" in parse("preflight", "--ckpt-step", "3", *words)
+    assert "no effect" not in parse("preflight", "--ckpt-step", "3", "--", "--tp", "2")
 
 
-@pytest.mark.parametrize("words", [["--strict"], ["--report", "r.json"], ["--tp", "2"], ["--", "--tp", "2"]])
-def test_preflight_takes_a_step_beside_a_launch_only(words: list[str]) -> None:
-    launch = words[0] == "--"
-    said = parse("preflight", "--ckpt-step", "3", *words)
-    assert ("no effect without --load or --ref-load or SCRIPT" in said) == (not launch)
-
-
-@pytest.mark.parametrize("flag", ["-q", "--quiet", "-v", "--verbose", "--debug"])
 @pytest.mark.parametrize("verb", VERBS)
-def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str, flag: str) -> None:
-    assert parse(verb, flag) == ""
-    done = CliRunner().invoke(cli, [flag, verb, "--help"])
-    assert (done.exit_code, "--debug" in done.output) == (0, True)
+def test_flags_that_all_verbs_have_go_before_and_behind_the_verb(verb: str) -> None:
+    for flag in ("-q", "--quiet", "-v", "--verbose", "--debug"):
+        assert parse(verb, flag) == ""
+        done = CliRunner().invoke(cli, [flag, verb, "--help"])
+        assert (done.exit_code, "--debug" in done.output) == (0, True)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["verfy", "x"], "verb"),
-        (["zzz"], "verbs: convert, diff, doctor, explain, gate, inspect,"),
-        (["verify", "x", "--against-megatrn"], "--against-megatron"),
-        (["-q", "inspect", "x", "-v"], "--quiet and --verbose exclude each other"),
+        ("verfy x", "verb"),
+        ("zzz", "verbs: convert, diff, doctor, explain, gate, inspect,"),
+        ("verify x --against-megatrn", "--against-megatron"),
+        ("-q inspect x -v", "--quiet and --verbose exclude each other"),
+        ("convert x y --tp 4", "sizes"),
+        ("convert --pp 2", "--pp"),
     ],
 )
-def test_unknown_words_name_the_nearest(words: list[str], said: str) -> None:
-    done = CliRunner().invoke(cli, words)
+def test_bad_usage_exits_with_2_and_names_the_nearest(words: str, said: str) -> None:
+    done = CliRunner().invoke(cli, words.split())
     assert done.exit_code == 2
     assert done.output == text_with(said)
 
@@ -148,11 +135,10 @@ SIZES = ("tp", "pp", "ep", "etp", "vpp", "cp", "decoder_first_pipeline_num_layer
 
 
 @pytest.mark.parametrize("verb", ["verify", "preflight", "quantize"])
-@pytest.mark.parametrize("size", [10**6 + 1, 10**30])
-def test_a_size_that_no_machine_has_is_bad_usage(verb: str, size: int) -> None:
+def test_a_size_that_no_machine_has_is_bad_usage(verb: str) -> None:
     given = [option for name, option in options_of(verb).items() if name in SIZES]
     assert given
-    for option in given:
+    for option, size in product(given, (10**6 + 1, 10**30)):
         assert f"{size} is not in the range" in parse(verb, option.opts[0], str(size))
 
 
@@ -161,22 +147,15 @@ def run(*arguments: str | Path) -> str:
     return CliRunner().invoke(cli, [*map(str, arguments)], catch_exceptions=False).output
 
 
-@pytest.mark.parametrize(
-    ("option", "given"),
-    [
-        ("--like", {"like": "absent"}),
-        ("--tp", {"tp": 4}),
-        ("--reader", {"readers": ("sglang",)}),
-        ("--device", {"device": "cuda"}),
-    ],
-)
 @pytest.mark.parametrize("direction", ["to Megatron", "to HF"])
 def test_int4_argument_without_a_scheme_is_refused(
-    option: str, given: dict[str, Any], direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
+    direction: str, releases: PathOf, converted: PathOf, tmp_path: Path
 ) -> None:
     source = (releases if direction == "to Megatron" else converted)("qwen2-tied")
-    with pytest.raises(CkptkitError, match=f"^{option}"):
-        convert(source, tmp_path / "out", **given)
+    given = {"like": "absent", "tp": 4, "readers": ("sglang",), "device": "cuda"}
+    for name, value in given.items():
+        with pytest.raises(CkptkitError, match=f"^--{name.removesuffix('s')}"):
+            convert(source, tmp_path / "out", **{name: value})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,19 +174,18 @@ def test_dialect_on_the_way_to_quantized_hf_is_refused(converted: PathOf, tmp_pa
         run("convert", converted("qwen2-tied"), tmp_path / "out", "--dialect", "mcore", "--quantize", "w4a16")
 
 
-@pytest.mark.parametrize("verb", ["convert", "inspect", "arguments", "manifest", "verify", "verify with a source"])
-def test_hf_where_nothing_is_megatron_is_refused(verb: str, releases: PathOf, tmp_path: Path) -> None:
+def test_hf_where_nothing_is_megatron_is_refused(releases: PathOf, tmp_path: Path) -> None:
     model = releases("qwen2-tied")
-    calls: dict[str, Callable[[], object]] = {
-        "convert": lambda: convert(model, tmp_path / "out", hf=model),
-        "inspect": lambda: api.inspect(model, hf=model),
-        "arguments": lambda: api.model_arguments(model, hf=model),
-        "manifest": lambda: api.make_manifest(model, tmp_path / "out.json", hf=model),
-        "verify": lambda: verify(model, hf=model),
-        "verify with a source": lambda: verify(model, source=model, hf=model),
-    }
-    with pytest.raises(CkptkitError, match="^--hf "):
-        calls[verb]()
+    for call in (
+        lambda: convert(model, tmp_path / "out", hf=model),
+        lambda: api.inspect(model, hf=model),
+        lambda: api.model_arguments(model, hf=model),
+        lambda: api.make_manifest(model, tmp_path / "out.json", hf=model),
+        lambda: verify(model, hf=model),
+        lambda: verify(model, source=model, hf=model),
+    ):
+        with pytest.raises(CkptkitError, match="^--hf "):
+            call()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -222,13 +200,6 @@ def test_dtype_and_shard_size_beside_quantize_have_an_effect(converted: PathOf, 
 
 
 VARIABLE = "_CKPTKIT_COMPLETE"
-PAGE = Path(__file__).resolve().parents[3] / "docs/index.md"
-
-
-def offered(*words: str) -> list[tuple[str, str]]:
-    """Kind and value of what completes the last of these words."""
-    completion = BashComplete(cli, {}, "ckptkit", VARIABLE)
-    return [(one.type, one.value) for one in completion.get_completions(list(words[:-1]), words[-1])]
 
 
 @pytest.mark.parametrize(
@@ -240,19 +211,19 @@ def offered(*words: str) -> list[tuple[str, str]]:
         (["convert", "qwen"], [("file", "qwen")]),
         (["preflight", "run"], [("file", "run")]),
         (["absent", "--"], [("plain", "--version"), ("plain", "--quiet"), ("plain", "--verbose")]),
+        # --quantize, without which --group-size is refused
+        (["convert", "a", "b", "--group-size", "32", "--qu"], [("plain", "--quantize"), ("plain", "--quiet")]),
     ],
 )
 def test_verb_option_value_or_file_is_completed(words: list[str], expected: list[tuple[str, str]]) -> None:
-    assert offered(*words)[: len(expected)] == expected
-
-
-def test_line_that_would_be_refused_is_completed_all_the_same() -> None:
-    """Behind --group-size comes --quantize, without which it is refused."""
-    assert offered("convert", "a", "b", "--group-size", "32", "--qu") == [("plain", "--quantize"), ("plain", "--quiet")]
+    completion = BashComplete(cli, {}, "ckptkit", VARIABLE)
+    offered = [(one.type, one.value) for one in completion.get_completions(words[:-1], words[-1])]
+    assert offered[: len(expected)] == expected
 
 
 def test_bash_takes_the_script_that_the_page_has_it_read() -> None:
-    assert f'eval "$({VARIABLE}=bash_source ckptkit)"' in PAGE.read_text()
+    page = Path(__file__).resolve().parents[3] / "docs/index.md"
+    assert f'eval "$({VARIABLE}=bash_source ckptkit)"' in page.read_text()
     script = BashComplete(cli, {}, "ckptkit", VARIABLE).source()
     said = subprocess.run(["bash", "-c", f"{script}\ncomplete -p ckptkit"], capture_output=True, text=True, check=True)
     assert said.stdout == "complete -o nosort -F _ckptkit_completion ckptkit\n"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,31 +22,20 @@ def error_of(call: Callable[[], Any]) -> BaseException:
     return caught.value
 
 
-def refused_by_pydantic(**weights: Any) -> BaseException:
+def test_refusal_of_pydantic_names_every_field_and_its_value() -> None:
     from compressed_tensors.quantization import QuantizationConfig
 
-    whole = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, **weights}
-    content = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": whole}}}
-    return error_of(lambda: QuantizationConfig.model_validate(content))
-
-
-def test_refusal_of_pydantic_names_the_field_and_its_value() -> None:
-    error = refused_by_pydantic(actorder="sideways")
-    assert "\n" in str(error)
+    weights = {"num_bits": "x", "type": "int", "strategy": "group", "group_size": 32, "actorder": "sideways", "foo": 3}
+    content = {"format": "pack-quantized", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+    error = error_of(lambda: QuantizationConfig.model_validate(content))
     assert "function-after" in str(error)
     words = words_of(error)
-    assert words.startswith(
-        "3 validation errors for QuantizationConfig: config_groups.group_0.weights.actorder: Input should be 'weight',"
-    )
+    assert re.match(r"\d+ validation errors for QuantizationConfig: config_groups\.group_0\.weights\.", words)
+    assert "config_groups.group_0.weights.num_bits: Input should be a valid integer" in words
+    assert "; config_groups.group_0.weights.foo: Extra inputs are not permitted (it is 3)" in words
     assert "(it is 'sideways')" in words
     assert printable(words) == words
     assert not any(part in words for part in ("errors.pydantic.dev", "function-after", "[type="))
-
-
-def test_every_field_that_pydantic_refuses_is_named() -> None:
-    words = words_of(refused_by_pydantic(num_bits="x", foo=3))
-    assert "config_groups.group_0.weights.num_bits: Input should be a valid integer" in words
-    assert "; config_groups.group_0.weights.foo: Extra inputs are not permitted (it is 3)" in words
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -73,76 +62,26 @@ def test_class_stands_before_a_key_and_instead_of_nothing() -> None:
     assert words_of(ValueError("no")) == "no"
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ('File "/opt/x/lib/python3.11/site-packages/sglang/srt/a.py", line 3', 'File "sglang/srt/a.py", line 3'),
-        ("(from /usr/lib/python3/dist-packages/numpy/b.so)", "(from numpy/b.so)"),
-        ("at /usr/lib/python3.12/json/decoder.py:4", "at json/decoder.py:4"),
-        ("/data/models/qwen/config.json is not there", "/data/models/qwen/config.json is not there"),
-        ("first\nsecond", "first; second"),
-        ("first:\n\tsecond\n\tthird", "first: second; third"),
-        ("one \nsentence.\n\nAnother", "one sentence. Another"),
-        ("\x1b[31mred\x1b[0m\nblack", "red; black"),
-        ("", ""),
-        ("\n \n", ""),
-    ],
-)
-def test_text_on_one_line(text: str, line: str) -> None:
-    assert one_line(text) == line
-
-
-@pytest.mark.parametrize("part", ["a", "/", "a/", "function-a[", "[", " [type=a, input_value=", "\n", ":\n "])
-def test_long_text_takes_no_time(part: str) -> None:
-    started = time.monotonic()
-    one_line(part * 1_000_000)
-    assert time.monotonic() - started < 5
-
-
-# Where an exception's own text is shown all the same: what raises there is ckptkit's own, or says one line of its own.
-ONE_LINE = {
-    "ckptkit/formats/hf/reader.py": "json",
-    "ckptkit/formats/hf/shard.py": "json",
-    "ckptkit/formats/torch_dist/reader.py": "the restricted unpickler",
-    "ckptkit/formats/torch_save/blob.py": "the restricted unpickler",
-    "ckptkit/formats/yaml_text.py": "PyYAML, whose lines are joined",
-    "converters/megatron/run_config.py": "`formats/yaml_text.py`",
-    "quant/patterns.py": "re",
-    "verify/evidence/expected.py": "int and float",
-    "verify/launch/python/expressions.py": "Python's operators",
-    "verify/launch/settings/config.py": "arithmetic",
-    "verify/launch/settings/tree.py": "`formats/yaml_text.py`",
+LINES = {
+    'File "/opt/x/lib/python3.11/site-packages/sglang/srt/a.py", line 3': 'File "sglang/srt/a.py", line 3',
+    "(from /usr/lib/python3/dist-packages/numpy/b.so)": "(from numpy/b.so)",
+    "at /usr/lib/python3.12/json/decoder.py:4": "at json/decoder.py:4",
+    "/data/models/qwen/config.json is not there": "/data/models/qwen/config.json is not there",
+    "first\nsecond": "first; second",
+    "first:\n\tsecond\n\tthird": "first: second; third",
+    "one \nsentence.\n\nAnother": "one sentence. Another",
+    "\x1b[31mred\x1b[0m\nblack": "red; black",
+    "": "",
+    "\n \n": "",
 }
-OF_THE_SYSTEM = ("OSError", "BaseException")  # one line each
 
 
-def test_every_text_of_another_library_goes_through_words_of() -> None:
-    root = Path(__file__).resolve().parents[3]
-    files = [
-        file for one in ("ckptkit", "converters", "quant", "verify") for file in sorted((root / one).rglob("*.py"))
-    ]
-    trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in files}
-    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    found = {
-        file
-        for file, tree in trees.items()
-        for handler in ast.walk(tree)
-        if isinstance(handler, ast.ExceptHandler) and handler.name and not _caught(handler) <= {*own, *OF_THE_SYSTEM}
-        if any(_shows(node, handler.name) for node in ast.walk(handler))
-    }
-    assert found == set(ONE_LINE)
+def test_text_on_one_line() -> None:
+    assert {text: one_line(text) for text in LINES} == LINES
 
 
-def _caught(handler: ast.ExceptHandler) -> set[str]:
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-    return {ast.unparse(kind).rpartition(".")[2] for kind in kinds if kind is not None}
-
-
-def _shows(node: ast.AST, name: str) -> bool:
-    """Whether this puts the exception's text into a string."""
-    match node:
-        case ast.FormattedValue(value=ast.Name(id=shown)):
-            return shown == name
-        case ast.Call(func=ast.Name(id="str"), args=[ast.Name(id=shown)]):
-            return shown == name
-    return False
+def test_long_text_takes_no_time() -> None:
+    for part in ("a", "/", "a/", "function-a[", "[", " [type=a, input_value=", "\n", ":\n "):
+        started = time.monotonic()
+        one_line(part * 1_000_000)
+        assert time.monotonic() - started < 5, part

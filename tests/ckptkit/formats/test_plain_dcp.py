@@ -10,6 +10,7 @@ import io
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +87,23 @@ def by_torch(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]
     return root, name
 
 
-@pytest.mark.parametrize("below", ["", "iter_0000005"])
-def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], below: str, tmp_path: Path) -> None:
+def test_every_verb_names_the_format_and_keeps_it(by_torch: tuple[Path, str], releases: PathOf, tmp_path: Path) -> None:
     root, name = by_torch
     verbs: list[Callable[[Path], object]] = [inspect, verify, lambda path: convert(path, tmp_path / "out")]
-    for verb in verbs:
+    for verb, path in product(verbs, (root, root / "iter_0000005")):
         with pytest.raises(UnsupportedError) as refused:
-            verb(root / below)
+            verb(path)
         assert refused.value.message == text_with(f"{root / 'iter_0000005'} {name}")
         assert "keep this directory" in str(refused.value.hint)
         assert "cut short" not in str(refused.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_preflight_does_not_judge_it(by_torch: tuple[Path, str], releases: PathOf) -> None:
-    root, name = by_torch
-    report = preflight(hf_checkpoint=releases("qwen2-tied"), load=root)
-    assert [str(one) for one in report.findings if one.code.startswith("CK1")] == []
-    assert report.status == "inconclusive"
-    assert any(text_with(name) == reason and "cut short" not in reason for reason in report.reasons)
+    for report in (
+        preflight(hf_checkpoint=releases("qwen2-tied"), load=root),
+        verify(releases("qwen2-tied"), source=root),
+    ):
+        assert [str(one) for one in report.findings if one.code.startswith("CK1")] == []
+        assert (report.status, report.errors) == ("inconclusive", 0)
+        assert any(text_with(name) == reason and "cut short" not in reason for reason in report.reasons)
 
 
 def test_other_planners_of_torch_are_told_by_names(tmp_path: Path) -> None:
@@ -114,31 +113,14 @@ def test_other_planners_of_torch_are_told_by_names(tmp_path: Path) -> None:
         verify(tmp_path / "flat")
 
 
-def test_a_source_of_this_kind_is_named(by_torch: tuple[Path, str], releases: PathOf) -> None:
-    root, name = by_torch
-    report = verify(releases("qwen2-tied"), source=root)
-    assert (report.status, report.errors) == ("inconclusive", 0)
-    assert any(text_with(name) == reason for reason in report.reasons)
-
-
-@pytest.mark.parametrize("lost", [["common.pt"], ["metadata.json"], ["common.pt", "metadata.json"]])
-def test_torch_dist_without_its_common_state_is_still_found(
-    lost: list[str], converted: PathOf, copy_of: CopyOf
-) -> None:
+def test_torch_dist_without_its_common_state_is_still_found(converted: PathOf, copy_of: CopyOf) -> None:
     path = copy_of(converted("qwen2-tied"))
-    for file in lost:
+    for file in ("common.pt", "metadata.json"):
         (path / "release" / file).unlink()
-    report = verify(path)
-    assert report.status == "failed"
-    assert {one.code for one in report.findings} == {"CK111"}
-    assert all(any(file in one.actual for one in report.findings) for file in lost)
-
-
-@pytest.fixture
-def of_megatron_fsdp(converted: PathOf, tmp_path: Path) -> Path:
-    """Experts, dense layers and float32 biases."""
-    save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved")
-    return tmp_path / "saved"
+        report = verify(path)
+        assert report.status == "failed"
+        assert {one.code for one in report.findings} == {"CK111"}
+        assert any(file in one.actual for one in report.findings)
 
 
 def check_whole(path: Path, release: Path, back: Path) -> None:
@@ -151,11 +133,13 @@ def check_whole(path: Path, release: Path, back: Path) -> None:
     assert models.unequal(back, release) == []
 
 
-def test_megatron_fsdp_is_read_verified_and_exported(of_megatron_fsdp: Path, releases: PathOf, tmp_path: Path) -> None:
-    facts = inspect(of_megatron_fsdp, hf=releases("glm4_moe"))
+def test_megatron_fsdp_is_read_verified_and_exported(converted: PathOf, releases: PathOf, tmp_path: Path) -> None:
+    """Experts, dense layers and float32 biases."""
+    save_fsdp(converted("glm4_moe") / "release", tmp_path / "saved")
+    facts = inspect(tmp_path / "saved", hf=releases("glm4_moe"))
     assert facts["format"] == "Megatron fsdp_dtensor"
     assert set(facts["training state"]["optimizer"]["state"]) == {"exp_avg", "exp_avg_sq"}
-    check_whole(of_megatron_fsdp, releases("glm4_moe"), tmp_path / "back")
+    check_whole(tmp_path / "saved", releases("glm4_moe"), tmp_path / "back")
 
 
 def test_what_megatron_saves_with_fsdp2_is_read_verified_and_exported(
@@ -201,31 +185,24 @@ def test_a_tensor_under_two_spellings_is_damage(converted: PathOf, tmp_path: Pat
 LAYER, MTP, STATE = "decoder.layers.1.", "mtp.layers.0.", "optimizer.state."
 
 
-@pytest.mark.parametrize(
-    ("key", "torch_dist"),
-    [
-        (f"model.module.{MTP}mtp_model_layer.mlp.linear_fc2.weight", f"{MTP}transformer_layer.mlp.linear_fc2.weight"),
-        (
-            f"model.{MTP}mtp_model_layer.mlp.experts.local_experts.3.linear_fc2.weight",
-            f"{MTP}transformer_layer.mlp.experts.experts.3.linear_fc2.weight",
+def test_keys_get_the_names_of_torch_dist() -> None:
+    experts = f"{LAYER}mlp.experts"
+    names = {
+        f"model.module.{MTP}mtp_model_layer.mlp.linear_fc2.weight": f"{MTP}transformer_layer.mlp.linear_fc2.weight",
+        f"model.{MTP}mtp_model_layer.mlp.experts.local_experts.3.linear_fc2.weight": (
+            f"{MTP}transformer_layer.mlp.experts.experts.3.linear_fc2.weight"
         ),
-        (f"model.module.{MTP}mtp_model_layer.layers.1.mlp.x", f"{MTP}mtp_model_layer.layers.1.mlp.x"),
-        (
-            f"model.module.{LAYER}mlp.experts.local_experts.7.linear_fc1.weight_v",
-            f"{LAYER}mlp.experts.experts.7.linear_fc1.weight_v",
+        f"model.module.{MTP}mtp_model_layer.layers.1.mlp.x": f"{MTP}mtp_model_layer.layers.1.mlp.x",
+        f"model.module.{experts}.local_experts.7.linear_fc1.weight_v": f"{experts}.experts.7.linear_fc1.weight_v",
+        f"{STATE}module.module.module.{experts}.linear_fc1.weight3_w.exp_avg": (
+            f"{STATE}exp_avg.{experts}.experts.3.linear_fc1.weight_w"
         ),
-        (
-            f"{STATE}module.module.module.{LAYER}mlp.experts.linear_fc1.weight3_w.exp_avg",
-            f"{STATE}exp_avg.{LAYER}mlp.experts.experts.3.linear_fc1.weight_w",
-        ),
-        (f"model.module.{LAYER}self_attention.in_proj.weight.query", f"{LAYER}self_attention.in_proj.weight.query"),
-        ("rng_state.(0, 0)", "rng_state.(0, 0)"),
-        (f"model.{LAYER}mlp.experts.linear_fc2.weight11", f"{LAYER}mlp.experts.experts.11.linear_fc2.weight"),
-        ("optimizer.optimizer.state.3.exp_avg", "optimizer.optimizer.state.3.exp_avg"),
-    ],
-)
-def test_keys_get_the_names_of_torch_dist(key: str, torch_dist: str) -> None:
-    assert torch_dist_keys([key]) == {key: torch_dist}
+        f"model.module.{LAYER}self_attention.in_proj.weight.query": f"{LAYER}self_attention.in_proj.weight.query",
+        "rng_state.(0, 0)": "rng_state.(0, 0)",
+        f"model.{experts}.linear_fc2.weight11": f"{experts}.experts.11.linear_fc2.weight",
+        "optimizer.optimizer.state.3.exp_avg": "optimizer.optimizer.state.3.exp_avg",
+    }
+    assert {key: torch_dist_keys([key]) for key in names} == {key: {key: name} for key, name in names.items()}
 
 
 def test_norms_of_the_local_spec_are_named_with_the_layer_after_them() -> None:

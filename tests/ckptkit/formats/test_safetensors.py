@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.formats.hf.shard import read_shard
 from ckptkit.formats.hf.writer import SafetensorsFiles, cut_shards
+from ckptkit.storage.buffers import bytes_of
 from ckptkit.transfer.files import FilesWriter
 
 TENSORS = {
@@ -28,9 +30,8 @@ TENSORS = {
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Equal shape, dtype and bytes."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return left.numel() == 0 or torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    as_bytes = [bytes(bytes_of(one.contiguous())) for one in (left, right)]
+    return (left.shape, left.dtype) == (right.shape, right.dtype) and as_bytes[0] == as_bytes[1]
 
 
 def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
@@ -42,10 +43,8 @@ def test_reads_what_the_library_wrote(tmp_path: Path) -> None:
 
 def test_library_reads_what_it_writes(tmp_path: Path) -> None:
     specs = {name: TensorSpec.of(name, tensor) for name, tensor in TENSORS.items()}
-    writer = FilesWriter(
-        tmp_path,
-        SafetensorsFiles(specs, {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]}),
-    )
+    shards = {"one.safetensors": ["b", "a"], "two.safetensors": ["scalar", "empty", "fp8"]}
+    writer = FilesWriter(tmp_path, SafetensorsFiles(specs, shards))
     for name in reversed(TENSORS):
         writer.write(name, TENSORS[name])
     writer.finish()
@@ -53,13 +52,7 @@ def test_library_reads_what_it_writes(tmp_path: Path) -> None:
     assert all(same(found[name], tensor) for name, tensor in TENSORS.items())
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 12 * 4 + 10 * 2 + 8 + 0 + 2
-    assert index["weight_map"] == {
-        "a": "one.safetensors",
-        "b": "one.safetensors",
-        "empty": "two.safetensors",
-        "fp8": "two.safetensors",
-        "scalar": "two.safetensors",
-    }
+    assert index["weight_map"] == {name: file for file, names in shards.items() for name in names}
 
 
 def test_writer_refuses_an_unwritten_tensor_a_second_write_and_a_wrong_one(tmp_path: Path) -> None:
@@ -117,43 +110,21 @@ def written(path: Path, text: bytes, data: bytes = bytes(4)) -> Path:
     return path
 
 
-ENTRY = b'"dtype":"F32","shape":[1],"data_offsets":[0,4]'
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        (b'{"a":{%b},"a":{%b}}' % (ENTRY, ENTRY), "a"),
-        (b'{"a":{%b},"a"\n:{%b}}' % (ENTRY, ENTRY), "a"),
-        (b'{"a":{%b,"dtype":"F32"}}' % ENTRY, "a"),
-    ],
-)
-def test_key_that_is_there_twice_is_refused(tmp_path: Path, text: bytes, name: str) -> None:
-    path = written(tmp_path / "x.safetensors", text)
-    with pytest.raises(CkptkitError, match=f"{name}: .* twice"):
-        read_shard(path)
-
-
-@pytest.mark.parametrize("character", ["x", ".", "é", "0."])
-def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: Path, character: str) -> None:
-    for length, refused in ((4096, False), (4097, True)):
-        name = (character * 4097)[:length]
-        text = json.dumps({name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
-        file = written(tmp_path / "model.safetensors", text)
-        if not refused:
-            assert list(read_shard(file).specs) == [name]
-            continue
+def test_a_name_longer_than_any_real_one_is_refused_by_its_beginning(tmp_path: Path) -> None:
+    for character in ("x", "é", "0."):
+        name, file = (character * 4097)[:4097], tmp_path / "model.safetensors"
+        entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+        assert list(read_shard(written(file, json.dumps({name[:-1]: entry}).encode())).specs) == [name[:-1]]
         with pytest.raises(CkptkitError, match="4097") as error:
-            read_shard(file)
+            read_shard(written(file, json.dumps({name: entry}).encode()))
         assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("name", ['a":', "a:b", ":"])
-@pytest.mark.parametrize("separators", [(",", ":"), (" , ", " : ")])
-def test_colons_in_names_are_no_second_key(tmp_path: Path, name: str, separators: tuple[str, str]) -> None:
-    header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {'":': '":'}}
-    path = written(tmp_path / "x.safetensors", json.dumps(header, separators=separators).encode())
-    assert list(read_shard(path).specs) == list(load_file(path)) == [name]
+def test_colons_in_names_are_no_second_key(tmp_path: Path) -> None:
+    for name, separators in product(('a":', "a:b", ":"), ((",", ":"), (" , ", " : "))):
+        header = {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}, "__metadata__": {'":': '":'}}
+        path = written(tmp_path / "x.safetensors", json.dumps(header, separators=separators).encode())
+        assert list(read_shard(path).specs) == list(load_file(path)) == [name]
 
 
 @pytest.mark.parametrize(
@@ -217,9 +188,7 @@ def test_index_that_lies_is_refused(tmp_path: Path, weight_map: dict[str, str], 
 def test_tensor_missing_from_the_index_and_duplicate_tensor_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     assert list(HfCheckpoint(tmp_path).specs) == ["a", "b"]
-    save_file({"b": torch.zeros(2), "c": torch.zeros(2)}, tmp_path / "2.safetensors")
-    with pytest.raises(CkptkitError, match="1.*shards"):
-        HfCheckpoint(tmp_path)
-    save_file({"b": torch.zeros(2), "a": torch.zeros(2)}, tmp_path / "2.safetensors")
-    with pytest.raises(CkptkitError, match="shards"):
-        HfCheckpoint(tmp_path)
+    for name, message in (("c", "1.*shards"), ("a", "shards")):
+        save_file({"b": torch.zeros(2), name: torch.zeros(2)}, tmp_path / "2.safetensors")
+        with pytest.raises(CkptkitError, match=message):
+            HfCheckpoint(tmp_path)

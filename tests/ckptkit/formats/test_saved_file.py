@@ -13,7 +13,7 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +47,26 @@ def read(path: Path, name: str) -> Tensor:
     return file.read(file.tensor(file.content[name], name))
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
-        torch.arange(24, dtype=torch.float16).reshape(4, 6).t(),
-        BUFFER[100:124].view(4, 6),
-        BUFFER[100:148].view(8, 6)[::2, 1:3],
-        torch.tensor(3.0),
-        torch.empty(0, 3),
-        nn.Parameter(torch.arange(6.0)),
-    ],
-)
-def test_a_tensor_is_what_torch_reads(tmp_path: Path, tensor: Tensor) -> None:
-    path = save(tmp_path / "x.pt", {"before": torch.ones(7), "it": tensor, "buffer": BUFFER})
-    found = read(path, "it")
-    assert found.is_contiguous()
-    assert found.dtype == tensor.dtype
-    assert torch.equal(found, torch.load(path)["it"])
+TENSORS = {
+    "plain": torch.arange(24, dtype=torch.bfloat16).reshape(4, 6),
+    "transposed": torch.arange(24, dtype=torch.float16).reshape(4, 6).t(),
+    "part": BUFFER[100:124].view(4, 6),
+    "strided": BUFFER[100:148].view(8, 6)[::2, 1:3],
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+    "parameter": nn.Parameter(torch.arange(6.0)),
+    "buffer": BUFFER,
+}
+
+
+def test_tensors_are_what_torch_reads(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", TENSORS)
+    expected = torch.load(path)
+    for name in TENSORS:
+        found = read(path, name)
+        assert found.is_contiguous()
+        assert found.dtype == expected[name].dtype
+        assert torch.equal(found, expected[name]), name
 
 
 def test_a_modules_state_dict_with_its_metadata(tmp_path: Path) -> None:
@@ -94,49 +96,44 @@ def test_of_a_large_buffer_only_the_tensors_part_is_held(tmp_path: Path, monkeyp
     assert sizes == [80]
 
 
-@pytest.mark.parametrize("name", ["part", "whole"])
-def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", {"part": BUFFER[:10], "whole": BUFFER})
     content = bytearray(path.read_bytes())
-    place = content.index(BUFFER[1000:1010].numpy().tobytes())
-    content[place] ^= 1
+    content[content.index(BUFFER[1000:1010].numpy().tobytes())] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CkptkitError, match="match"):
-        read(path, name)
+    for name in ("part", "whole"):
+        with pytest.raises(CkptkitError, match="match"):
+            read(path, name)
 
 
-def test_a_file_that_is_cut_short_is_no_zip(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_short_is_no_zip_and_torchs_old_format_is_named(tmp_path: Path) -> None:
     path = save(tmp_path / "x.pt", {"it": BUFFER})
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CkptkitError, match="missing or damaged"):
         read(path, "it")
     with pytest.raises(CkptkitError, match="No such file"):
         SavedFile(tmp_path / "y.pt")
-
-
-@pytest.mark.parametrize("good", range(6))
-def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, good: int) -> None:
-    path = save(tmp_path / "x.pt", {"it": 1})
-    reads = iter([blob.read_into] * good)
-
-    def failing(*arguments: Any) -> int:
-        if (read := next(reads, None)) is None:
-            raise OSError(errno.EIO, "Input/output error")
-        return read(*arguments)
-
-    file = SavedFile(path)
-    assert file.content == {"it": 1}
-    file.forget()
-    monkeypatch.setattr(blob, "read_into", failing)
-    with pytest.raises(CkptkitError, match=f"^{re.escape(str(path))} at byte 0: .*Input/output error"):
-        file.content  # noqa: B018 - a cached property that raises
-
-
-def test_torchs_old_format_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
     torch.save({"it": BUFFER}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CkptkitError, match="1.6"):
         SavedFile(path)
+
+
+def test_whichever_read_fails_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / "x.pt", {"it": 1})
+    file, read_into = SavedFile(path), blob.read_into
+    assert file.content == {"it": 1}
+    for good in range(6):
+        file.forget()
+        reads = iter([read_into] * good)
+
+        def failing(*arguments: Any, reads: Iterator[Callable[..., int]] = reads) -> int:
+            if (read := next(reads, None)) is None:
+                raise OSError(errno.EIO, "Input/output error")
+            return read(*arguments)
+
+        monkeypatch.setattr(blob, "read_into", failing)
+        with pytest.raises(CkptkitError, match=f"^{re.escape(str(path))} at byte 0: .*Input/output error"):
+            file.content  # noqa: B018 - a cached property that raises
 
 
 class Rebuilt:
@@ -181,9 +178,6 @@ def test_descriptions_that_reach_beyond_the_file(tmp_path: Path, arguments: Any,
         read(path, "it")
 
 
-SHAPES = [(3, 4), (1, 2, 5), (7,), (), (0, 4), (1000, 33)]
-
-
 def numbers(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Values that differ from one another, as far as the dtype has so many."""
     return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
@@ -200,38 +194,30 @@ def written(path: Path, tensor: torch.Tensor, offset: int = 0) -> SavedLayout:
 
 
 @pytest.mark.parametrize("dtype", STORAGE_CLASS)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_torch_and_ckptkit_read_it(tmp_path: Path, shape: tuple[int, ...], dtype: str) -> None:
-    tensor = numbers(shape, torch_dtype(dtype))
-    saved = written(tmp_path / "x", tensor, 1000)
-    assert (tmp_path / "x").stat().st_size == 1000 + saved.size
-    content = (tmp_path / "x").read_bytes()[1000:]
-    found = torch.load(io.BytesIO(content), weights_only=True)
-    assert found.dtype == tensor.dtype
-    assert found.stride() == tensor.stride()
-    assert torch.equal(found, tensor)
-    assert torch.equal(Blob(tmp_path / "x", 1000, saved.size).tensor(dtype, shape), tensor)
+def test_torch_and_ckptkit_read_it(tmp_path: Path, dtype: str) -> None:
+    for number, shape in enumerate([(3, 4), (1, 2, 5), (7,), (), (0, 4), (1000, 33)]):
+        tensor, path = numbers(shape, torch_dtype(dtype)), tmp_path / f"{number}"
+        saved = written(path, tensor, 1000)
+        assert path.stat().st_size == 1000 + saved.size
+        found = torch.load(io.BytesIO(path.read_bytes()[1000:]), weights_only=True)
+        assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
+        assert torch.equal(found, tensor)
+        assert torch.equal(Blob(path, 1000, saved.size).tensor(dtype, shape), tensor)
 
 
-def test_a_zip_whose_checksums_hold_and_whose_data_is_aligned(tmp_path: Path) -> None:
+def test_a_zip_whose_checksums_hold_whose_data_is_aligned_and_whose_pickle_is_torchs(tmp_path: Path) -> None:
     tensor = numbers((3, 5), torch.float32)
     saved = written(tmp_path / "x", tensor)
-    with zipfile.ZipFile(tmp_path / "x") as archive:
+    torch.save(tensor, tmp_path / "archive.pt")
+    assert saved.size == (tmp_path / "x").stat().st_size
+    with zipfile.ZipFile(tmp_path / "x") as archive, zipfile.ZipFile(tmp_path / "archive.pt") as theirs:
         assert archive.testzip() is None
         assert archive.namelist() == ["archive/data.pkl", "archive/byteorder", "archive/version", "archive/data/0"]
         assert archive.read("archive/data/0") == tensor.numpy().tobytes()
-        assert archive.read("archive/version") == b"3\n"
+        for name in ("archive/data.pkl", "archive/version"):
+            assert archive.read(name) == theirs.read(name)
     assert saved.data.begin % 64 == 0
     assert (tmp_path / "x").read_bytes()[saved.data.begin :][:60] == tensor.numpy().tobytes()
-
-
-def test_the_pickle_is_what_torch_writes(tmp_path: Path) -> None:
-    tensor = numbers((2, 3, 4), torch.bfloat16)
-    saved = written(tmp_path / "ours", tensor)
-    torch.save(tensor, tmp_path / "archive.pt")
-    with zipfile.ZipFile(tmp_path / "archive.pt") as theirs, zipfile.ZipFile(tmp_path / "ours") as ours:
-        assert theirs.read("archive/data.pkl") == ours.read("archive/data.pkl")
-    assert saved.size == (tmp_path / "ours").stat().st_size
 
 
 def test_a_tensor_beyond_4_gib(tmp_path: Path) -> None:
@@ -327,9 +313,8 @@ _DIFFERENT = {
 def test_a_file_in_which_torch_reads_another_pickle_is_refused(make: Callable[[], bytes]) -> None:
     content = make()
     assert _by_torch(content) == _THEIRS
-    said = "readers take differently|fields that torch|contradict each other|two entries have one name"
-    said += "|Corrupt zip64"  # of zipfile itself, since Python 3.12.3
-    with pytest.raises(CkptkitError, match=said):
+    message = "readers take differently|fields that torch|contradict each other|two entries have one name"
+    with pytest.raises(CkptkitError, match=f"{message}|Corrupt zip64"):  # of zipfile itself, since Python 3.12.3
         _by_ckptkit(content)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support import models
 from support.fixture_types import CopyOf, PathOf
+from support.whole_files import write
 
 from ckptkit.app.api import convert, make_manifest, quantize
 from ckptkit.app.inspection import inspect
@@ -22,19 +23,24 @@ from ckptkit.transfer.manifest import read_manifest
 from ckptkit.verify.run import verify
 
 
+def link(source: Path, name: str, target: str) -> None:
+    """Puts a link in the place of a file."""
+    (source / name).parent.mkdir(exist_ok=True)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(target)
+
+
 def test_side_files_come_back_and_hidden_and_weight_files_do_not(
     releases: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     source = copy_of(releases("qwen2-tied"))
-    (source / "templates").mkdir()
-    (source / "templates/chat.jinja").write_text("{{ x }}")
-    (source / ".git").mkdir()
-    (source / ".git/config").write_text("x")
-    (source / "pytorch_model.bin").write_bytes(b"x")
+    carried = ("templates/chat.jinja", "metadata.json")
+    for name in (*carried, ".git/config", "pytorch_model.bin"):
+        write(source / name, "{{ x }}")
     convert(source, tmp_path / "megatron")
     convert(tmp_path / "megatron", tmp_path / "back")
-    assert (tmp_path / "back/templates/chat.jinja").read_text() == "{{ x }}"
-    assert (tmp_path / "back/tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
+    for name in (*carried, "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "back/.git").exists()
     assert not (tmp_path / "back/pytorch_model.bin").exists()
 
@@ -44,8 +50,7 @@ def test_a_side_file_that_is_a_link_to_nothing_is_named(
     name: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     source = copy_of(releases("qwen2-tied"))
-    (source / name).parent.mkdir(exist_ok=True)
-    (source / name).symlink_to("gone")
+    link(source, name, "gone")
     with pytest.raises(CkptkitError, match=name):
         convert(source, tmp_path / "megatron")
     assert not (tmp_path / "megatron").exists()
@@ -53,14 +58,12 @@ def test_a_side_file_that_is_a_link_to_nothing_is_named(
     assert (finding.severity, finding.count) == ("error", 1)
 
 
-@pytest.mark.parametrize("name", ["README.md", "figures/x.png", "old/model.safetensors", "notes"])
+@pytest.mark.parametrize("name", ["README.md", "old/model.safetensors"])
 def test_a_link_to_nothing_that_no_loader_reads_is_left_out_and_noted(
     name: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     source = copy_of(releases("qwen2-tied"))
-    (source / name).parent.mkdir(exist_ok=True)
-    (source / name).unlink(missing_ok=True)
-    (source / name).symlink_to("gone")
+    link(source, name, "gone")
     made = convert(source, tmp_path / "megatron")
     assert [note for note in made.notes if f"1 link leads nowhere: {name} to gone" in note]
     assert not (tmp_path / "megatron/hf" / name).exists()
@@ -70,17 +73,22 @@ def test_a_link_to_nothing_that_no_loader_reads_is_left_out_and_noted(
     assert (finding.code, finding.severity, report.status) == ("CK102", "warning", "passed")
 
 
-@pytest.mark.parametrize("target", ["/nowhere/x", "../../nowhere", "../gone", ".git/gone"])
-@pytest.mark.parametrize("name", ["README.md", "figures/x.png", "tokenizer.json"])
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        ("README.md", "/nowhere/x"),
+        ("figures/x.png", "../../../nowhere"),
+        ("tokenizer.json", "../gone"),
+        ("figures/x.png", "../.git/gone"),
+    ],
+)
 def test_a_link_to_nothing_outside_the_checkpoint_is_refused_by_every_verb(
     name: str, target: str, releases: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     source = copy_of(releases("qwen2-tied"))
-    (source / name).parent.mkdir(exist_ok=True)
-    (source / name).unlink(missing_ok=True)
-    (source / name).symlink_to(f"../{target}" if target.startswith(".") and "/" in name else target)
+    link(source, name, target)
     for verb in (verify, inspect, make_manifest, lambda path: convert(path, tmp_path / "megatron")):
-        with pytest.raises(CkptkitError, match=rf"{name} is a link to \S*{target}.*(outside|hidden)"):
+        with pytest.raises(CkptkitError, match=rf"{name} is a link to {target}.*(outside|hidden)"):
             verb(source)
     assert not (tmp_path / "megatron").exists()
 
@@ -96,19 +104,19 @@ def named_in_latin(root: Path, name: bytes = LATIN) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [LATIN, b"figures/\xff.png", b"\xe4/x.json", b"\xed\xb3\xa4.txt"])
+@pytest.mark.parametrize("name", [LATIN, b"\xe4/x.json", b"\xed\xb3\xa4.txt"])
 def test_a_name_that_is_not_utf8_is_refused_before_anything_is_written(
     releases: PathOf, copy_of: CopyOf, tmp_path: Path, name: bytes
 ) -> None:
     source, out = copy_of(releases("qwen2-tied")), tmp_path / "out"
     named_in_latin(source, name)
+    out.mkdir()
     for verb in (
         lambda: convert(source, out / "megatron"),
         lambda: quantize(source, out / "int4", int4_scheme(group_size=32)),
         lambda: make_manifest(source, out / "manifest.json"),
         lambda: make_manifest(source),
     ):
-        out.mkdir(exist_ok=True)
         with pytest.raises(CkptkitError, match=r"not in UTF-8, .*\\x") as refused:
             verb()
         assert str(refused.value).encode()
@@ -139,18 +147,16 @@ def test_hidden_names_and_paths_that_are_not_utf8_pass(releases: PathOf, tmp_pat
     assert convert(source, tmp_path / "megatron", resume=True).was_whole
 
 
+def all_names(layout: dict[str, list[str]]) -> list[str]:
+    return [name for names in layout.values() for name in names]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda layout: {"../../escaped.safetensors": [name for names in layout.values() for name in names]},
-            "safetensors",
-        ),
-        (
-            lambda layout: {"/tmp/escaped.safetensors": [name for names in layout.values() for name in names]},
-            "safetensors",
-        ),
-        (lambda layout: {"config.json": [name for names in layout.values() for name in names]}, "safetensors"),
+        (lambda layout: {"../../escaped.safetensors": all_names(layout)}, "safetensors"),
+        (lambda layout: {"/tmp/escaped.safetensors": all_names(layout)}, "safetensors"),
+        (lambda layout: {"config.json": all_names(layout)}, "safetensors"),
         (lambda layout: layout | {"more.safetensors": ["model.norm.weight"]}, "names tensors twice: model.norm.weight"),
         (lambda layout: {file: names[1:] for file, names in layout.items()}, "tensors"),
         (lambda layout: dict.fromkeys(layout, 1), "hf_layout"),
@@ -162,7 +168,7 @@ def test_a_manifest_that_lies_is_refused(
 ) -> None:
     source = copy_of(converted("qwen2-tied"))
     content = json.loads((source / "ckptkit.json").read_text())
-    (source / "ckptkit.json").write_text(json.dumps(content | {"hf_layout": change(content["hf_layout"])}))
+    write(source / "ckptkit.json", json.dumps(content | {"hf_layout": change(content["hf_layout"])}))
     with pytest.raises(CkptkitError, match=message):
         convert(source, tmp_path / "back")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["qwen2-tied"]
@@ -175,19 +181,9 @@ def test_the_int4_release_may_give_config_and_tokenizer_on_the_way_back(
     convert(converted("qwen3_moe"), tmp_path / "back", hf=tmp_path / "int4")
     assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
     assert models.unequal(tmp_path / "back", releases("qwen3_moe")) == []
-
-
-def test_hf_directory_without_a_config_is_refused(converted: PathOf, tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(CkptkitError, match="nothing has no config.json"):
-        convert(converted("qwen2-tied"), tmp_path / "back", hf=tmp_path / "nothing")
-
-
-def test_an_hf_directory_that_also_holds_a_metadata_json(releases: PathOf, copy_of: CopyOf, tmp_path: Path) -> None:
-    source = copy_of(releases("qwen2-tied"))
-    (source / "metadata.json").write_text("{}")
-    convert(source, tmp_path / "megatron")
-    assert (tmp_path / "megatron/release/.metadata").exists()
+        convert(converted("qwen3_moe"), tmp_path / "other", hf=tmp_path / "nothing")
 
 
 def test_convert_from_the_directory_of_the_weights_finds_the_config_beside_it(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import models
-from support.fixture_types import PathOf
+from support.fixture_types import CopyOf, PathOf
 from support.models import content
 
 from ckptkit.app.api import convert, quantize
@@ -34,11 +33,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 def flip(path: Path, offset: int) -> None:
     """Changes a bit of this byte."""
-    with path.open("r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
 
 
 @pytest.fixture
@@ -51,17 +48,20 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
         read.append((self.path.name, self.offset))
         return extent_read(self, reader, start, nbytes)
 
-    monkeypatch.setattr(copying, "BATCH", 0)
-    for module in (buffers, raw):
-        monkeypatch.setattr(module, "BUFFER", 8192)
-    monkeypatch.setattr(raw, "ARENA", 3 * 4096)
-    monkeypatch.setattr(blob, "AT_ONCE", 0)
+    sizes = ((copying, "BATCH", 0), (buffers, "BUFFER", 8192), (raw, "BUFFER", 8192), (raw, "ARENA", 3 * 4096))
+    for module, name, size in (*sizes, (blob, "AT_ONCE", 0)):
+        monkeypatch.setattr(module, name, size)
     monkeypatch.setattr(raw.FileExtent, "read", watched)
     return read
 
 
-@pytest.mark.parametrize("verb", ["to Megatron", "to HF", "to INT4"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2-tied"])
+def module_of(name: str) -> str:
+    return name.split(".")[-2]
+
+
+@pytest.mark.parametrize(
+    ("verb", "name"), [("to Megatron", "qwen3_moe"), ("to HF", "qwen2-tied"), ("to INT4", "qwen3_moe")]
+)
 def test_the_same_bytes(
     request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path, verb: str, name: str
 ) -> None:
@@ -86,8 +86,7 @@ def test_what_is_streamed_is_not_read_as_a_tensor(
     read = Shard.read
     monkeypatch.setattr(Shard, "read", lambda self, name, *reader: (names.append(name), read(self, name, *reader))[1])
     convert(releases("qwen2-untied"), tmp_path / "out")
-    assert names
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"q_proj", "k_proj", "v_proj"}
+    assert {*map(module_of, names)} == {"q_proj", "k_proj", "v_proj"}
 
 
 @pytest.fixture
@@ -114,11 +113,7 @@ def test_gate_and_up_come_back_one_after_the_other(
         convert(tmp_path / "in chunks", tmp_path / f"out {size}")
         assert models.unequal(tmp_path / f"out {size}", releases("qwen2-untied")) == []
         # Merged by rows in turn, and cut by columns.
-        assert {name.rpartition(".")[0].rpartition(".")[2] for name in held} == {
-            "linear_qkv",
-            "linear_proj",
-            "linear_fc2",
-        }
+        assert {*map(module_of, held)} == {"linear_qkv", "linear_proj", "linear_fc2"}
         assert bool(in_pieces) == (size == 0)
 
 
@@ -133,14 +128,9 @@ def test_gate_and_up_in_one_chunk_are_read_once(
 @pytest.mark.parametrize(
     ("size", "what"), [(0, "the bytes of model.embed_tokens.weight"), (1 << 20, r"\.distcp at byte \d+: its bytes")]
 )
+@pytest.mark.usefixtures("in_pieces")
 def test_a_checksum_that_does_not_hold(
-    converted: PathOf,
-    copy_of: Callable[[Path], Path],
-    in_pieces: list[tuple[str, int]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    what: str,
+    converted: PathOf, copy_of: CopyOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, what: str
 ) -> None:
     path = copy_of(converted("qwen2-untied"))
     (extent,) = extents(path, EMBEDDING)
@@ -156,34 +146,28 @@ def padded(converted: PathOf, tmp_path: Path) -> Path:
     """A checkpoint whose embedding has 200 rows more than the vocabulary, as Megatron pads it."""
     source = TorchDistCheckpoint(converted("qwen2-untied") / "release")
     tensors = source.read(list(source.specs))
-    tensors[EMBEDDING] = torch.cat(
-        [tensors[EMBEDDING], torch.ones(200, tensors[EMBEDDING].shape[1], dtype=torch.bfloat16)]
-    )
+    tensors[EMBEDDING] = torch.nn.functional.pad(tensors[EMBEDDING], (0, 0, 0, 200), value=1)
     model = models.InMemory(source.config, tensors)
     shutil.copytree(converted("qwen2-untied") / "hf", tmp_path / "padded" / "hf")
     copying.copy(model, FilesWriter(tmp_path / "padded", TorchDistFiles(model.specs, source.args)), "writing")
     return tmp_path / "padded"
 
 
-@pytest.mark.parametrize("size", [0, 1 << 20])
+@pytest.mark.usefixtures("in_pieces")
 def test_a_padded_vocabulary(
-    padded: Path,
-    releases: PathOf,
-    in_pieces: list[tuple[str, int]],
-    held: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
+    padded: Path, releases: PathOf, held: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blob, "AT_ONCE", size)
-    convert(padded, tmp_path / "out")
-    expected, found = models.tensors(releases("qwen2-untied")), models.tensors(tmp_path / "out")
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert held
-    assert EMBEDDING not in held
-
-
-def test_a_checksum_is_of_the_padding_too(padded: Path, in_pieces: list[tuple[str, int]], tmp_path: Path) -> None:
+    expected = models.tensors(releases("qwen2-untied"))
+    for size in (0, 1 << 20):
+        monkeypatch.setattr(blob, "AT_ONCE", size)
+        del held[:]
+        convert(padded, tmp_path / f"out {size}")
+        found = models.tensors(tmp_path / f"out {size}")
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert held
+        assert EMBEDDING not in held
+    # A checksum is of the padding too.
+    monkeypatch.setattr(blob, "AT_ONCE", 0)
     (extent,) = extents(padded, EMBEDDING)
     flip(extent.path, extent.offset + extent.nbytes - 1)
     with pytest.raises(CkptkitError, match="model.embed_tokens.weight"):
@@ -198,15 +182,15 @@ def extents(path: Path, name: str) -> list[raw.FileExtent]:
     return found
 
 
-def test_an_extent_holds_the_tensor(converted: PathOf, in_pieces: list[tuple[str, int]]) -> None:
+@pytest.mark.usefixtures("in_pieces")
+def test_an_extent_holds_the_tensor(converted: PathOf) -> None:
     checkpoint = TorchDistCheckpoint(converted("qwen3_moe") / "release")
+    files = {path: path.read_bytes() for path in checkpoint.path.glob("*.distcp")}
     found = 0
     for name in checkpoint.specs:
         if places := extents(converted("qwen3_moe"), name):
             found += 1
-            content = b"".join(
-                extent.path.read_bytes()[extent.offset : extent.offset + extent.nbytes] for extent in places
-            )
+            content = b"".join(files[one.path][one.offset : one.offset + one.nbytes] for one in places)
             assert content == checkpoint.read([name])[name].contiguous().view(torch.uint8).numpy().tobytes()
     assert found > 50
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 import pickle
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -68,78 +67,50 @@ def test_objects_of_norms_that_go_by_two_names(converted: PathOf) -> None:
             assert f"{layer}.self_attention.{module}._extra_state/shard_0_1" in keys
 
 
-def drop_chunk(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["decoder.layers.3.mlp.experts.experts.linear_fc2.weight"].chunks.pop()  # type: ignore[union-attr]
+FC2, NORM, PROJ = "layers.3.mlp.experts.experts.linear_fc2", "final_layernorm", "layers.0.self_attention.linear_proj"
 
 
-def overlap(metadata: Metadata) -> None:
-    chunks = metadata.state_dict_metadata["decoder.layers.3.mlp.experts.experts.linear_fc2.weight"].chunks  # type: ignore[union-attr]
+def two_at_one_place(chunks: list[ChunkStorageMetadata]) -> None:
     chunks[1] = ChunkStorageMetadata(chunks[0].offsets, chunks[0].sizes)
 
 
-def lose_storage(metadata: Metadata) -> None:
-    for index in [index for index in metadata.storage_data if index.fqn == "decoder.final_layernorm.weight"]:
-        del metadata.storage_data[index]
+def drop_places(metadata: Metadata, key: str) -> None:
+    metadata.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn != key}
 
 
 def mixed_layouts(metadata: Metadata) -> None:
     """The same tensor under a stacked key and under one key a layer."""
-    entry = metadata.state_dict_metadata["decoder.layers.0.self_attention.linear_proj.weight"]
-    index = next(
-        index for index in metadata.storage_data if index.fqn == "decoder.layers.0.self_attention.linear_proj.weight"
-    )
-    size, chunk = torch.Size([1, *entry.size]), entry.chunks[0]  # type: ignore[union-attr]
+    key, stacked_key = f"decoder.{PROJ}.weight", "decoder.layers.self_attention.linear_proj.weight"
+    entry: Any = metadata.state_dict_metadata[key]
+    size, chunk = torch.Size([1, *entry.size]), entry.chunks[0]
     stacked = ChunkStorageMetadata(torch.Size([0, *chunk.offsets]), torch.Size([1, *chunk.sizes]))
-    metadata.state_dict_metadata["decoder.layers.self_attention.linear_proj.weight"] = replace(
-        entry, size=size, chunks=[stacked]
-    )
-    metadata.storage_data[
-        replace(index, fqn="decoder.layers.self_attention.linear_proj.weight", offset=stacked.offsets)
-    ] = metadata.storage_data[index]
-
-
-def escape(metadata: Metadata) -> None:
-    next(iter(metadata.storage_data.values())).relative_path = "../../secret"
+    metadata.state_dict_metadata[stacked_key] = replace(entry, size=size, chunks=[stacked])
+    (place,) = [info for index, info in metadata.storage_data.items() if index.fqn == key]
+    metadata.storage_data[MetadataIndex(stacked_key, stacked.offsets, 0)] = place
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_chunk, "12288.*147456"),
-        (overlap, "two chunks overlap"),
-        (lose_storage, "decoder.final_layernorm.weight"),
-        (escape, "directory"),
-        (mixed_layouts, "both hold decoder.layers.0.self_attention.linear_proj.weight"),
+        (lambda table: table.state_dict_metadata[f"decoder.{FC2}.weight"].chunks.pop(), "12288.*147456"),
+        (lambda table: two_at_one_place(table.state_dict_metadata[f"decoder.{FC2}.weight"].chunks), "chunks overlap"),
+        (lambda table: drop_places(table, f"decoder.{NORM}.weight"), f"decoder.{NORM}.weight"),
+        (lambda table: vars(next(iter(table.storage_data.values()))).update(relative_path="../../secret"), "directory"),
+        (mixed_layouts, f"both hold decoder.{PROJ}.weight"),
     ],
+    ids=["a chunk is missing", "chunks overlap", "no place", "a path outside", "two layouts"],
 )
 def test_incomplete_metadata_is_refused(
-    converted: PathOf, tmp_path: Path, change: Callable[[Metadata], None], message: str
+    converted: PathOf, copy_of: CopyOf, change: Callable[[Metadata], object], message: str
 ) -> None:
-    path = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "release"))
+    path = copy_of(converted("qwen3_moe")) / "release"
     models.edit_metadata(path, change)
     with pytest.raises(CkptkitError, match=message):
         TorchDistCheckpoint(path)
 
 
-@pytest.mark.parametrize("prefix", ["optimizer.", "chained_0.optimizer.", "chained_11.optimizer."])
-def test_optimizer_state_is_left_out(converted: PathOf, tmp_path: Path, prefix: str) -> None:
-    path = Path(shutil.copytree(converted("qwen3_moe") / "release", tmp_path / "release"))
-    name = "decoder.final_layernorm.weight"
-
-    def add(metadata: Metadata) -> None:
-        key = f"{prefix}state.exp_avg.{name}"
-        metadata.state_dict_metadata[key] = metadata.state_dict_metadata[name]
-        index = next(index for index in metadata.storage_data if index.fqn == name)
-        metadata.storage_data[replace(index, fqn=key)] = metadata.storage_data[index]
-
-    before = TorchDistCheckpoint(path).specs
-    models.edit_metadata(path, add)
-    assert TorchDistCheckpoint(path).specs == before
-
-
-@pytest.mark.parametrize(
-    ("boxes", "problem"),
-    [
+def test_tiling() -> None:
+    for boxes, problem in (
         ([((0, 0), (4, 6))], None),
         ([((0, 0), (4, 3)), ((0, 3), (4, 3))], None),
         ([((0, 0), (4, 3)), ((0, 3), (3, 3))], "3 24 chunk"),
@@ -148,10 +119,8 @@ def test_optimizer_state_is_left_out(converted: PathOf, tmp_path: Path, prefix: 
         ([((0, 0), (2, 6)), ((1, 0), (2, 6))], "[0 0]"),
         ([((0, 0), (5, 6))], "lies"),
         ([], "24 24 chunk"),
-    ],
-)
-def test_tiling(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], problem: str | None) -> None:
-    assert tiling_problem((4, 6), boxes) == (None if problem is None else text_with(problem))
+    ):
+        assert tiling_problem((4, 6), boxes) == (None if problem is None else text_with(problem)), boxes
 
 
 @pytest.mark.parametrize("file", [".metadata", "common.pt"])
@@ -194,21 +163,20 @@ REFUSED = [
 
 def add(path: Path, *keys: str) -> None:
     """Adds small tensors to a torch_dist checkpoint, as torch stores them."""
-    root = path / "release"
-    metadata = pickle.loads((root / ".metadata").read_bytes())
-    data = b""
-    for key in keys:
-        buffer = io.BytesIO()
-        torch.save(torch.ones(12, 1), buffer)
-        size, place = torch.Size((12, 1)), torch.Size((0, 0))
-        metadata.state_dict_metadata[key] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=torch.float32), size=size, chunks=[ChunkStorageMetadata(place, size)]
-        )
-        index = MetadataIndex(key, place, 0)
-        metadata.storage_data[index] = _StorageInfo("__9_0.distcp", len(data), len(buffer.getvalue()))
-        data += buffer.getvalue()
-    (root / "__9_0.distcp").write_bytes(data)
-    (root / ".metadata").write_bytes(pickle.dumps(metadata))
+    root, buffer = path / "release", io.BytesIO()
+    torch.save(torch.ones(12, 1), buffer)
+    size, place = torch.Size((12, 1)), torch.Size((0, 0))
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), size, [ChunkStorageMetadata(place, size)])
+    nbytes = len(buffer.getvalue())
+
+    def change(metadata: Metadata) -> None:
+        for number, key in enumerate(keys):
+            metadata.state_dict_metadata[key] = entry
+            stored = _StorageInfo("__9_0.distcp", number * nbytes, nbytes)
+            metadata.storage_data[MetadataIndex(key, place, 0)] = stored
+
+    models.edit_metadata(root, change)
+    (root / "__9_0.distcp").write_bytes(buffer.getvalue() * len(keys))
     (path / "ckptkit.json").unlink(missing_ok=True)
 
 
@@ -216,21 +184,16 @@ def test_calibration_is_left_out_and_named(
     converted: PathOf, releases: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:
     path, source = copy_of(converted("qwen2-tied")), releases("qwen2-tied")
+    before = set(TorchDistCheckpoint(path / "release").specs)
     add(path, *LEFT_OUT)
-    assert set(TorchDistCheckpoint(path / "release").specs) == set(
-        TorchDistCheckpoint(converted("qwen2-tied") / "release").specs
-    )
+    assert set(TorchDistCheckpoint(path / "release").specs) == before
     result = CliRunner().invoke(cli, ["convert", str(path), str(tmp_path / "back")])
     assert result.exit_code == 0
     assert f"{len(LEFT_OUT)} tensors of ModelOpt's calibration" in result.stderr
     assert models.unequal(tmp_path / "back", source) == []
-    report = ckptkit.verify(path, source=source)
-    assert list(report.findings) == []
-    facts = ckptkit.inspect(path)["training state"]
-    assert facts["ModelOpt's calibration (_amax of its quantizers)"] == {
-        "tensors": len(LEFT_OUT),
-        "bytes": 48 * len(LEFT_OUT),
-    }
+    assert list(ckptkit.verify(path, source=source).findings) == []
+    facts = ckptkit.inspect(path)["training state"]["ModelOpt's calibration (_amax of its quantizers)"]
+    assert facts == {"tensors": len(LEFT_OUT), "bytes": 48 * len(LEFT_OUT)}
 
 
 @pytest.mark.parametrize("key", REFUSED)

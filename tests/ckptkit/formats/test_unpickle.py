@@ -6,14 +6,12 @@ import json
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support import gadget_pickles
 from support.processes import python
 
-from ckptkit.core.dtypes import dtype_name
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.torch_save import unpickle
 from ckptkit.formats.torch_save.blob import Blob
@@ -49,27 +47,16 @@ def test_names_that_are_not_allowed_end_the_reading(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.arange(24, dtype=torch.float32).reshape(4, 6),
-        torch.arange(24, dtype=torch.int32).reshape(4, 6).t(),
-        torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)[1:3, 2:5],
-        torch.tensor(3.0),
-        torch.empty(0, 3),
-    ],
-)
-def test_tensor_saved_by_torch_is_read_back(tmp_path: Path, tensor: torch.Tensor) -> None:
-    file = tmp_path / "x"
+def test_tensor_saved_by_torch_is_read_back_from_the_middle_of_a_file(tmp_path: Path) -> None:
+    tensor, file = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)[1:3, 2:5], tmp_path / "x"
     with file.open("wb") as stream:
         stream.write(b"some bytes before")
         torch.save(tensor, stream)
     blob = Blob(file, 17, file.stat().st_size - 17)
-    assert torch.equal(blob.tensor(dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
-    with pytest.raises(CkptkitError, match="the metadata says"):
-        blob.tensor("float64", tuple(tensor.shape))
-    with pytest.raises(CkptkitError, match="the metadata says"):
-        blob.tensor(dtype_name(tensor.dtype), (*tensor.shape, 1))
+    assert torch.equal(blob.tensor("bfloat16", (2, 3)), tensor)
+    for dtype, shape in (("float64", (2, 3)), ("bfloat16", (2, 3, 1))):
+        with pytest.raises(CkptkitError, match="the metadata says"):
+            blob.tensor(dtype, shape)
 
 
 def test_object_where_a_tensor_should_be_and_truncation(tmp_path: Path) -> None:
@@ -83,16 +70,8 @@ def test_object_where_a_tensor_should_be_and_truncation(tmp_path: Path) -> None:
         Blob(tmp_path / "absent", 0, 10).object()
 
 
-def test_a_flipped_bit_is_found_by_the_checksum_and_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
-    tensor = torch.arange(1000, dtype=torch.float32)
-    file = tmp_path / "x"
-    torch.save(tensor, file)
-    blob = Blob(file, 0, file.stat().st_size)
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-    with pytest.raises(CkptkitError, match="match"):
-        blob.tensor("float32", (1000,))
+def test_a_missing_checksum_is_accepted(tmp_path: Path) -> None:
+    tensor, file = torch.arange(1000, dtype=torch.float32), tmp_path / "x"
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -102,28 +81,16 @@ def test_a_flipped_bit_is_found_by_the_checksum_and_a_missing_checksum_is_accept
     assert torch.equal(Blob(file, 0, file.stat().st_size).tensor("float32", (1000,)), tensor)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """What reading all of them did, in a process of its own: a hook of Python's audit cannot be removed again."""
-    done = python("-W", "error", gadget_pickles.__file__)
-    assert (done.returncode, done.stderr) == (0, "")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
-
-
-def test_the_list_has_what_every_scanner_knows() -> None:
+def test_every_gadget_is_an_inert_record_or_refused_and_imports_and_runs_nothing() -> None:
+    """In a process of its own: a hook of Python's audit cannot be removed again."""
     known = set(gadget_pickles.names())
     assert {("os", "run"), ("posix", "run"), ("subprocess", "run"), ("builtins", "eval")} <= known
     assert len(known) > 150
-
-
-def test_no_gadget_imports_or_runs_anything(found: dict[str, Any]) -> None:
-    assert found["imported"] == []
+    done = python("-W", "error", gadget_pickles.__file__)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["imported"] == found["odd"] == []
     first, *_ = found["events"]  # the import that the process itself makes at its end, and nothing before it
     assert first == "pickle.find_class"
-
-
-def test_every_gadget_is_an_inert_record_or_refused(found: dict[str, Any]) -> None:
-    assert found["odd"] == []
     # INST and both forms of OBJ are instructions of protocol 1, which are refused whatever they name.
     assert (found["read"], found["refused"]) == (8 * len(gadget_pickles.names()), 3 * len(gadget_pickles.names()))

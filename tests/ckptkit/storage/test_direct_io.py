@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -75,28 +75,32 @@ def file_system(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return str(request.param)
 
 
-@pytest.mark.parametrize(("offset", "length"), RANGES)
-def test_written_bytes_are_in_the_file(file_system: str, tmp_path: Path, offset: int, length: int) -> None:
-    content = numbers(length)
-    file = opened(tmp_path / "x", offset + length + 10)
-    file.write(content, offset)
-    file.close()
-    assert (tmp_path / "x").read_bytes() == bytes(offset) + content + bytes(10)
+def test_written_bytes_are_in_the_file(file_system: str, tmp_path: Path) -> None:
+    for offset, length in RANGES:
+        content = numbers(length)
+        file = opened(tmp_path / f"{offset}-{length}", offset + length + 10)
+        file.write(content, offset)
+        file.close()
+        assert (tmp_path / f"{offset}-{length}").read_bytes() == bytes(offset) + content + bytes(10)
 
 
 @pytest.mark.parametrize("cached", [True, False])
-@pytest.mark.parametrize(("offset", "length"), RANGES)
-def test_every_way_to_read_gives_the_bytes_of_the_file(
-    file_system: str, tmp_path: Path, offset: int, length: int, cached: bool
-) -> None:
-    content = numbers(offset + length + 5000)
-    (tmp_path / "x").write_bytes(content)
-    if not cached:
-        forget(tmp_path / "x")
-    buffer, wanted = bytearray(length), ByteRange(tmp_path / "x", offset, offset + length)
-    assert read_into(tmp_path / "x", memoryview(buffer), offset) == length
-    expected = content[offset : offset + length]
-    assert buffer == FileReader().read(wanted) == bytes_of(read_new(wanted)) == expected
+def test_every_way_to_read_gives_the_bytes_of_the_file(file_system: str, tmp_path: Path, cached: bool) -> None:
+    path = tmp_path / "x"
+    for offset, length in RANGES:
+        content = numbers(offset + length + 5000)
+        path.write_bytes(content)
+        if not cached:
+            forget(path)
+        buffer, wanted = bytearray(length), ByteRange(path, offset, offset + length)
+        assert read_into(path, memoryview(buffer), offset) == length
+        expected = content[offset : offset + length]
+        assert buffer == FileReader().read(wanted) == bytes_of(read_new(wanted)) == expected
+        # Beyond the end, what is there.
+        beyond = bytearray(2 * len(content))
+        assert read_into(path, memoryview(beyond), 100) == len(content) - 100
+        assert beyond[: len(content) - 100] == content[100:]
+        assert bytes_of(read_new(ByteRange(path, 100, 2 * len(content)))) == content[100:]
 
 
 def forget(path: Path) -> None:
@@ -104,21 +108,6 @@ def forget(path: Path) -> None:
     os.fsync(descriptor)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
-
-
-@pytest.mark.parametrize("length", [2 * MIB, 2 * MIB + 1, 9 * MIB + 4095])
-@pytest.mark.parametrize("cached", [True, False])
-def test_reading_beyond_the_end_gives_what_is_there(
-    file_system: str, tmp_path: Path, length: int, cached: bool
-) -> None:
-    content = numbers(length)
-    (tmp_path / "x").write_bytes(content)
-    if not cached:
-        forget(tmp_path / "x")
-    buffer = bytearray(2 * length)
-    assert read_into(tmp_path / "x", memoryview(buffer), 100) == length - 100
-    assert buffer[: length - 100] == content[100:]
-    assert bytes_of(read_new(ByteRange(tmp_path / "x", 100, 2 * length))) == content[100:]
 
 
 def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path: Path) -> None:
@@ -132,30 +121,13 @@ def test_neighbours_written_by_threads_are_all_in_the_file(tmp_path: Path) -> No
     assert (tmp_path / "x").read_bytes() == b"".join(pieces)
 
 
-def test_a_failing_disk_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = opened(tmp_path / "x", 4 * MIB)
-
-    def full(descriptor: int, content: bytes, offset: int) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match="No space left"):
-        file.write(bytes(4 * MIB), 0)
-
-
-@pytest.mark.parametrize(
-    ("offset", "nbytes"), [(0, 0), (0, 1), (5, 100 * MIB), (raw.BUFFER, 3 * raw.BUFFER), (raw.BUFFER - 1, 2)]
-)
-def test_cuts_tile_and_keep_blocks_whole(offset: int, nbytes: int) -> None:
-    found = list(cuts(offset, nbytes))
-    assert [begin for begin, _ in found] == [0, *(end for _, end in found)][: len(found)]
-    assert (found[-1][1] if found else 0) == nbytes
-    assert all(0 < end - begin <= raw.BUFFER for begin, end in found)
-    assert all((offset + end) % raw.BUFFER == 0 for _, end in inner(found))
-
-
-def inner(found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    return list(found)[:-1]
+def test_cuts_tile_and_keep_blocks_whole() -> None:
+    for offset, nbytes in ((0, 0), (0, 1), (5, 100 * MIB), (raw.BUFFER, 3 * raw.BUFFER), (raw.BUFFER - 1, 2)):
+        found = list(cuts(offset, nbytes))
+        assert [begin for begin, _ in found] == [0, *(end for _, end in found)][: len(found)]
+        assert (found[-1][1] if found else 0) == nbytes
+        assert all(0 < end - begin <= raw.BUFFER for begin, end in found)
+        assert all((offset + end) % raw.BUFFER == 0 for _, end in found[:-1])
 
 
 @pytest.fixture

@@ -65,12 +65,9 @@ def writing(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.fixture
 def words(request: pytest.FixtureRequest, releases: PathOf, converted: PathOf, tmp_path: Path) -> list[str | Path]:
     """A command that writes several files to `out`."""
-    out = tmp_path / "out"
-    return (
-        ["convert", releases("qwen3_moe"), out, "--max-shard-size", "1MB"]
-        if request.param == "to Megatron"
-        else ["convert", converted("qwen3_moe"), out]
-    )
+    if request.param == "to HF":
+        return ["convert", converted("qwen3_moe"), tmp_path / "out"]
+    return ["convert", releases("qwen3_moe"), tmp_path / "out", "--max-shard-size", "1MB"]
 
 
 @pytest.mark.parametrize(
@@ -147,39 +144,34 @@ def test_lock_on_a_file_system_without_locks_is_the_file_itself(
     def refuse(descriptor: int, kind: int) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 
+    def refused(message: str, **options: bool) -> None:
+        with pytest.raises(CkptkitError, match=message), new_directory(tmp_path / "out", ASKED, **options):
+            pass
+
     monkeypatch.setattr(fcntl, "flock", refuse)
     with new_directory(tmp_path / "out", ASKED):
         for options in ({}, {"overwrite": True}, {"resume": True}):
-            with (
-                pytest.raises(CkptkitError, match=f"pid {os.getpid()} on "),
-                new_directory(tmp_path / "out", ASKED, **options),
-            ):
-                pass
+            refused(f"pid {os.getpid()} on ", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (tmp_path / LOCK).write_text("ckptkit: pid 17 on node3\n")
-    told = r"pid 17 on node3 (?s:.)*no locks: if that process is dead, remove"
-    with pytest.raises(CkptkitError, match=told), new_directory(tmp_path / "out", ASKED, overwrite=True):
-        pass
+    refused(r"pid 17 on node3 (?s:.)*no locks: if that process is dead, remove", overwrite=True)
 
 
-@pytest.mark.parametrize("kind", ["file", "link", "directory", "pipe"])
-def test_lock_file_that_is_somebody_elses_is_left_alone(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda lock: lock.write_text("x"), "is not a lock file of ckptkit"),
+        (lambda lock: lock.symlink_to("thesis"), "Too many levels"),
+        (Path.mkdir, "is not a regular file"),
+        (os.mkfifo, "is not a regular file"),
+    ],
+)
+def test_lock_file_that_is_somebody_elses_is_left_alone(
+    tmp_path: Path, make: Callable[[Path], object], message: str
+) -> None:
     (tmp_path / "thesis").write_text("x")
-    if kind == "file":
-        (tmp_path / LOCK).write_text("x")
-    elif kind == "link":
-        (tmp_path / LOCK).symlink_to(tmp_path / "thesis")
-    elif kind == "pipe":
-        os.mkfifo(tmp_path / LOCK)
-    else:
-        (tmp_path / LOCK).mkdir()
-    before = sorted(path.name for path in tmp_path.iterdir())
-    with (
-        pytest.raises(
-            CkptkitError, match=rf"{LOCK}: (is not a lock file of ckptkit|Too many levels|is not a regular file)"
-        ),
-        new_directory(tmp_path / "out", ASKED),
-    ):
+    make(tmp_path / LOCK)
+    with pytest.raises(CkptkitError, match=rf"{LOCK}: {message}"), new_directory(tmp_path / "out", ASKED):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "thesis"]
     assert (tmp_path / "thesis").read_text() == "x"

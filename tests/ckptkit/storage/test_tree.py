@@ -46,21 +46,17 @@ def test_files_are_sorted_and_hidden_ones_left_out(tmp_path: Path) -> None:
     assert names(tmp_path / "nowhere") == names(tmp_path / "a") == []
 
 
-@pytest.mark.parametrize("folders", [100, 1200, 3000])
-def test_folders_too_deep_are_refused(place: Path, folders: int) -> None:
+@pytest.mark.parametrize("folders", [100, 3000])
+def test_folders_too_deep_are_refused_unless_hidden(place: Path, folders: int) -> None:
+    (place / ".git").mkdir()
+    deep(place / ".git", folders)
+    assert names(place) == []
     with pytest.raises(CkptkitError, match="folders more than 64 deep"):
         files_below(deep(place, folders))
 
 
-def test_folders_that_are_hidden_may_be_deep(place: Path) -> None:
-    (place / ".git").mkdir()
-    deep(place / ".git", 1200)
-    assert names(place) == []
-
-
-@pytest.mark.parametrize("folders", [0, 1, 63])
-def test_folders_not_too_deep_are_walked(tmp_path: Path, folders: int) -> None:
-    assert names(deep(tmp_path, folders)) == ["d/" * folders + "x"]
+def test_folders_not_too_deep_are_walked(tmp_path: Path) -> None:
+    assert names(deep(tmp_path, 63)) == ["d/" * 63 + "x"]
 
 
 def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,17 +94,11 @@ def test_links_that_lead_nowhere_are_listed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("target", ["/nowhere/x", "../x", "a/../../x", "../model-2/x", ".git/x", ".x"])
-def test_links_that_lead_nowhere_outside_are_refused(tmp_path: Path, target: str) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "y").symlink_to(target)
-    with pytest.raises(ForeignFileError, match="link"):
-        files_below(tmp_path / "model")
-
-
-def test_a_directory_with_a_similar_name_is_outside(tmp_path: Path) -> None:
+def test_links_outside_are_refused(tmp_path: Path, target: str) -> None:
+    """Also where they lead nowhere; a directory with a similar name is outside."""
     for name in ("model", "model-2"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "x").touch()
-    (tmp_path / "model" / "y").symlink_to("../model-2/x")
-    with pytest.raises(ForeignFileError, match=r"outside \S*/model\n"):
+    (tmp_path / "model-2/x").touch()
+    (tmp_path / "model" / "y").symlink_to(target)
+    with pytest.raises(ForeignFileError, match="link"):
         files_below(tmp_path / "model")

@@ -20,6 +20,9 @@ def refused(address: str) -> CkptkitError:
     return error.value
 
 
+ray = pytest.importorskip("ray")
+
+
 @pytest.fixture
 def closed_port() -> int:
     """A port of this machine where nothing listens."""
@@ -28,54 +31,32 @@ def closed_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def test_ray_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_where_no_cluster_is(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    address = f"127.0.0.1:{closed_port}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    for given in (address, "auto"):
+        error = refused(given)
+        assert error.message == text_with(f"Ray {address}")
+        assert error.message.endswith("Connection refused")
+        assert error.hint == text_with("ray start --head --ray")
+    error = refused("ray://head:10001")  # of Ray's client
+    assert (error.message, error.hint) == (text_with("ray://head:10001"), text_with("--ray --ray"))
+    assert refused("head").message == text_with("connection Ray")
     monkeypatch.setitem(sys.modules, "ray", None)
     assert str(refused("auto")) == "Ray is not installed\n  next: pip install ray"
 
 
-def test_an_address_where_nothing_answers(closed_port: int) -> None:
-    pytest.importorskip("ray")
-    error = refused(f"127.0.0.1:{closed_port}")
-    assert error.message == text_with(f"Ray 127.0.0.1:{closed_port}")
-    assert error.message.endswith("Connection refused")
-    assert error.hint == text_with("ray start --head --ray")
-
-
-def test_an_address_from_the_environment(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{closed_port}")
-    assert f"127.0.0.1:{closed_port}: " in refused("auto").message
-
-
-def test_an_address_of_rays_client() -> None:
-    pytest.importorskip("ray")
-    error = refused("ray://head:10001")
-    assert error.message == text_with("ray://head:10001")
-    assert error.hint == text_with("--ray --ray")
-
-
-def test_an_address_that_is_none() -> None:
-    pytest.importorskip("ray")
-    assert refused("head").message == text_with("connection Ray")
-
-
-def test_a_cluster_of_its_own_ends_with_the_work() -> None:
-    ray = pytest.importorskip("ray")
-    with ray_cluster("local", 2) as here:
-        assert here.cluster_resources()["CPU"] == 2
-        assert here.get(here.remote(lambda: 6 * 7).remote()) == 42
-        with ray_cluster("auto") as again:  # a process that is connected stays so
-            assert again.cluster_resources()["CPU"] == 2
-        assert ray.is_initialized()
-    assert not ray.is_initialized()
-
-
-def test_a_cluster_that_crashed_is_not_waited_for(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray")
+def test_a_cluster_of_its_own_ends_with_the_work(closed_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that crashed, and left its address behind, is not waited for."""
     with tempfile.TemporaryDirectory() as folder:  # Ray's sockets lie below it, and their paths must be short
         monkeypatch.setenv("RAY_TMPDIR", folder)
         file = Path(folder, "ray", "ray_current_cluster")
         file.parent.mkdir()
         file.write_text(f"127.0.0.1:{closed_port}")
-        with ray_cluster("auto", 2) as ray:
-            assert ray.cluster_resources()["CPU"] == 2
+        with ray_cluster("auto", 2) as here:
+            assert here.cluster_resources()["CPU"] == 2
+            assert here.get(here.remote(lambda: 6 * 7).remote()) == 42
+            with ray_cluster("auto") as again:  # a process that is connected stays so
+                assert again.cluster_resources()["CPU"] == 2
+            assert ray.is_initialized()
+        assert not ray.is_initialized()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import stat
 import subprocess
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,12 +46,9 @@ def write_model(out: Path) -> None:
     write(out / "model.safetensors")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, CkptkitError("no"), ZeroDivisionError])
-def test_nothing_is_left_after_a_failure(tmp_path: Path, error: type[BaseException] | BaseException) -> None:
-    with (
-        pytest.raises((KeyboardInterrupt, CkptkitError, ZeroDivisionError)),
-        new_directory(tmp_path / "out", ASKED) as (partial, journal),
-    ):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), CkptkitError("no")], ids=repr)
+def test_nothing_is_left_after_a_failure(tmp_path: Path, error: BaseException) -> None:
+    with pytest.raises(type(error)), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.list_files(["figures/x"])
         for name in ("config.json", "figures/x", "release/.__0_0.distcp.0123456789abcdef.tmp"):
             write(partial / name)
@@ -69,51 +69,40 @@ def test_finished_files_are_kept_only_where_the_same_job_may_go_on(
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"] * resumable
 
 
-def test_overwrite_replaces_only_when_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_overwrite_replaces_only_when_the_new_one_is_whole_and_no_neighbour(tmp_path: Path) -> None:
     write_model(tmp_path / "out")
+    write_model(tmp_path / "out.old")
     old = content(tmp_path)
     refuse(tmp_path / "out", "out exists already")
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED, overwrite=True):
         raise ZeroDivisionError
     assert content(tmp_path) == old
+    (tmp_path / "out.partial").mkdir()  # of a dead run
     with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
         (partial / "new").write_text("new")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_a_partial_of_a_dead_run_is_not_touched_without_overwrite(tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    refuse(tmp_path / "out", "out.partial exists already")
-    with new_directory(tmp_path / "out", ASKED, overwrite=True):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    neighbour = {name: data for name, data in old.items() if name.startswith("out.old/")}
+    assert content(tmp_path) == {"out/new": b"new", **neighbour}
+    (tmp_path / "other.partial").mkdir()
+    refuse(tmp_path / "other", "other.partial exists already")
 
 
 @pytest.mark.parametrize("destination", ["source", "source/inside", ".", "source.partial/..", "link", "dangling", "/"])
 def test_destinations_that_would_lose_something(tmp_path: Path, destination: str) -> None:
-    for name in ("source", "source.partial"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("x")
+    write(tmp_path / "source/config.json", "x")
+    (tmp_path / "source.partial").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "source")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CkptkitError, match=r"overlaps|cannot be a destination"):
         check_destination(tmp_path / destination, [tmp_path / "source", None], overwrite=True)
+    assert (tmp_path / "source/config.json").read_text() == "x"
+
+
+def test_a_partial_that_is_read_and_a_destination_in_no_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "source.partial").mkdir()
     with pytest.raises(CkptkitError, match="overlaps"):
         check_destination(tmp_path / "source", [tmp_path / "source.partial"], overwrite=True)
     with pytest.raises(CkptkitError, match="absent does not exist"):
         check_destination(tmp_path / "absent/out")
-    assert (tmp_path / "source/config.json").read_text() == "x"
-
-
-def test_a_neighbour_with_a_similar_name_is_left_alone(tmp_path: Path) -> None:
-    for name in ("out", "out.old"):
-        write_model(tmp_path / name)
-    before = content(tmp_path / "out.old")
-    with new_directory(tmp_path / "out", ASKED, overwrite=True):
-        pass
-    assert content(tmp_path / "out.old") == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.old"]
 
 
 def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,39 +126,7 @@ def test_what_was_there_is_put_back_when_the_last_step_fails(tmp_path: Path, mon
     assert (tmp_path / "out.partial/config.json").read_text() == "new"
 
 
-FOREIGN = {
-    "a project": (".git/HEAD", "thesis.tex", "config.json"),
-    "code beside a model": ("code/a.py", "config.json", "model.safetensors"),
-    "notes beside a model": ("notes.txt", "config.json", "model.safetensors"),
-    "a trainer's state": ("optimizer.pt", "config.json", "model.safetensors"),
-    "a name of weights in a foreign folder": ("old/model.safetensors", "config.json", "model.safetensors"),
-    "a hidden file": (".env", "config.json"),
-    "a page alone": ("README.md",),
-    "a run's logs": ("wandb/run", "latest_checkpointed_iteration.txt", "release/.metadata"),
-    "a run with one iteration": ("iter_0000100/.metadata", "latest_checkpointed_iteration.txt"),
-    "a run that began from a release": ("iter_0000100/.metadata", "release/.metadata", "hf/config.json"),
-    "checkpoints of a trainer": ("checkpoint-500/model.safetensors", "config.json", "model.safetensors"),
-    "another program's manifest": ("thesis.tex", "ckptkit.json", "config.json"),
-    "deltas": ("weight_v000001/model.safetensors",),
-    "files of a user where Megatron's are": ("release/notes.txt", "release/.metadata", "release/__0_0.distcp"),
-    "a model in Megatron's root": ("model.safetensors", "release/.metadata", "release/__0_0.distcp"),
-    "a second hf": ("hf/hf/README.md", "release/.metadata", "release/__0_0.distcp"),
-    "weights in hf": ("hf/model.safetensors", "release/.metadata", "release/__0_0.distcp", "hf/config.json"),
-    "an optimizer of MLX": ("optimizer.safetensors", "config.json", "model.safetensors"),
-    "an optimizer of accelerate": ("optimizer.bin", "config.json", "model.safetensors"),
-    "an optimizer of legacy ranks": ("mp_rank_00/distrib_optim.pt", "mp_rank_00/model_optim_rng.pt"),
-    "other weights carried along": (
-        *("carried/adapter_model.safetensors", "carried/config.json"),
-        *("release/.metadata", "release/__0_0.distcp"),
-    ),
-    "a folder in the templates": ("additional_chat_templates/mine/a.jinja", "config.json", "model.safetensors"),
-    "notes in the cache of a download": (".cache/huggingface/thesis.tex", "config.json", "model.safetensors"),
-    "settings alone": ("config.json", "README.md", "LICENSE"),
-    "Megatron without weights": ("release/.metadata", "latest_checkpointed_iteration.txt"),
-    "weights alone": ("model.safetensors",),
-}
-# Of these nothing is in the way by its name.
-BARE = ("a page alone", "settings alone", "Megatron without weights", "weights alone")
+DIRECTORIES = tomllib.loads((Path(__file__).parent / "directories.toml").read_text())
 # What a file contains instead of what its name says, next to those of a checkpoint.
 JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
     "config of another program": ("config.json", '{"compilerOptions": {}}', ("model.safetensors",)),
@@ -186,56 +143,39 @@ JUNK: dict[str, tuple[str, str | bytes, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["out", "out.partial"])
-@pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str, place: str) -> None:
-    write_files(tmp_path / place, *FOREIGN[name])
-    before = content(tmp_path)
-    for options in ({"overwrite": True}, {"resume": True}):
-        with pytest.raises(CkptkitError) as refused, new_directory(tmp_path / "out", ASKED, **options):
-            pass
-        named = FOREIGN[name][0].partition("/")[0] if name not in BARE else place
-        assert named in refused.value.message or "exists already" in refused.value.message
-        assert content(tmp_path) == before
-    assert named in refused.value.message or place == "out"
+def fill(folder: Path, names: tuple[str, ...]) -> None:
+    """Sound files of these names, and empty folders where a name ends in `/`."""
+    for name in names:
+        (folder / name).mkdir(parents=True) if name.endswith("/") else write(folder / name)
 
 
-@pytest.mark.parametrize("place", ["out", "out.partial"])
-@pytest.mark.parametrize("name", JUNK)
-def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Path, name: str, place: str) -> None:
-    file, text, others = JUNK[name]
-    write(tmp_path / place / file, text)
-    write_files(tmp_path / place, *others)
+@pytest.mark.parametrize("name", DIRECTORIES["refused"])
+def test_what_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str) -> None:
+    named, *names = DIRECTORIES["refused"][name]
+    fill(tmp_path / "out", names)
     before = content(tmp_path)
-    refuse(tmp_path / "out", f"{place}.*checkpoint", overwrite=True)
+    refuse(tmp_path / "out", re.escape(named), overwrite=True)
+    refuse(tmp_path / "out", "exists already", resume=True)
     assert content(tmp_path) == before
 
 
-SEVERAL = {
-    "a base and its adapter": ("adapter_config.json", "adapter_model.safetensors", "config.json", "model.safetensors"),
-    "a single file and shards": ("config.json", "model-00001-of-00001.safetensors", "model.safetensors"),
-    "shards of two saves": (
-        *("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
-        "model-00001-of-00003.safetensors",
-    ),
-    "the authors' format and HF's": ("config.json", "consolidated.safetensors", "model.safetensors"),
-    "two precisions": ("config.json", "model.fp16.safetensors", "model.safetensors"),
-    "two of llama.cpp": ("config.json", "a-Q4.gguf", "a-Q8.gguf"),
-    "a release and an iteration": (".metadata", "__0_0.distcp", "release/.metadata", "release/__0_0.distcp"),
-    "ranks and torch_dist": ("release/.metadata", "release/__0_0.distcp", "release/mp_rank_00/model_optim_rng.pt"),
-    "two saves by rank": ("mp_rank_00/model_optim_rng.pt", "release/mp_rank_00/model_optim_rng.pt"),
-    "two towers": (
-        *("release/.metadata", "release/__0_0.distcp"),
-        *("carried/model.safetensors", "carried/model-00001-of-00001.safetensors"),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_of_several_checkpoints_in_one_folder_none_is_replaced(tmp_path: Path, name: str) -> None:
-    write_files(tmp_path / "out", *SEVERAL[name])
+@pytest.mark.parametrize("name", ["a project", "a run with one iteration", "two towers", "settings alone"])
+def test_a_partial_that_is_not_a_checkpoint_alone_is_never_replaced(tmp_path: Path, name: str) -> None:
+    named, *names = DIRECTORIES["refused"][name]
+    fill(tmp_path / "out.partial", names)
     before = content(tmp_path)
-    refuse(tmp_path / "out", "checkpoints", overwrite=True)
+    for options in ({"overwrite": True}, {"resume": True}):
+        refuse(tmp_path / "out", re.escape(named), **options)
+        assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", JUNK)
+def test_what_only_has_the_names_of_a_checkpoint_is_never_replaced(tmp_path: Path, name: str) -> None:
+    file, text, others = JUNK[name]
+    write(tmp_path / "out" / file, text)
+    write_files(tmp_path / "out", *others)
+    before = content(tmp_path)
+    refuse(tmp_path / "out", "out.*checkpoint", overwrite=True)
     assert content(tmp_path) == before
 
 
@@ -245,7 +185,7 @@ def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Pa
     write_files(out, "config.json", *shards)
     write(out / "model.safetensors.index.json", json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}))
     check_destination(out, overwrite=True)
-    for name in ("model.safetensors", "consolidated.safetensors", "adapter_model.safetensors"):
+    for name in ("model.safetensors", "adapter_model.safetensors"):
         write(out / name)
         refuse(out, rf"several checkpoints.*{name.partition('.')[0]}", overwrite=True)
         write_manifest(out, "config.json", name)
@@ -253,54 +193,49 @@ def test_weights_that_an_index_does_not_name_are_another_checkpoint(tmp_path: Pa
         write(out / name, "changed")
         refuse(out, "several checkpoints", overwrite=True)
         (out / name).unlink()
-    for name in shards:
-        (out / name).unlink()
-    write(out / "model.safetensors")
-    refuse(out, "several checkpoints", overwrite=True)
-
-
-def test_a_layout_of_a_manifest_and_an_index_of_other_weights(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    write_files(out, "config.json", "a.safetensors", "b.safetensors")
-    write(out / "model.safetensors.index.json", json.dumps({"weight_map": {"x": "b.safetensors"}}))
     write_manifest(out, "config.json", hf_layout={"a.safetensors": ["x"]})
-    refuse(out, r"several checkpoints.*: a\.safetensors, b\.safetensors", overwrite=True)
+    write(out / "a.safetensors")
+    refuse(out, r"several checkpoints.*: a\.safetensors", overwrite=True)
 
 
-@pytest.mark.parametrize("key", ["optimizer.state.exp_avg.a", "chained_1.optimizer.param_groups", "app.optim.state.a"])
-@pytest.mark.parametrize("folder", ["", "release/"])
-def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, key: str, folder: str) -> None:
-    entries = {"a": BytesStorageMetadata(), key: BytesStorageMetadata()}
-    stored = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, 8) for name in entries}
+@pytest.mark.parametrize(
+    ("folder", "key"),
+    [
+        ("", "optimizer.state.exp_avg.a"),
+        ("release/", "chained_1.optimizer.param_groups"),
+        ("release/", "app.optim.state.a"),
+    ],
+)
+def test_the_optimizer_of_a_run_is_never_replaced(tmp_path: Path, folder: str, key: str) -> None:
     out = tmp_path / "out"
-    for table, is_run in (({"a": stored[MetadataIndex("a")]}, False), (stored, True)):
-        some = {index.fqn if isinstance(index, MetadataIndex) else index: BytesStorageMetadata() for index in table}
-        places = {MetadataIndex(name): stored[MetadataIndex(name)] for name in some}
-        metadata = Metadata(state_dict_metadata=some, storage_data=places)
-        write(out / folder / "__0_0.distcp", bytes(8))
-        write(out / folder / ".metadata", pickle.dumps(metadata))
-        if not is_run:
-            check_destination(out, overwrite=True)
-            continue
-        refuse(out, rf"run.*: {folder}\.metadata.*{key}", overwrite=True)
-        write_manifest(out, f"{folder}.metadata")  # as `ckptkit manifest` does
-        refuse(out, "optimizer", overwrite=True)
+    write(out / folder / "__0_0.distcp", bytes(8))
+
+    def write_table(*keys: str) -> None:
+        places = {MetadataIndex(name): _StorageInfo("__0_0.distcp", 0, 8) for name in keys}
+        table = Metadata({name: BytesStorageMetadata() for name in keys}, storage_data=places)
+        write(out / folder / ".metadata", pickle.dumps(table))
+
+    write_table("a")
+    check_destination(out, overwrite=True)
+    write_table("a", key)
+    refuse(out, rf"run.*: {folder}\.metadata.*{key}", overwrite=True)
+    write_manifest(out, f"{folder}.metadata")  # as `ckptkit manifest` does
+    refuse(out, "optimizer", overwrite=True)
 
 
 def test_the_optimizer_of_legacy_ranks_is_never_replaced(tmp_path: Path) -> None:
     file = tmp_path / "out/release/mp_rank_00/model_optim_rng.pt"
     file.parent.mkdir(parents=True)
-    for optimizer, is_run in (({}, False), ({"optimizer": None}, False), ({"optimizer": {"state": 1}}, True)):
-        torch.save({"model": {}, **optimizer}, file)
-        if not is_run:
-            check_destination(tmp_path / "out", overwrite=True)
-            continue
-        refuse(tmp_path / "out", "optimizer", overwrite=True)
+    for without in ({}, {"optimizer": None}):
+        torch.save({"model": {}, **without}, file)
+        check_destination(tmp_path / "out", overwrite=True)
+    torch.save({"model": {}, "optimizer": {"state": 1}}, file)
+    refuse(tmp_path / "out", "optimizer", overwrite=True)
     torch.save({"model": {}}, file, _use_new_zipfile_serialization=False)
     refuse(tmp_path / "out", r"torch.*1\.6", overwrite=True)
 
 
-@pytest.mark.parametrize("name", [".git/HEAD", ".env", "hf/.git/config", "figures/.a"])
+@pytest.mark.parametrize("name", [".env", "hf/.git/config", "figures/.a"])
 def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name: str) -> None:
     out = tmp_path / "out"
     write_files(out, "config.json", "model.safetensors", name)
@@ -308,38 +243,46 @@ def test_a_hidden_file_is_never_replaced_whatever_lists_it(tmp_path: Path, name:
     refuse(out, f"checkpoint.*: {name}", overwrite=True)
 
 
-@pytest.mark.parametrize("place", ["out", "out.partial"])
-@pytest.mark.parametrize(
-    "name", ["x.safetensors", "config.json", "ckptkit.json", "model.safetensors", ".ckptkit/files"]
-)
-@pytest.mark.parametrize("kind", ["a named pipe", "a socket", "a device"])
-def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, name: str, place: str, kind: str) -> None:
-    for file in ("config.json", "model.safetensors", ".ckptkit/asked.json"):
-        if file != name and (place == "out.partial" or not file.startswith(".")):
-            write(tmp_path / place / file, None if "/" not in file else "{}")
-    special = tmp_path / place / name
-    special.parent.mkdir(parents=True, exist_ok=True)
-    if kind == "a device":
+def make_special(path: Path, kind: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "a named pipe":
+        os.mkfifo(path)
+    elif kind == "a device":
         try:
-            os.mknod(special, stat.S_IFCHR, os.makedev(1, 3))
+            os.mknod(path, stat.S_IFCHR, os.makedev(1, 3))
         except PermissionError:
             pytest.skip("this user may make no devices")
-    elif kind == "a socket":
-        here = Path.cwd()
-        os.chdir(special.parent)  # the path of a socket is short
-        try:
-            with socket.socket(socket.AF_UNIX) as bound:
-                bound.bind(special.name)
-        finally:
-            os.chdir(here)
     else:
-        os.mkfifo(special)
+        with socket.socket(socket.AF_UNIX) as bound, contextlib.chdir(path.parent):  # the path of a socket is short
+            bound.bind(path.name)
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "kind"),
+    [
+        ("out", "config.json", "a named pipe"),
+        ("out", "ckptkit.json", "a named pipe"),
+        ("out", "model.safetensors", "a named pipe"),
+        ("out", "x.safetensors", "a socket"),
+        ("out", "model.safetensors", "a device"),
+        ("out.partial", ".ckptkit/files", "a named pipe"),
+        ("out.partial", "model.safetensors", "a socket"),
+    ],
+)
+def test_what_is_no_regular_file_is_in_the_way(tmp_path: Path, place: str, name: str, kind: str) -> None:
+    files = {"config.json", "model.safetensors"} - {name}
+    write_files(tmp_path / place, *files)
+    if place == "out.partial":
+        write(tmp_path / place / ".ckptkit/asked.json", "{}")
+    special = tmp_path / place / name
+    make_special(special, kind)
     refuse(tmp_path / "out", f"{special}.*{kind}", overwrite=True)
     assert special.exists()
 
 
-@pytest.mark.parametrize("place", ["out", "out.partial", "out/hf", "a b"])
-@pytest.mark.parametrize("how", ["tmpfs", "bind"])
+@pytest.mark.parametrize(
+    ("place", "how"), [("out", "tmpfs"), ("out.partial", "bind"), ("out/hf", "tmpfs"), ("a b", "bind")]
+)
 def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, place: str, how: str) -> None:
     mounted = tmp_path / place
     (tmp_path / "other").mkdir()
@@ -355,44 +298,9 @@ def test_a_mount_point_is_refused_before_anything_is_written(tmp_path: Path, pla
         subprocess.run(["umount", mounted], check=True)
 
 
-@pytest.mark.parametrize("folder", [".git", "code", "release/inside"])
-def test_an_empty_foreign_folder_is_in_the_way(tmp_path: Path, folder: str) -> None:
-    write_model(tmp_path / "out")
-    (tmp_path / "out" / folder).mkdir(parents=True)
-    refuse(tmp_path / "out", f"checkpoint.*: {folder}/", overwrite=True)
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        ("config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"),
-        (
-            *(
-                "config.json",
-                "model.safetensors",
-                "modeling_x.py",
-                "chat_template.jinja",
-                "LICENSE",
-                "config.json.orig",
-            ),
-            "additional_chat_templates/tool.jinja",
-        ),
-        ("config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", ".gitattributes"),
-        ("config.json", "model.safetensors", ".cache/huggingface/download/config.json.metadata"),
-        (".metadata", "common.pt", "metadata.json", "__0_0.distcp"),
-        ("latest_checkpointed_iteration.txt", "release/mp_rank_00/model_optim_rng.pt"),
-        (
-            *("latest_checkpointed_iteration.txt", "release/.metadata", "release/__0_0.distcp", "hf/tokenizer.json"),
-            *("carried/model.safetensors", "carried/config.json", "hf/additional_chat_templates/a.jinja"),
-        ),
-        ("config.json", "a.gguf"),
-        ("config.json", "consolidated.00.pth", "params.json", "tekken.json"),
-        ("adapter_config.json", "adapter_model.safetensors"),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_alone_is_replaced(tmp_path: Path, files: tuple[str, ...]) -> None:
-    write_files(tmp_path / "out", *files)
+@pytest.mark.parametrize("name", DIRECTORIES["replaced"])
+def test_a_checkpoint_alone_is_replaced(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path / "out", *DIRECTORIES["replaced"][name])
     with new_directory(tmp_path / "out", ASKED, overwrite=True) as (partial, _):
         write(partial / "new")
     assert content(tmp_path) == {"out/new": b"x"}
@@ -415,21 +323,21 @@ OURS = {
 }
 
 
-# Of a file that no loader reads, the bytes must be those of the manifest.
-DAMAGED = [(file, name) for file, names in OURS.items() for name in (file, *names) if name != "hf/x.png"]
-
-
-@pytest.mark.parametrize(("weights", "name"), DAMAGED)
+@pytest.mark.parametrize("weights", OURS)
 @pytest.mark.parametrize("change", ["cut", "gone"])
-def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights: str, name: str, change: str) -> None:
-    out = tmp_path / "out"
-    write_files(out, weights, *OURS[weights])
-    write_manifest(out, *OURS[weights], hf_layout={"model.safetensors": ["a"]})
-    (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
-    check_destination(out, overwrite=True)
-    if weights != "model.safetensors":
-        write(out / "model.safetensors")
-        refuse(out, "checkpoint", overwrite=True)
+def test_an_output_of_ours_that_was_damaged_is_replaced(tmp_path: Path, weights: str, change: str) -> None:
+    """Also where weights or settings are damaged; of a file that no loader reads, the bytes must be the manifest's."""
+    for number, name in enumerate((weights, *OURS[weights])):
+        if name == "hf/x.png":
+            continue
+        out = tmp_path / f"{number}"
+        write_files(out, weights, *OURS[weights])
+        write_manifest(out, *OURS[weights], hf_layout={"model.safetensors": ["a"]})
+        (out / name).unlink() if change == "gone" else os.truncate(out / name, 0)
+        check_destination(out, overwrite=True)
+        if weights != "model.safetensors":
+            write(out / "model.safetensors")
+            refuse(out, "checkpoint", overwrite=True)
 
 
 def test_what_our_manifest_lists_is_replaced_and_nothing_else(tmp_path: Path) -> None:
@@ -456,21 +364,22 @@ def test_a_manifest_makes_no_checkpoint_of_a_project(tmp_path: Path) -> None:
     refuse(tmp_path / "out", "is not a checkpoint.*: it has no config.json", overwrite=True)
 
 
-@pytest.mark.parametrize("kind", ["link", "link to nothing", "file", "pipe"])
-@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
-def test_a_partial_that_is_no_directory_is_named(tmp_path: Path, kind: str, options: dict[str, bool]) -> None:
-    partial = tmp_path / "out.partial"
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda partial: partial.symlink_to("precious"),
+        lambda partial: partial.symlink_to("nowhere"),
+        write,
+        os.mkfifo,
+    ],
+    ids=["link", "link to nothing", "file", "pipe"],
+)
+def test_a_partial_that_is_no_directory_is_named(tmp_path: Path, make: Callable[[Path], object]) -> None:
     write(tmp_path / "precious/config.json")
-    make = {
-        "link": lambda: partial.symlink_to("precious"),
-        "link to nothing": lambda: partial.symlink_to("nowhere"),
-        "file": lambda: write(partial),
-        "pipe": lambda: os.mkfifo(partial),
-    }
-    make[kind]()
-    what = r"out\.partial is (a link to|not a directory).*"
-    refused = refuse(tmp_path / "out", what, **options)
-    assert "--overwrite" not in str(refused.hint)
+    make(tmp_path / "out.partial")
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        refused = refuse(tmp_path / "out", r"out\.partial is (a link to|not a directory)", **options)
+        assert "--overwrite" not in str(refused.hint)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.partial", "precious"]
 
 
@@ -481,24 +390,17 @@ FOREIGN_IN_PARTIAL = (
 
 
 @pytest.mark.parametrize("name", FOREIGN_IN_PARTIAL)
-@pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name: str, options: dict[str, bool]) -> None:
+def test_what_no_run_wrote_into_a_partial_is_never_removed(tmp_path: Path, name: str) -> None:
     with pytest.raises(ZeroDivisionError), new_directory(tmp_path / "out", ASKED) as (partial, journal):
         journal.list_files(["figures/a.png", "release/__0_0.distcp"])
         journal.record("release/__0_0.distcp", {})
         raise ZeroDivisionError
-    (partial / name).mkdir(parents=True) if name.endswith("/") else write(partial / name)
+    fill(partial, (name,))
     before = content(tmp_path)
-    refuse(tmp_path / "out", rf"out\.partial.*{name}", **options)
-    assert content(tmp_path) == before
+    for options in ({"overwrite": True}, {"resume": True}):
+        refuse(tmp_path / "out", rf"out\.partial.*{name}", **options)
+        assert content(tmp_path) == before
     assert (partial / name).exists()
-
-
-def test_a_journal_that_lists_nothing_makes_no_partial_of_a_project(tmp_path: Path) -> None:
-    for text in ("{}", '{"files": 1}', '{"files": [1, {}]}', "x"):
-        for file in (".ckptkit/asked.json", ".ckptkit/files", "thesis.tex"):
-            write(tmp_path / "out.partial" / file, text)
-        refuse(tmp_path / "out", r"thesis\.tex", overwrite=True)
 
 
 def test_a_partial_of_ours_is_replaced_with_all_that_a_run_writes(tmp_path: Path) -> None:
@@ -536,19 +438,14 @@ def test_a_partial_of_ours_into_which_somebody_put_a_link_is_not_written_to(tmp_
         refuse(tmp_path / "out", "release", **options)
 
 
-@pytest.mark.parametrize(
-    "files",
-    [("config.json", "model.safetensors", ".ckptkit/model.safetensors.json"), (".ckptkit/model.safetensors.json",)],
-    ids=str,
-)
 @pytest.mark.parametrize("options", [{"overwrite": True}, {"resume": True}])
-def test_a_partial_whose_journal_is_half_removed_is_replaced(
-    tmp_path: Path, options: dict[str, bool], files: tuple[str, ...]
-) -> None:
-    write_files(tmp_path / "out.partial", *files)
-    with new_directory(tmp_path / "out", ASKED, **options):
-        pass
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+def test_a_partial_whose_journal_is_half_removed_is_replaced(tmp_path: Path, options: dict[str, bool]) -> None:
+    for files in (("config.json", "model.safetensors"), ()):
+        write_files(tmp_path / "out.partial", *files, ".ckptkit/model.safetensors.json")
+        with new_directory(tmp_path / "out", ASKED, **options):
+            pass
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        (tmp_path / "out").rmdir()
 
 
 ASIDE = "out.partial.old"
@@ -612,7 +509,6 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "other weights": lambda out: write(out / "model.safetensors", save({"trained": torch.ones(3)})),
     "no weights": lambda out: (out / "model.safetensors").unlink(),
     "a folder": lambda out: (out / "logs").mkdir(),
-    "a file in its place": lambda out: (shutil.rmtree(out), write(out)),
 }
 
 
@@ -628,32 +524,43 @@ def test_what_another_program_writes_there_meanwhile_is_not_replaced(
     ):
         write(partial / "config.json", "new")
         change(out)
-        before = content(tmp_path / "out") if out.is_dir() else out.read_bytes()
-    assert (content(out) if out.is_dir() else out.read_bytes()) == before
+        before = content(out)
+    assert content(out) == before
     assert content(partial) == {"config.json": b"new"}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.partial"]
     assert f"rename it to out, after you move {out} away" in str(refused.value.__notes__)
 
 
 def test_a_destination_that_another_program_made_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(CkptkitError, match=r"\(config\.json\)"), new_directory(tmp_path / "out", ASKED) as (partial, _):
-        write(tmp_path / "out/config.json")
-    assert (tmp_path / "out/config.json").exists()
-    assert partial.is_dir()
+    for made in ("out/config.json", "other"):
+        with pytest.raises(CkptkitError), new_directory(tmp_path / made.partition("/")[0], ASKED) as (partial, _):
+            write(tmp_path / made)
+        assert (tmp_path / made).is_file()
+        assert partial.is_dir()
 
 
-@pytest.mark.parametrize("touch", ["reads", "empty destination", "gone"])
-def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path, touch: str) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    if touch == "reads":
+def test_a_destination_that_was_only_read_is_replaced(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        out = tmp_path / name
         write_model(out)
-    with new_directory(out, ASKED, overwrite=True) as (partial, _):
-        write(partial / "new")
-        assert content(out) is not None
-        if touch == "gone":
-            out.rmdir()
-    assert content(tmp_path) == {"out/new": b"x"}
+        with new_directory(out, ASKED, overwrite=True) as (partial, _):
+            write(partial / "new")
+            assert content(out)
+            if name == "b":  # it is gone meanwhile
+                shutil.rmtree(out)
+    assert content(tmp_path) == {"a/new": b"x", "b/new": b"x"}
+
+
+def rename_and(monkeypatch: pytest.MonkeyPatch, source: str, target: str, act: Callable[[], object]) -> None:
+    """After a rename of something of these names, another program acts."""
+    rename = os.rename
+
+    def renamed(old: Path, new: Path) -> None:
+        rename(old, new)
+        if (Path(old).name, Path(new).name) == (source, target):
+            act()
+
+    monkeypatch.setattr(os, "rename", renamed)
 
 
 def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
@@ -662,15 +569,8 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
     """A program may write by a directory that it has open, wherever that is moved."""
     out, kept = tmp_path / "out", tmp_path / ASIDE / "replaced"
     write_model(out)
-    rename = os.rename
-
-    def renamed(source: Path, target: Path) -> None:
-        rename(source, target)
-        if Path(source).name == "out.partial":
-            write(kept / "iter_0000100/__0_0.distcp")
-
     with monkeypatch.context() as patched:
-        patched.setattr(os, "rename", renamed)
+        rename_and(patched, "out.partial", "out", lambda: write(kept / "iter_0000100/__0_0.distcp"))
         with (
             pytest.raises(CkptkitError, match="meanwhile") as refused,
             new_directory(out, ASKED, overwrite=True) as (partial, _),
@@ -688,16 +588,10 @@ def test_what_is_written_into_the_old_output_when_it_is_moved_is_kept(
 def test_what_took_the_place_of_the_old_output_and_the_old_output_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, rename = tmp_path / "out", os.rename
+    out = tmp_path / "out"
     write_model(out)
     old = content(out)
-
-    def renamed(source: Path, target: Path) -> None:
-        rename(source, target)
-        if Path(target).name == "replaced":
-            write(out / "iter_0000100/__0_0.distcp")
-
-    monkeypatch.setattr(os, "rename", renamed)
+    rename_and(monkeypatch, "out", "replaced", lambda: write(out / "iter_0000100/__0_0.distcp"))
     with pytest.raises(CkptkitError) as refused, new_directory(out, ASKED, overwrite=True) as (partial, _):
         write(partial / "new")
     assert content(out) == {"iter_0000100/__0_0.distcp": b"x"}

@@ -41,12 +41,6 @@ def keys(*names: str) -> list[str]:
     return sorted(f"out/{name}" for name in names)
 
 
-def requests_of(seen: list[Request], bucket: Bucket) -> list[str]:
-    """What was asked of the objects below out/: method and key."""
-    objects = [(one.method, unquote(one.path).partition("?")[0].removeprefix(f"/{bucket.name}/")) for one in seen]
-    return [f"{method} {path}" for method, path in objects if path.startswith("out/")]
-
-
 def test_config_and_index_come_last_and_the_mark_goes(
     local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -57,18 +51,11 @@ def test_config_and_index_come_last_and_the_mark_goes(
         for name in FILES:
             upload.put(local / name, name)
             (local / name).unlink()
-        assert bucket.listed() == keys(
-            ".ckptkit-partial", "1.safetensors", "2.safetensors", "additional_chat_templates/chat.jinja"
-        )
+        others = ["1.safetensors", "2.safetensors", "additional_chat_templates/chat.jinja"]
+        assert bucket.listed() == keys(".ckptkit-partial", *others)
         upload.finish()
-    assert [one for one in requests_of(seen, bucket) if one.startswith("PUT")] == [
-        f"PUT {PARTIAL}",
-        "PUT out/1.safetensors",
-        "PUT out/2.safetensors",
-        "PUT out/additional_chat_templates/chat.jinja",
-        "PUT out/config.json",
-        "PUT out/model.safetensors.index.json",
-    ]
+    put = [unquote(one.path).partition("?")[0].partition("/out/")[2] for one in seen if one.method == "PUT"]
+    assert put == [".ckptkit-partial", *others, "config.json", "model.safetensors.index.json"]
     assert bucket.listed() == keys(*FILES)
     assert {name: bucket.get(f"out/{name}") for name in FILES} == FILES
 
@@ -106,15 +93,6 @@ def test_a_store_that_takes_no_lists(local: Path, monkeypatch: pytest.MonkeyPatc
     assert memory.find("/up/out") == []
 
 
-def test_discard_leaves_nothing(local: Path, bucket: Bucket) -> None:
-    bucket.put("beside/config.json", b"x")
-    upload = Upload(bucket.url("out"))
-    for name in FILES:
-        upload.put(local / name, name)
-    assert upload.discard() == text_with("behind")
-    assert bucket.listed() == ["beside/config.json"]
-
-
 @pytest.mark.parametrize(
     ("files", "why"),
     [
@@ -134,7 +112,7 @@ def test_what_is_no_checkpoint_is_never_replaced(bucket: Bucket, files: tuple[st
     assert bucket.listed() == sorted(f"out/{name}" for name in files)
 
 
-@pytest.mark.parametrize("content", [b"", b"x", b"x" * 64, (2).to_bytes(8, "little") + b"{}", b"\xff" * 8])
+@pytest.mark.parametrize("content", [b"", b"x" * 64, (2).to_bytes(8, "little") + b"{}"])
 def test_weights_without_a_header_are_never_replaced(bucket: Bucket, content: bytes) -> None:
     bucket.put("out/config.json", whole("config.json"))
     bucket.put("out/model.safetensors", content)
@@ -156,67 +134,52 @@ def test_an_upload_that_died_says_so_and_can_be_replaced(local: Path, bucket: Bu
 
 
 def test_replacing_begins_with_the_index_and_leaves_nothing_old(
-    local: Path, bucket: Bucket, s3_address: str, monkeypatch: pytest.MonkeyPatch
+    local: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = json.dumps({"weight_map": {"a": "1.safetensors", "b": "9.safetensors"}}).encode()
-    for name in ("config.json", "model.safetensors.index.json", "9.safetensors", "1.safetensors", "ckptkit.json"):
+    settings, weights = ["config.json", "model.safetensors.index.json"], ["1.safetensors", "9.safetensors"]
+    for name in (*settings, *weights, "ckptkit.json"):
         bucket.put(f"out/{name}", index if "index" in name else whole(name))
+    before = bucket.listed()
+    Upload(bucket.url("out"), overwrite=True).discard()  # before the first file the old checkpoint is left
+    assert bucket.listed() == before
     upload = Upload(bucket.url("out"), overwrite=True)
     assert bucket.get("out/model.safetensors.index.json") == index
     removed: list[list[str]] = []
-    original = store.Store.remove
+    remove = store.Store.remove
     monkeypatch.setattr(
-        store.Store, "remove", lambda self, names: (removed.append(sorted(names)), original(self, names))[1]
+        store.Store, "remove", lambda self, names: (removed.append(sorted(names)), remove(self, names))[1]
     )
     upload.put(local / "1.safetensors", "1.safetensors")
-    assert removed == [
-        ["config.json", "model.safetensors.index.json"],
-        ["1.safetensors", "9.safetensors", "ckptkit.json"],
-    ]
+    assert removed == [settings, [*weights, "ckptkit.json"]]
     assert bucket.listed() == keys(".ckptkit-partial", "1.safetensors")
     upload.put(local / "config.json", "config.json")
     upload.finish()
-    assert {key: bucket.get(key) for key in bucket.listed()} == {
-        "out/1.safetensors": FILES["1.safetensors"],
-        "out/config.json": FILES["config.json"],
-    }
+    expected = {f"out/{name}": FILES[name] for name in ("1.safetensors", "config.json")}
+    assert {key: bucket.get(key) for key in bucket.listed()} == expected
 
 
-def test_before_the_first_file_the_old_checkpoint_is_left(bucket: Bucket) -> None:
-    for name in ("config.json", "model.safetensors"):
-        bucket.put(f"out/{name}", whole(name))
-    Upload(bucket.url("out"), overwrite=True).discard()
-    assert bucket.listed() == keys("config.json", "model.safetensors")
-
-
-@pytest.mark.parametrize("source", ["out", "out/", "out/inside", ""])
-def test_a_destination_around_or_in_the_source_is_refused(bucket: Bucket, source: str) -> None:
-    with pytest.raises(CkptkitError, match="overlaps"):
-        check_upload(bucket.url("out"), True, [None, Path("out"), bucket.url(source)])
-
-
-@pytest.mark.parametrize("spelling", ["s3a://{}/out", "s3://{}/out//"])
-def test_other_spellings_of_the_source_are_the_source(bucket: Bucket, spelling: str) -> None:
-    with pytest.raises(CkptkitError, match="overlaps"):
-        check_upload(bucket.url("out"), True, [spelling.format(bucket.name)])
-
-
-def test_a_destination_beside_the_source_is_fine(bucket: Bucket) -> None:
+def test_a_destination_around_or_in_the_source_is_refused(bucket: Bucket) -> None:
+    sources = [bucket.url(source) for source in ("out", "out/", "out/inside", "")]
+    for source in (*sources, f"s3a://{bucket.name}/out", f"s3://{bucket.name}/out//"):
+        with pytest.raises(CkptkitError, match="overlaps"):
+            check_upload(bucket.url("out"), True, [None, Path("out"), source])
     assert check_upload(bucket.url("out"), True, [bucket.url("out2"), Path("out")]) == []
 
 
-def test_without_a_config_it_does_not_finish(local: Path, bucket: Bucket) -> None:
+def test_discard_leaves_nothing_or_says_what_may_be_left(local: Path, bucket: Bucket) -> None:
+    bucket.put("beside/config.json", b"x")
+    upload = Upload(bucket.url("out"))
+    for name in FILES:
+        upload.put(local / name, name)
+    assert upload.discard() == text_with("behind")
+    assert bucket.listed() == ["beside/config.json"]
     upload = Upload(bucket.url("out"))
     upload.put(local / "1.safetensors", "1.safetensors")
     with pytest.raises(CkptkitError, match=r"config\.json was never put"):
         upload.finish()
-
-
-def test_discard_when_bucket_is_gone_says_what_may_be_left(local: Path, bucket: Bucket) -> None:
-    upload = Upload(bucket.url("out"))
-    upload.put(local / "1.safetensors", "1.safetensors")
-    bucket.client.delete_object(Bucket=bucket.name, Key="out/1.safetensors")
-    bucket.client.delete_object(Bucket=bucket.name, Key=PARTIAL)
+    for key in bucket.listed():
+        bucket.delete(key)
     bucket.client.delete_bucket(Bucket=bucket.name)
     assert upload.discard() == text_with(f"{bucket.url('out')} --overwrite")
 
