@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from ckptkit.verify.witnesses.sglang.live.readback import POISON, RECORD
 from ckptkit.verify.witnesses.sglang.live.server import BEGIN, END, SglangServer, start_engine
 
 Answer = tuple[bool, str]
+HERE = Path(__file__)
 
 
 class Qwen3ForCausalLM(nn.Module):
@@ -129,36 +130,31 @@ def server(engine: Engine, root: Path, **job: Any) -> SglangServer:
     return SglangServer(EngineJob("model", [], str(root / "report"), **job), CHECKPOINT, engine, device="cpu")
 
 
-def test_an_engine_without_sessions_is_sent_weights_at_any_time(tmp_path: Path) -> None:
-    engine = Engine(Qwen3ForCausalLM())
+@pytest.mark.parametrize(
+    ("kind", "packed", "sent", "from_disk"),
+    [
+        (Engine, {}, [None, "flush"], True),
+        (Engine, {"experts": "CompressedTensorsWNA16MoE"}, [BEGIN, None, END, "flush"], False),
+        # It undoes its repacking by itself, there too.
+        (SessionEngine, {"experts": "CompressedTensorsWNA16MoE"}, ["begin all", None, "end", "flush"], True),
+    ],
+)
+def test_packed_experts_are_opened_and_closed_where_the_engine_does_not(
+    kind: type[Engine], packed: dict[str, str], sent: list[str | None], from_disk: bool, tmp_path: Path
+) -> None:
+    engine = kind(Qwen3ForCausalLM())
     one = server(engine, tmp_path)
-    one.poison()
+    one.packed = packed
     one.update_by_tensor()
-    one.update_from_disk()
-    assert engine.sent == [POISON, None, "flush", "disk"]
+    assert engine.sent == sent
+    assert (named(BEGIN), named(END)) == (sglang_reload.begin, sglang_reload.end)
     assert torch.equal(engine.models[0].lm_head, WEIGHTS["lm_head"])  # type: ignore[arg-type]
-
-
-def test_packed_experts_are_opened_and_closed_where_there_are_no_sessions(tmp_path: Path) -> None:
-    engine = Engine(Qwen3ForCausalLM())
-    one = server(engine, tmp_path)
-    one.packed = {"experts": "CompressedTensorsWNA16MoE"}
-    one.update_by_tensor()
-    assert engine.sent == [BEGIN, None, END, "flush"]
-    assert named(BEGIN) is sglang_reload.begin
-    assert named(END) is sglang_reload.end
-    with pytest.raises(RefusedByEngine, match="not tried"):
-        one.update_from_disk()
-
-
-def test_an_engine_with_sessions_is_updated_within_one(tmp_path: Path) -> None:
-    engine = SessionEngine(Qwen3ForCausalLM())
-    one = server(engine, tmp_path)
-    one.packed = {"experts": "CompressedTensorsWNA16MoE"}
-    one.update_by_tensor()
-    assert engine.sent == ["begin all", None, "end", "flush"]
-    one.update_from_disk()  # it undoes its repacking there too
-    assert engine.sent[4:] == ["disk"]
+    if not from_disk:
+        with pytest.raises(RefusedByEngine):
+            one.update_from_disk()
+        return
+    one.update_from_disk()
+    assert engine.sent[len(sent) :] == ["disk"]
 
 
 def test_looking_and_poisoning_never_repack_the_model(tmp_path: Path) -> None:
@@ -198,68 +194,64 @@ def test_an_engine_that_hides_its_draft_model_is_not_believed(tmp_path: Path) ->
         one.held()
 
 
-def requests(source: str, owner: str) -> Iterator[tuple[str, Mapping[str, str | None]]]:
+def requests(file: Path, owner: str) -> dict[str, tuple[list[str], list[str]]]:
     """The methods of a class, each with its parameters and their defaults as they are written."""
-    tree = ast.parse(source)
+    tree = ast.parse(file.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == owner)
-    for method in found.body:
-        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
-            names = [argument.arg for argument in method.args.args]
-            defaults = [None] * (len(names) - len(method.args.defaults)) + list(map(ast.unparse, method.args.defaults))
-            yield method.name, dict(zip(names, defaults, strict=True))
+    methods = [one for one in found.body if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")]
+    return {
+        one.name: ([argument.arg for argument in one.args.args], list(map(ast.unparse, one.args.defaults)))
+        for one in methods
+    }
 
 
 @pytest.mark.sglang
 def test_these_engines_take_what_sglangs_own_takes() -> None:
     """Read from the source of the installed release, since importing it takes long."""
-    root = Path(find_spec("sglang").submodule_search_locations[0])  # type: ignore[union-attr, index]
-    real = dict(requests((root / "srt/entrypoints/engine.py").read_text(), "Engine"))
-    own = dict(requests(Path(__file__).read_text(), "Engine"))
-    own |= dict(requests(Path(__file__).read_text(), "SessionEngine")) if "begin_weight_update" in real else {}
+    spec = find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    real, own = requests(Path(spec.origin).parent / "srt/entrypoints/engine.py", "Engine"), requests(HERE, "Engine")
+    own |= requests(HERE, "SessionEngine") if "begin_weight_update" in real else {}
     assert {name: real.get(name) for name in own} == own
 
 
+PACKED = "model.layers.12.eh_proj.weight_packed"
+SCALES = "model.layers.12.eh_proj.weight_scale_inv"
+
+
 @pytest.mark.parametrize(
-    ("sessions", "own", "leaf", "refused"),
+    ("kind", "own", "tensor", "refused"),
     [
-        (True, "Glm4MoeForCausalLMNextN", "weight", None),
-        (False, "Glm4MoeForCausalLMNextN", "weight_packed", None),
-        (
-            True,
-            "Glm4MoeForCausalLMNextN",
-            "weight_packed",
-            "would repack model.layers.12.eh_proj.weight_packed a second",
-        ),
-        (True, "Glm4MoeForCausalLMNextN", "weight_scale_inv", "leave the multi-token prediction layers unquantized"),
-        (False, None, "weight", "Glm4MoeForCausalLM"),
+        (SessionEngine, "Glm4MoeForCausalLMNextN", "model.layers.12.eh_proj.weight", None),
+        (Engine, "Glm4MoeForCausalLMNextN", PACKED, None),
+        (SessionEngine, "Glm4MoeForCausalLMNextN", PACKED, PACKED),
+        (SessionEngine, "Glm4MoeForCausalLMNextN", SCALES, SCALES),
+        (Engine, None, "model.layers.12.eh_proj.weight", "Glm4MoeForCausalLM"),
     ],
 )
 def test_an_engine_is_not_started_for_a_draft_model_that_cannot_be_read_back(
-    sessions: bool, own: str | None, leaf: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
+    kind: type[Engine], own: str | None, tensor: str, refused: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Mapping[str, Any]] = []
     fake: Any = ModuleType("sglang")
-    fake.Engine = type(
-        "Engine", (SessionEngine if sessions else Engine,), {"__init__": lambda self, **a: started.append(a)}
-    )
+    fake.Engine = type("Engine", (kind,), {"__init__": lambda self, **given: started.append(given)})
     monkeypatch.setitem(sys.modules, "sglang", fake)
     monkeypatch.setattr(server_module, "draft_class", lambda path: own)
     config = models.configs()["glm4_moe"].to_dict()
-    named = {"num_nextn_predict_layers": 1, "architectures": ["Glm4MoeForCausalLM"]}
-    checkpoint: Any = SimpleNamespace(config=config | named, specs=[f"model.layers.12.eh_proj.{leaf}"])
-    job = EngineJob("model", [], draft=True)
-    if refused is None:
-        start_engine(job, checkpoint)
-        (asked,) = started
-        assert {name: value for name, value in asked.items() if name.startswith("speculative_")} == {
-            "speculative_algorithm": "EAGLE",
-            "speculative_draft_model_path": "model",
-            "speculative_num_steps": 1,
-            "speculative_eagle_topk": 1,
-            "speculative_num_draft_tokens": 2,
-        }
+    config |= {"num_nextn_predict_layers": 1, "architectures": ["Glm4MoeForCausalLM"]}
+    checkpoint: Any = SimpleNamespace(config=config, specs=[tensor])
+    if refused is not None:
+        with pytest.raises(CkptkitError, match=refused):
+            start_engine(EngineJob("model", [], draft=True), checkpoint)
+        assert started == []
         return
-    with pytest.raises(CkptkitError) as error:
-        start_engine(job, checkpoint)
-    assert refused in f"{error.value.message} {error.value.hint}"
-    assert started == []
+    start_engine(EngineJob("model", [], draft=True), checkpoint)
+    (given,) = started
+    assert {name: value for name, value in given.items() if name.startswith("speculative_")} == {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": "model",
+        "speculative_num_steps": 1,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 2,
+    }

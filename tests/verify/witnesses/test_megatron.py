@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families import case
 from families.case import MOE, SIZES, Case
+from mutations import ranks
+from mutations.torch_dist import index_of, lost
 from support import models
 from support.fixture_types import PathOf
 from support.megatron_layouts import judge
@@ -30,20 +33,9 @@ from ckptkit.verify.witnesses import runner
 from ckptkit.verify.witnesses.megatron import run as megatron_run
 from ckptkit.verify.witnesses.megatron.run import run_megatron
 from ckptkit.verify.witnesses.process import interpreter
-from ckptkit.verify.witnesses.runner import failure_messages
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 in_megatron = pytest.mark.usefixtures("served")
-
-
-def entries(metadata: Metadata, key: str) -> dict[MetadataIndex, object]:
-    return {index: info for index, info in metadata.storage_data.items() if index.fqn == key}
-
-
-def remove(metadata: Metadata, key: str) -> None:
-    del metadata.state_dict_metadata[key]
-    for index in entries(metadata, key):
-        del metadata.storage_data[index]
 
 
 @in_megatron
@@ -80,47 +72,32 @@ def test_tied_embeddings_and_virtual_pipeline_stages_without_a_source(converted:
 @in_megatron
 def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Path) -> None:
     """One load of a copy with four faults: a value, two layers exchanged, a key gone, a key too many."""
-    edited = copy_of(releases("glm4_moe"))
+    edited, broken = copy_of(releases("glm4_moe")), tmp_path / "broken"
     value = models.tensors(edited)["model.layers.9.mlp.experts.11.down_proj.weight"]
     value[3, 5] += 1
     models.edit(edited, "model.layers.9.mlp.experts.11.down_proj.weight", value)
-    convert(edited, tmp_path / "broken")
+    convert(edited, broken)
+    ranks.layers_of(lambda layer: {4: 5, 5: 4}.get(layer, layer))(broken, "")
+    gone, stray = "decoder.layers.7.mlp.router.expert_bias", "decoder.layers.12.self_attention.linear_proj.weight"
 
     def break_it(metadata: Metadata) -> None:
-        keys = [
-            key
-            for key in metadata.state_dict_metadata
-            if key.startswith("decoder.layers.4.") and "_extra_state" not in key
+        norm = "decoder.final_layernorm.weight"
+        metadata.state_dict_metadata[stray] = metadata.state_dict_metadata[norm]
+        metadata.storage_data[MetadataIndex(stray, torch.Size([0]), 0)] = metadata.storage_data[
+            index_of(metadata, norm)
         ]
-        before = dict(metadata.storage_data)
-        for key in keys:
-            neighbour = key.replace("layers.4.", "layers.5.")
-            for index in entries(metadata, key):
-                other = MetadataIndex(neighbour, index.offset)
-                metadata.storage_data[index], metadata.storage_data[other] = before[other], before[index]
-        metadata.state_dict_metadata["decoder.layers.12.self_attention.linear_proj.weight"] = (
-            metadata.state_dict_metadata["decoder.final_layernorm.weight"]
-        )
-        metadata.storage_data[
-            MetadataIndex("decoder.layers.12.self_attention.linear_proj.weight", torch.Size([0]), 0)
-        ] = before[MetadataIndex("decoder.final_layernorm.weight", torch.Size([0]))]
-        remove(metadata, "decoder.layers.7.mlp.router.expert_bias")
+        lost(metadata, gone)
 
-    models.edit_metadata(tmp_path / "broken" / "release", break_it)
-    findings, _ = judge(Subject(tmp_path / "broken", releases("glm4_moe")))
-    by_tensor = {(finding.code, finding.tensor): finding for finding in findings}
-    assert by_tensor.pop(("CK401", "decoder.layers.7.mlp.router.expert_bias"))
-    unwritten = by_tensor.pop(("CK402", "decoder.layers.7.mlp.router.expert_bias"))
-    assert unwritten.actual == text_with("load")
-    assert by_tensor.pop(("CK401", "decoder.layers.12.self_attention.linear_proj.weight")).actual == text_with("asks")
+    models.edit_metadata(broken / "release", break_it)
+    findings, _ = judge(Subject(broken, releases("glm4_moe")))
+    by_tensor = {(finding.code, finding.tensor): finding.actual for finding in findings}
+    assert by_tensor.pop(("CK401", gone))
+    assert by_tensor.pop(("CK402", gone)) == text_with("load")
+    assert by_tensor.pop(("CK401", stray)) == text_with("asks")
     changed = by_tensor.pop(("CK402", "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight"))
-    assert changed.actual.startswith(
-        "other values in row 3 (1 of 12288 elements differ in "
-        "decoder.layers.9.mlp.experts.experts.11.linear_fc2.weight, by up to "
-    )
-    ((_, tensor), swapped) = by_tensor.popitem()
-    assert by_tensor == {}
-    assert (swapped.code, swapped.actual) == ("CK402", "layers 4 and 5 are exchanged")
+    assert changed == text_with("row 3 1 12288")
+    (((code, tensor), swapped),) = by_tensor.items()
+    assert (code, swapped) == ("CK402", "layers 4 and 5 are exchanged")
     assert "decoder.layers.{4..5}.mlp.router.weight" in str(tensor)
 
 
@@ -129,10 +106,8 @@ def test_a_rank_that_crashes_is_a_finding(converted: PathOf, copy_of: PathOf) ->
     broken = copy_of(converted("qwen2-tied"))
 
     def other_shape(metadata: Metadata) -> None:
-        entry = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"]
-        entry.size = torch.Size([128, 200])  # type: ignore[union-attr]
-        chunk = entry.chunks[0]  # type: ignore[union-attr]
-        chunk.sizes = torch.Size([128, 200])
+        entry: Any = metadata.state_dict_metadata["decoder.layers.3.mlp.linear_fc2.weight"]
+        entry.size = entry.chunks[0].sizes = torch.Size([128, 200])
 
     models.edit_metadata(broken / "release", other_shape)
     subject = Subject(broken)
@@ -161,8 +136,8 @@ def test_a_rank_that_hangs_is_inconclusive(converted: PathOf, monkeypatch: pytes
     [
         ("own", "comparing", "KeyError: 'a defect of ours'"),
         ("kill", "process groups", "killed by SIGKILL"),
-        ("import", "importing", "OSError: libcuda.so.1"),
-        ("signature", "which keys", "TypeError: "),
+        pytest.param("import", "importing", "OSError: libcuda.so.1", marks=pytest.mark.nightly),
+        pytest.param("signature", "which keys", "TypeError: ", marks=pytest.mark.nightly),
     ],
 )
 def test_a_witness_that_breaks_is_inconclusive(
@@ -174,8 +149,7 @@ def test_a_witness_that_breaks_is_inconclusive(
     report = verify(converted("qwen2-tied"), against=frozenset({"megatron"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
-    said = f"CK401 CK402 CK403 CK404 0 {phase}"
-    assert reason == text_with(said)
+    assert reason == text_with(f"CK401 CK402 CK403 CK404 0 {phase}")
     assert error in reason
 
 
@@ -191,12 +165,9 @@ def test_sizes_that_do_not_divide_start_no_process(
     converted: PathOf, monkeypatch: pytest.MonkeyPatch, name: str, sizes: dict[str, int], message: str
 ) -> None:
     monkeypatch.setattr(megatron_run, "ask_ranks", None)
+    subject = Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"})))  # type: ignore[arg-type]
     with pytest.raises(CkptkitError, match=message):
-        list(
-            strict_load(
-                Subject(converted(name), options=VerifyOptions(**sizes, against=frozenset({"megatron"}))), Tally()
-            )
-        )  # type: ignore[arg-type]
+        list(strict_load(subject, Tally()))
 
 
 @in_megatron
@@ -204,12 +175,8 @@ def test_expert_rows_that_etp_divides_and_tp_does_not_megatron_accepts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """95 rows an expert on two ranks: whole with ETP1, refused with ETP2, by Megatron and by CK703 alike."""
-    odd = Case(
-        lambda: Qwen3MoeConfig(
-            **SIZES | {"num_hidden_layers": 2}, **MOE | {"moe_intermediate_size": 95}, num_experts=12
-        )
-    )
-    case.save("odd", odd, tmp_path / "hf", torch.bfloat16)
+    sizes = SIZES | MOE | {"num_hidden_layers": 2, "moe_intermediate_size": 95}
+    case.save("odd", Case(lambda: Qwen3MoeConfig(**sizes, num_experts=12)), tmp_path / "hf", torch.bfloat16)
     convert(tmp_path / "hf", tmp_path / "megatron")
     whole, cut = (
         Subject(tmp_path / "megatron", tmp_path / "hf", options=VerifyOptions(tp=2, etp=etp)) for etp in (1, 2)
@@ -232,17 +199,3 @@ def test_what_cannot_be_witnessed_is_inconclusive_with_the_next_move(
     monkeypatch.setattr(interpreter, "find_spec", lambda name: None)
     with pytest.raises(CannotCheck, match="pip install megatron-core"):
         list(strict_load(Subject(converted("qwen2-tied")), Tally()))
-
-
-def test_a_rank_that_lost_another_is_no_cause() -> None:
-    """As gloo, NCCL and torch's store put it."""
-    lost = {
-        0: "work.wait() | RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: "
-        "Connection reset by peer (exit code 1)",
-        2: "RuntimeError: ... gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1] (exit code 1)",
-        3: "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error",
-        4: "torch.distributed.DistNetworkError: failed to recv, got 0 bytes (exit code 1)",
-    }
-    own = {1: "ValueError: no such key (exit code 1)"}
-    assert failure_messages(lost | own) == own
-    assert failure_messages(lost) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,9 +15,10 @@ import torch
 from families import CASES
 from families.case import save
 from families.table import config_of
+from mutations.ranks import layers_of
+from support.fixture_types import CopyOf
 from support.installed import require_megatron
 from support.megatron_layouts import EXPERTS, judge, two_of
-from support.models import edit_metadata
 from support.nightly import daily
 from support.processes import environment
 
@@ -37,8 +37,6 @@ require_megatron()
 MEGATRON = frozenset({"megatron"})
 RELEASE = tuple(map(int, version("megatron-core").split(".")[:2]))
 Made = Callable[[str], Path]
-
-
 HELD = [name for name in CASES if not list(gpt_only(dims_of(config_of(CASES[name]))))]
 # One layout a model, and all models together have all of them.
 LAYOUTS = {name: two_of(list(CASES).index(name), dims_of(config_of(CASES[name])).experts > 0)[0] for name in HELD}
@@ -72,7 +70,7 @@ def subject_of(path: Path, source: Path | None = None, **options: Any) -> Subjec
 
 
 @pytest.mark.usefixtures("served")
-@pytest.mark.parametrize("name", daily(HELD, ["glm4_moe", "qwen2-tied", "deepseek_v3"]))
+@pytest.mark.parametrize("name", daily(HELD, ["glm4_moe", "deepseek_v3"]))
 def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
     dims = dims_of(config_of(CASES[name]))
     options = EXPERTS[LAYOUTS[name]]
@@ -87,27 +85,32 @@ def test_every_rank_holds_its_slice(made: Made, name: str) -> None:
         return
     findings, tallies = judge(subject)
     assert findings == []
-    run = run_megatron(subject)
-    held = [
-        layer for report in run.reports if report.tp == report.ep == 0 for chunk in report.layers for layer in chunk
-    ]
+    ranks = [one for one in run_megatron(subject).reports if one.tp == one.ep == 0]
+    held = [layer for report in ranks for chunk in report.layers for layer in chunk]
     assert sorted(held) == list(range(hybrid_dims(dims).layers))
     assert tallies["CK402"].tensors >= len(subject.checkpoint.specs)
     assert ", HybridModel, " in tallies["CK401"].facts["megatron"][0]
 
 
-# Prints for each kind of layer whether its norm is a module of its own.
+# Prints each kind of layer whose norm is a module of its own.
 OWN_SPEC = """
 from ckptkit.verify.witnesses.megatron.imports import importing_megatron
 with importing_megatron():
     from ckptkit.verify.witnesses.megatron.variants.hybrid_stack import ENGINE_STACK
     from megatron.core.transformer.identity_op import IdentityOp
-layers = vars(ENGINE_STACK.submodules)
-for field in ("attention_layer", "gdn_layer", "mla_layer", "mlp_layer", "moe_layer"):
-    if field in layers:
-        norm = "pre_mlp_layernorm" if field in ("mlp_layer", "moe_layer") else "input_layernorm"
-        print("norm", field, getattr(layers[field].submodules, norm) is not IdentityOp)
+for field, layer in vars(ENGINE_STACK.submodules).items():
+    for norm in ("input_layernorm", "pre_mlp_layernorm"):
+        if hasattr(getattr(layer, "submodules", None), norm):
+            print("norm", field, norm, getattr(layer.submodules, norm) is not IdentityOp)
 """
+# A test model with each kind, the number of a layer of it, and its norm.
+OF_KIND = {
+    "attention_layer": ("qwen2-tied", 0, "input_layernorm"),
+    "mlp_layer": ("qwen2-tied", 1, "pre_mlp_layernorm"),
+    "moe_layer": ("qwen3_moe", 1, "pre_mlp_layernorm"),
+    "gdn_layer": ("qwen3_next", 0, "input_layernorm"),
+    "mla_layer": ("deepseek_v3", 0, "input_layernorm"),
+}
 
 
 def test_norms_stand_alone_where_megatrons_own_spec_has_them_so() -> None:
@@ -115,14 +118,13 @@ def test_norms_stand_alone_where_megatrons_own_spec_has_them_so() -> None:
     command = [sys.executable, "-W", "ignore", "-c", OWN_SPEC]
     found = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     lines = [line.split() for line in found.stdout.splitlines() if line.startswith("norm ")]
-    own = {field: reported == "True" for _, field, reported in lines}
-    models = {"attention_layer": "qwen2-tied", "mlp_layer": "qwen2-tied", "moe_layer": "qwen3_moe"}
-    models |= {"gdn_layer": "qwen3_next", "mla_layer": "deepseek_v3"}
+    alone = {(field, norm): reported == "True" for _, field, norm, reported in lines}
+    own = {field: alone[field, norm] for field, (_, _, norm) in OF_KIND.items() if (field, norm) in alone}
     assert own.keys() >= {"attention_layer", "mlp_layer", "moe_layer"}
-    for field, alone in own.items():
-        number, norm = (1, "pre_mlp_layernorm") if field in ("mlp_layer", "moe_layer") else (0, "input_layernorm")
-        names = {rule.megatron for rule in rules_of(config_of(CASES[models[field]]), "hybrid")}
-        assert (f"decoder.layers.{number}.{norm}.weight" in names) == alone, field
+    for field, expected in own.items():
+        name, number, norm = OF_KIND[field]
+        names = {rule.megatron for rule in rules_of(config_of(CASES[name]), "hybrid")}
+        assert (f"decoder.layers.{number}.{norm}.weight" in names) == expected, field
 
 
 @pytest.mark.usefixtures("served")
@@ -145,30 +147,19 @@ def test_pipeline_options_that_megatron_refuses_are_refused(made: Made) -> None:
 
 
 @pytest.mark.usefixtures("served")
-def test_attention_of_another_layer_is_named(made: Made, tmp_path: Path) -> None:
-    path = Path(shutil.copytree(made("qwen2-tied") / "hybrid", tmp_path / "hybrid"))
-    names = [f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (2, 4)]
-    edit_metadata(path / "release", lambda metadata: _exchange(metadata, *names))
+def test_attention_of_another_layer_is_named(made: Made, copy_of: CopyOf) -> None:
+    path = copy_of(made("qwen2-tied") / "hybrid")
+    layers_of(lambda layer: {2: 4, 4: 2}.get(layer, layer))(path, "")
     findings, _ = judge(subject_of(path, made("qwen2-tied") / "hf"))
     assert {finding.code for finding in findings} == {"CK402"}
     assert "decoder.layers.{2,4}.self_attention.linear_proj.weight" in str([finding.tensor for finding in findings])
 
 
-def _exchange(metadata: Any, one: str, other: str) -> None:
-    """Each of two tensors lies where the other did."""
-    places = {index.fqn: index for index in metadata.storage_data if index.fqn in (one, other)}
-    storage = metadata.storage_data
-    storage[places[one]], storage[places[other]] = storage[places[other]], storage[places[one]]
-
-
-@pytest.mark.skipif(
-    find_spec("megatron.training") is None, reason="megatron.training comes with megatron-core since 0.19"
-)
+@pytest.mark.skipif(find_spec("megatron.training") is None, reason="it comes with megatron-core since 0.19")
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("name", ["qwen2-tied", "deepseek_v3"])
 def test_megatron_lms_own_load_checkpoint_takes_it(made: Made, name: str) -> None:
-    findings, tallies = judge(
-        subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=MegatronOptions(trainer_loader=True))
-    )
+    options = MegatronOptions(trainer_loader=True)
+    findings, tallies = judge(subject_of(made(name) / "hybrid", made(name) / "hf", tp=2, megatron=options))
     assert findings == []
     assert "Megatron-LM's load_checkpoint" in tallies["CK401"].facts["megatron"][0]

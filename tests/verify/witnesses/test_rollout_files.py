@@ -24,19 +24,16 @@ def sample(**fields: Any) -> Sample:
 
 
 def test_fields_of_a_sample_are_read(tmp_path: Path) -> None:
+    """Tensors as lists are."""
     given = sample(prompt="a", weight_versions=["1", 2], loss_mask=[1, 0], metadata={"temperature": 0})
-    (found,) = read_recording(write(tmp_path / "a.pt", [given])).samples
+    tensors = sample(tokens=torch.tensor([4, 5, 6, 7])[1:], rollout_log_probs=torch.tensor([-1.0, -2.0]))
+    found, of_tensors = read_recording(write(tmp_path / "a.pt", [given, tensors])).samples
+    assert (of_tensors.tokens, of_tensors.log_probs) == (found.tokens, found.log_probs)
     assert (found.tokens, found.prompt_tokens, found.response) == ([5, 6, 7], [5], 2)
     assert found.log_probs == {"rollout_log_probs": [-1.0, -2.0]}
     assert (found.mask, found.prompt, found.versions) == ([True, False], "a", ("1", "2"))
     # SGLang answers a greedy request with log-probabilities that are not scaled.
     assert found.temperature == 1.0
-
-
-def test_tensors_are_read_as_lists_are(tmp_path: Path) -> None:
-    given = sample(tokens=torch.tensor([4, 5, 6, 7])[1:], rollout_log_probs=torch.tensor([-1.0, -2.0]))
-    (found,) = read_recording(write(tmp_path / "a.pt", [given])).samples
-    assert (found.tokens, found.log_probs["rollout_log_probs"]) == ([5, 6, 7], [-1.0, -2.0])
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
@@ -50,18 +47,12 @@ def test_classes_that_slime_and_miles_save_stay_inert(
         def __init__(self) -> None:
             self.name = "adapter"
 
-    class Types(ModuleType):
-        class Sample:
-            pass
-
-    types = Types("miles.utils.types")
-    for one, name in ((Types.Sample, "Sample"), (Status, "Sample.Status"), (AdapterRef, "AdapterRef")):
+    types: Any = ModuleType("miles.utils.types")
+    types.Sample, types.AdapterRef = type("Sample", (), {"Status": Status}), AdapterRef
+    for one, name in ((types.Sample, "Sample"), (Status, "Sample.Status"), (AdapterRef, "AdapterRef")):
         one.__module__, one.__qualname__ = "miles.utils.types", name
-    Types.Sample.Status = Status
-    types.AdapterRef = AdapterRef
-    for name in ("miles", "miles.utils"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "miles.utils.types", types)
+    for module in (ModuleType("miles"), ModuleType("miles.utils"), types):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     given = sample(
         status=Status.COMPLETED,
         rollout_routed_experts=np.zeros((2, 3, 1), np.int32),
@@ -93,7 +84,6 @@ class Call:
         (Call(os.system, "touch ran"), "posix.system"),
         (Call(getattr, Path, "home"), "pathlib.Path"),
         (Call(getattr, "text", "upper"), "builtins.getattr"),
-        (Call(eval, "1"), "builtins.eval"),
         (Path("a"), "pathlib.PosixPath"),
     ],
 )
@@ -101,9 +91,8 @@ def test_other_classes_and_functions_are_refused_and_never_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: Any, kind: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CkptkitError, match=kind) as error:
+    with pytest.raises(CkptkitError, match=kind):
         read_recording(write(tmp_path / "a.pt", [sample(metadata={"x": call})]))
-    assert "nothing" in str(error.value.hint)
     assert not (tmp_path / "ran").exists()
 
 
@@ -116,7 +105,6 @@ def test_other_classes_and_functions_are_refused_and_never_run(
         ({"response_length": "2"}, "0 3 response 2"),
         ({"tokens": [5, 6, 7.5]}, "0 7.5"),
         ({"tokens": [5, 6, True]}, "sample 0 True"),
-        ({"tokens": None}, "sample 0 None"),
         ({"rollout_log_probs": [None, -1.0]}, "0 rollout_log_probs None"),
         ({"tokens": torch.zeros(1, 3, dtype=torch.long)}, "numbers"),
     ],
@@ -127,27 +115,18 @@ def test_samples_whose_lists_do_not_match_are_errors(tmp_path: Path, fields: Any
     assert error.value.message == text_with(message)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"rollout_id": 1, "samples": []}, "has no samples"),
-        ({"rollout_id": 1}, "samples"),
-        ({"samples": ["text"]}, "samples"),
-        ([1, 2], "samples"),
-    ],
-)
-def test_files_without_samples_are_errors(tmp_path: Path, content: Any, message: str) -> None:
+@pytest.mark.parametrize("content", [{"rollout_id": 1, "samples": []}, {"rollout_id": 1}, {"samples": ["text"]}, [1]])
+def test_files_without_samples_are_errors(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "a.pt")
-    with pytest.raises(CkptkitError, match=message):
+    with pytest.raises(CkptkitError, match="samples"):
         read_recording(tmp_path / "a.pt")
 
 
 def test_files_that_torch_did_not_write_are_errors(tmp_path: Path) -> None:
     (tmp_path / "a.pt").write_bytes(b"text")
-    with pytest.raises(CkptkitError, match="not a zip file"):
-        read_recording(tmp_path / "a.pt")
-    with pytest.raises(CkptkitError, match="No such file"):
-        read_recording(tmp_path / "b.pt")
+    for name in ("a.pt", "b.pt"):
+        with pytest.raises(CkptkitError, match=name):
+            read_recording(tmp_path / name)
 
 
 def test_prompts_that_are_no_plain_data_are_left_out(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from support.messages import text_with
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.process.codec import save
 from ckptkit.verify.witnesses.process.exit_report import ExitReport, exit_report_path
-from ckptkit.verify.witnesses.runner import Answer, read_answer
+from ckptkit.verify.witnesses.runner import Answer, last_words, read_answer
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,18 @@ def test_an_exception_is_told_without_how_the_process_ended(tmp_path: Path) -> N
     }
 
 
-def test_a_rank_that_only_lost_another_is_left_out(tmp_path: Path) -> None:
-    for rank, message in enumerate(("RuntimeError: Connection closed by peer", "KeyError: 'key'")):
+# As gloo, NCCL and torch's store put it.
+LOST = [
+    "RuntimeError: Connection closed by peer",
+    "RuntimeError: [.../gloo/transport/tcp/pair.cc:538] Read error [127.0.0.1]:7569: Connection reset by peer",
+    "torch.distributed.DistBackendError: NCCL error ... remote process exited or there was a network error",
+    "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+]
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_rank_that_only_lost_another_is_left_out(lost: str, tmp_path: Path) -> None:
+    for rank, message in enumerate((lost, "KeyError: 'key'")):
         save(ExitReport("loading", message), exit_report_path(tmp_path / f"report-{rank}.json"))
     assert [*read(tmp_path, {0: "exit code 1", 1: "exit code 1"}).failures] == [1]
     assert [*read(tmp_path, {0: "exit code 1"}).failures] == [0]
@@ -72,3 +82,23 @@ def test_a_report_that_is_required_and_missing_is_inconclusive() -> None:
     said = "^nothing was computed, .*: while loading: KeyError: 'key'$"
     with pytest.raises(CannotCheck, match=said):
         answer.require("nothing was computed")
+
+
+IN_FRAMES = '  File "a.py", line 1\n    f()\n  File "b.py", line 7\n    g()\n'
+LOGS = {
+    "": "it printed nothing",
+    "\n".join(map(str, range(20))): "it last printed: " + " | ".join(map(str, range(12, 20))),
+    f"noise\nTraceback (most recent call last):\n{IN_FRAMES}ValueError: no\nmore\n": (
+        'ValueError: no | more | at File "b.py", line 7'
+    ),
+    # An engine's log goes on.
+    f"[12:00] Traceback (most recent call last):\n{IN_FRAMES}ValueError: no\n\n[12:01] SIGQUIT.\nLoading 2/22\n": (
+        'ValueError: no | at File "b.py", line 7'
+    ),
+}
+
+
+@pytest.mark.parametrize(("log", "words"), LOGS.items())
+def test_the_last_exception_of_a_log_or_else_its_last_lines_are_quoted(log: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert last_words(tmp_path / "log") == words

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shutil
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from support import models
+from support.fixture_types import PathOf
 from support.messages import text_with
 from support.quantized import fp8_blocks, fp8_config, small_groups_allowed, write
-from support.sglang_runs import Case, Judged, int4_config, online_int4, refusal, run_cases, written
+from support.sglang_runs import Case, Judged, Runs, int4_config, online_int4, refusal, reported, run_cases, written
 
 from ckptkit.app.api import quantize
-from ckptkit.formats.hf.reader import INDEX
 from ckptkit.quant.formats.scheme import QuantScheme
 from ckptkit.verify.checks.witnesses.loading import KEEP_ROUTER
 from ckptkit.verify.core.check import all_checks
@@ -27,50 +24,38 @@ from ckptkit.verify.core.run import run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.run import verify
-from ckptkit.verify.witnesses import runner
-from ckptkit.verify.witnesses.loading.job import LoadReport
-from ckptkit.verify.witnesses.runner import Answer
 
 pytestmark = pytest.mark.sglang
 
 GROUP = 32
 ONLINE = ["lm_head", "model.embed_tokens"]
 EXPERTS = "model.layers.{0..11}.mlp.experts.{0..11}."
+ROUTER, DEAD = "mlp.gate.weight", {2: 0.0, 3: 0.5}  # layers whose routers have this number alone
 
 
-def without(release: Path, path: Path, name: str) -> Path:
-    """A copy that lost one tensor, from the shard and from the index."""
-    shutil.copytree(release, path)
-    models.edit(path, name, None)
-    index = json.loads((path / INDEX).read_text())
-    del index["weight_map"][name]
-    (path / INDEX).write_text(json.dumps(index))
-    return path
-
-
-def online(root: Path, name: str, release: Path, ignore: list[str]) -> Path:
+def online(root: Path, name: str, release: Path, ignore: list[str]) -> Case:
     """The release as an online quantizer pushes it, with that `ignore` in its config."""
-    return written(
-        root,
-        name,
-        release,
-        online_int4(models.tensors(release), ignore, GROUP),
-        quantization_config=int4_config(ignore, GROUP),
-    )
+    packed = online_int4(models.tensors(release), ignore, GROUP)
+    return Case(written(root, name, release, packed, quantization_config=int4_config(ignore, GROUP)))
 
 
-def sound_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
+def sound_cases(root: Path, releases: PathOf, converted: PathOf) -> dict[str, Case]:
+    """BF16, INT4 with zero points of experts in SGLang's own layout, FP8, and Megatron's checkpoints."""
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
-    quantize(qwen, root / "qwen-int4", QuantScheme(GROUP, "qmax7"))
-    quantize(glm, root / "glm-int4", QuantScheme(GROUP, "minmax"))
+    quantize(qwen, root / "int4", QuantScheme(GROUP, "qmax7"))
+    asymmetric = QuantScheme(GROUP, "minmax", (), symmetric=False)
+    quantize(releases("qwen2-tied"), root / "zeros", asymmetric)
+    with small_groups_allowed():
+        quantize(qwen, root / "zeros-moe", asymmetric, readers=("sglang",))
     return {
-        **{name: Case(releases(name)) for name in models.configs()},
-        "int4 qwen3_moe": Case(root / "qwen-int4"),
-        "int4 glm4_moe": Case(root / "glm-int4"),
-        "online int4": Case(online(root, "online", qwen, [*ONLINE, KEEP_ROUTER])),
-        "online int4 glm4_moe": Case(online(root, "online-glm", glm, [*ONLINE, KEEP_ROUTER, "re:.*shared_experts.*"])),
+        "qwen2-tied": Case(releases("qwen2-tied")),
+        "qwen3_moe": Case(qwen),
+        "int4 qwen3_moe": Case(root / "int4"),
+        "online int4 glm4_moe": online(root, "online-glm", glm, [*ONLINE, KEEP_ROUTER, "re:.*shared_experts.*"]),
+        "zero points int4 qwen2-tied": Case(root / "zeros"),
+        "zero points int4 qwen3_moe": Case(root / "zeros-moe"),
+        "fp8 qwen3_moe": Case(in_fp8(qwen, root / "fp8")),
         "megatron qwen2-tied": Case(converted("qwen2-tied"), releases("qwen2-tied")),
-        "megatron qwen3_moe": Case(converted("qwen3_moe"), qwen),
         "megatron glm4_moe": Case(converted("glm4_moe"), glm),
         "draft layers": Case(releases("glm4_moe-mtp")),
     }
@@ -89,65 +74,38 @@ def in_fp8(release: Path, path: Path, block: tuple[int, int] = (32, 64)) -> Path
     return path
 
 
-def quantized_cases(root: Path, releases: Callable[..., Path]) -> dict[str, Case]:
-    """Formats beside symmetric INT4: zero points, of experts in SGLang's own layout, and FP8 in blocks."""
-    asymmetric = QuantScheme(GROUP, "minmax", (), symmetric=False)
-    quantize(releases("qwen2-tied"), root / "zeros", asymmetric)
-    with small_groups_allowed():
-        quantize(releases("qwen3_moe"), root / "zeros-moe", asymmetric, readers=("sglang",))
-    fp8 = in_fp8(releases("qwen3_moe"), root / "fp8")
-    # An expert has 96 rows: three blocks of 32, and one and a half of 64.
-    return {
-        "zero points int4 qwen2-tied": Case(root / "zeros"),
-        "zero points int4 qwen3_moe": Case(root / "zeros-moe"),
-        "fp8 qwen3_moe": Case(fp8),
-        "swapped_scales": Case(fp8, alter="swapped_scales"),
-        "fp8 uneven": Case(in_fp8(releases("qwen3_moe"), root / "fp8-uneven", (64, 64))),
-    }
-
-
-def broken_cases(root: Path, releases: Callable[..., Path], converted: Callable[[str], Path]) -> dict[str, Case]:
+def broken_cases(root: Path, releases: PathOf, converted: PathOf) -> dict[str, Case]:
     qwen, glm = releases("qwen3_moe"), releases("glm4_moe")
     tensors = models.tensors(qwen)
-    gates = {
-        f"model.layers.{layer}.mlp.gate.weight": torch.full((12, 128), value).bfloat16()
-        for layer, value in ((2, 0.0), (3, 0.5))
-    }
+    lost = "model.layers.4.mlp.experts.7.up_proj.weight"
+    gates = {f"model.layers.{layer}.{ROUTER}": torch.full((12, 128), value).bfloat16() for layer, value in DEAD.items()}
+    stray = {"model.layers.12.input_layernorm.weight": torch.ones(128).bfloat16()}
     other = {".experts.8.": ".experts.9.", ".experts.9.": ".experts.8."}
-    swapped = {
-        re.sub(r"\.experts\.[89]\.", lambda match: other[match[0]], name): tensor for name, tensor in tensors.items()
-    }
+    swapped = {re.sub(r"\.experts\.[89]\.", lambda match: other[match[0]], name): one for name, one in tensors.items()}
     shards = [f"model.layers.3.self_attn.{part}_proj" for part in "qkv"]
     models.save("qwen2-tied", root / "float32", torch.float32)
     return {
-        "lost": Case(without(qwen, root / "lost", "model.layers.4.mlp.experts.7.up_proj.weight")),
+        "lost": Case(written(root, "lost", qwen, {name: one for name, one in tensors.items() if name != lost})),
         "fused": Case(releases("qwen3_moe", fused=True)),
-        "packed router qwen3_moe": Case(online(root, "router-qwen", qwen, ONLINE)),
+        "packed router qwen3_moe": online(root, "router-qwen", qwen, ONLINE),
         # Ignored by module name, which an online quantizer that goes by parameter names does not understand.
-        "packed router glm4_moe": Case(online(root, "router-glm", glm, [*ONLINE, r"re:.*mlp\.gate$"])),
+        "packed router glm4_moe": online(root, "router-glm", glm, [*ONLINE, r"re:.*mlp\.gate$"]),
         "dead routers": Case(written(root, "dead", qwen, tensors | gates)),
-        "stray": Case(
-            written(
-                root, "stray", qwen, tensors | {"model.layers.12.input_layernorm.weight": torch.ones(128).bfloat16()}
-            )
-        ),
-        "bf16 shards": Case(online(root, "shards", glm, [*ONLINE, KEEP_ROUTER, *shards])),
+        "stray": Case(written(root, "stray", qwen, tensors | stray)),
+        "bf16 shards": online(root, "shards", glm, [*ONLINE, KEEP_ROUTER, *shards]),
         "float32": Case(root / "float32"),
         "other source": Case(converted("qwen3_moe"), written(root, "swapped", qwen, swapped)),
+        # An expert has 96 rows: one and a half blocks of 64.
+        "fp8 uneven": Case(in_fp8(qwen, root / "fp8-uneven", (64, 64))),
+        "swapped_scales": Case(root / "fp8", alter="swapped_scales"),
         **{alter: Case(qwen, alter=alter) for alter in ("swapped_experts", "one_bit", "half_written")},
     }
 
 
 @pytest.fixture(scope="module")
-def cases(
-    releases: Callable[..., Path], converted: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Case]:
+def cases(releases: PathOf, converted: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("sglang")
-    return (
-        sound_cases(root, releases, converted)
-        | quantized_cases(root, releases)
-        | broken_cases(root, releases, converted)
-    )
+    return sound_cases(root, releases, converted) | broken_cases(root, releases, converted)
 
 
 @pytest.fixture
@@ -156,26 +114,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-@pytest.fixture(scope="module")
-def reports(runs: dict[str, Answer[LoadReport]]) -> dict[str, LoadReport]:
-    """What SGLang made of every case; only one of them stops it."""
-    assert {name: run.failure for name, run in runs.items() if run.report is None and name != "fp8 uneven"} == {}
-    return {name: run.report for name, run in runs.items() if run.report}
-
-
 SOUND = (
-    *(
-        "qwen2-tied",
-        "qwen2-untied",
-        "qwen3_moe",
-        "glm4_moe",
-        "int4 qwen3_moe",
-        "int4 glm4_moe",
-        "online int4",
-        "online int4 glm4_moe",
-    ),
-    *("megatron qwen2-tied", "megatron qwen3_moe", "megatron glm4_moe", "draft layers"),
-    *("zero points int4 qwen2-tied", "zero points int4 qwen3_moe", "fp8 qwen3_moe"),
+    *("qwen2-tied", "qwen3_moe", "int4 qwen3_moe", "online int4 glm4_moe", "zero points int4 qwen2-tied"),
+    *("zero points int4 qwen3_moe", "fp8 qwen3_moe", "megatron qwen2-tied", "megatron glm4_moe", "draft layers"),
 )
 
 
@@ -199,7 +140,6 @@ def test_draft_layers_are_a_model_of_their_own(judged: Judged) -> None:
     assert facts["SGLang's draft model"][0] == text_with("Glm4MoeForCausalLM")
 
 
-ROUTER = "mlp.gate.weight"
 BROKEN: dict[str, set[tuple[str, str, int]]] = {
     "lost": {("CK502", "model.layers.4.mlp.experts.7.up_proj.weight", 1)},
     "fused": {
@@ -254,21 +194,17 @@ def test_broken_checkpoints_are_found(name: str, judged: Judged) -> None:
     }
 
 
-def test_findings_say_what_to_do(judged: Judged) -> None:
+def test_findings_count_elements_and_name_parameters(judged: Judged) -> None:
     def first(name: str, code: str) -> Finding:
         return next(finding for finding in judged(name)[1] if finding.code == code)
 
-    assert KEEP_ROUTER in first("packed router qwen3_moe", "CK503").hint
-    assert KEEP_ROUTER in first("packed router qwen3_moe", "CK505").hint
-    assert "CK503" in first("packed router qwen3_moe", "CK502").hint
-    assert "1536 of 1536" in first("packed router qwen3_moe", "CK505").actual
+    assert all(KEEP_ROUTER in first("packed router qwen3_moe", code).hint for code in ("CK503", "CK505"))
+    assert first("packed router qwen3_moe", "CK505").actual == text_with("1536 1536")
     assert [finding.actual for finding in judged("dead routers")[1]] == [text_with("zero"), text_with("0.5")]
-    assert first("one_bit", "CK504").actual.startswith("1 of 8192 elements differ, first at [3, 4]: ")
-    assert "73728 of 147456" in first("half_written", "CK502").actual
-    assert "6144 of its 12288" in first("half_written", "CK503").actual
-    assert "at model.layers.4.mlp.experts.w13_weight in SGLang" in first("lost", "CK502").actual
-    assert "expert" in first("fused", "CK503").hint
-    assert "fused name" in first("bf16 shards", "CK503").hint
+    assert first("one_bit", "CK504").actual == text_with("1 8192 [3 4]")
+    assert first("half_written", "CK502").actual == text_with("73728 147456")
+    assert first("half_written", "CK503").actual == text_with("6144 12288")
+    assert first("lost", "CK502").actual == text_with("model.layers.4.mlp.experts.w13_weight SGLang")
 
 
 def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(judged: Judged) -> None:
@@ -277,27 +213,26 @@ def test_blocks_that_do_not_divide_an_experts_rows_are_refused_by_sglang(judged:
     assert "is not divisible by weight quantization block_n = 64" in finding.actual
 
 
-def test_a_smaller_dtype_is_a_warning(reports: dict[str, LoadReport], judged: Judged) -> None:
+def test_a_smaller_dtype_is_a_warning(runs: Runs, judged: Judged) -> None:
     results, findings, _ = judged("float32")
     assert {result.status for result in results.values()} <= {"passed", "skipped"}
     assert {(finding.code, finding.severity) for finding in findings} == {("CK504", "warning")}
-    assert all(finding.actual.startswith(f"float32 rounded to {reports['float32'].dtype}") for finding in findings)
+    assert all(finding.actual == text_with(f"float32 {reported(runs['float32']).dtype}") for finding in findings)
 
 
 @pytest.mark.usefixtures("no_gpu")
 def test_verify_streams_a_megatron_checkpoint_and_keeps_stdout_clean(
-    releases: Callable[[str], Path], converted: Callable[[str], Path], capfd: pytest.CaptureFixture[str]
+    releases: PathOf, converted: PathOf, capfd: pytest.CaptureFixture[str]
 ) -> None:
     report = verify(converted("glm4_moe"), source=releases("glm4_moe"), against=frozenset({"sglang"}))
     assert (report.status, report.findings) == ("passed", [])
-    assert [check.code for check in report.checks if check.code.startswith("CK5") and check.status == "passed"][:5] == [
-        f"CK50{n}" for n in range(1, 6)
-    ]
+    passed = {check.code for check in report.checks if check.status == "passed"}
+    assert passed >= {f"CK50{number}" for number in range(1, 6)}
     assert capfd.readouterr().out == ""
 
 
 @pytest.mark.usefixtures("served_sglang")
-def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], Path], tmp_path: Path) -> None:
+def test_a_model_that_sglang_cannot_load_is_a_finding(releases: PathOf, tmp_path: Path) -> None:
     release = releases("qwen2-tied")
     path = written(tmp_path, "wide", release, models.tensors(release), vocab_size=640)
     subject = Subject(path, options=VerifyOptions(against=frozenset({"sglang"})))
@@ -311,7 +246,6 @@ def test_a_model_that_sglang_cannot_load_is_a_finding(releases: Callable[[str], 
 FAKES = {
     "import a_package_that_nobody_has": "ModuleNotFoundError: No module named 'a_package",
     "import os; os.kill(os.getpid(), 9)": "killed by SIGKILL",
-    "import time; time.sleep(600)": "within 5 s",
     "raise SystemExit(0)": "SystemExit: 0",
 }
 
@@ -319,23 +253,18 @@ FAKES = {
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("statement", FAKES)
 def test_an_sglang_that_cannot_be_asked_is_inconclusive(
-    statement: str, releases: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    statement: str, releases: PathOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text(statement)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.setattr(runner, "START_S", 5 if "sleep" in statement else 300)
-    monkeypatch.setattr(runner, "_BYTES_A_SECOND", 1e12)
     report = verify(releases("qwen2-tied"), against=frozenset({"sglang"}))
     assert (report.status, report.findings) == ("inconclusive", [])
     (reason,) = report.reasons
-    assert reason == text_with("CK501, CK502, CK503, CK504:")
     assert FAKES[statement] in reason
 
 
-def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(
-    releases: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_an_exception_of_ours_while_sglang_loads_is_inconclusive(releases: PathOf, tmp_path: Path) -> None:
     """Our feed, in the middle of SGLang's load_weights: raised by us, so nothing about the checkpoint."""
     run = run_cases({"broken": Case(releases("qwen2-tied"), alter="broken_feed")}, tmp_path)["broken"]
     assert (run.report, refusal(run)) == (None, "")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import OF_A_KIND
 from support import models
 from support.nightly import collected, daily
 from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
@@ -40,14 +38,13 @@ BROKEN = {
     "glm_moe_dsa",
 }
 ALSO_BROKEN = [(sizes, name) for sizes, name in EVERY if name in BROKEN]
-DAILY = {*OF_A_KIND, *SOME}
 
 Case = tuple[EngineSizes, str]
 Runs = Mapping[EngineSizes, Mapping[str, Answer[LoadReport]]]
 
 
-def of_a_kind(cases: list[Case]) -> list[Any]:
-    return daily(cases, [one for one in cases if one[1] in DAILY])
+def of_some(cases: list[Case]) -> list[Any]:
+    return daily(cases, [one for one in cases if one[1] in SOME])
 
 
 def id_of(case: Case) -> str:
@@ -85,7 +82,7 @@ def runs(root: Path, folders: Mapping[EngineSizes, Path], wanted: set[Case]) -> 
     return found
 
 
-@pytest.mark.parametrize("case", of_a_kind(EVERY), ids=id_of)
+@pytest.mark.parametrize("case", of_some(EVERY), ids=id_of)
 def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
     sizes, name = case
     report = reported(runs[sizes][name])
@@ -99,7 +96,7 @@ def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> Non
     assert report.sizes == sizes
 
 
-@pytest.mark.parametrize("case", of_a_kind(ALSO_BROKEN), ids=id_of)
+@pytest.mark.parametrize("case", of_some(ALSO_BROKEN), ids=id_of)
 def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs: Runs) -> None:
     sizes, name = case
     report = reported(runs[sizes][f"{name} broken"])
@@ -114,9 +111,14 @@ def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs:
     assert {one.rank for one in report.unwritten if one.tensor in missing and ".experts." not in one.tensor} == {None}
     of_expert = {one.rank for one in report.unwritten if ".experts." in one.tensor}
     assert of_expert <= ({"0", "1"} if sizes.ep == 2 else {None})
+    # Of the queries each rank has a slice, unless it has the attention whole.
+    assert {one.rank for one in report.unwritten if one.tensor in on_one} == {"1"}
+    (size,) = (tensors[one].numel() for one in on_one if "norm" not in one)
+    parts = [one.what for one in report.dropped if one.tensor in on_one]
+    assert parts == [f"only {size // 2} of its {size} elements were written"] * (not is_whole(sizes, name))
 
 
-@pytest.mark.parametrize("case", of_a_kind([one for one in ALSO_BROKEN if one[1] in DRAFTS]), ids=id_of)
+@pytest.mark.parametrize("case", of_some([one for one in ALSO_BROKEN if one[1] in DRAFTS]), ids=id_of)
 def test_every_tensor_of_a_draft_layer_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
     sizes, name = case
     report, broken = draft_of(runs[sizes][name]), draft_of(runs[sizes][f"{name} broken"])
@@ -132,22 +134,8 @@ def test_every_tensor_of_a_draft_layer_is_on_some_rank(case: Case, root: Path, r
     assert sorted(one.tensor for one in broken.differing) == differing
 
 
-@pytest.mark.parametrize("case", of_a_kind(ALSO_BROKEN), ids=id_of)
-def test_what_one_rank_lacks_is_named_with_the_rank(case: Case, root: Path, runs: Runs) -> None:
-    """A norm, and the queries, of which it has a slice unless each rank has the attention whole."""
-    sizes, name = case
-    report = reported(runs[sizes][f"{name} broken"])
-    tensors = models.tensors(root / name)
-    norm, query = sorted((one for one in tensors if LOST_ON_RANK_1.fullmatch(one)), key=lambda one: "norm" not in one)
-    assert {one.rank for one in report.unwritten if one.tensor in (norm, query)} == {"1"}
-    size = tensors[query].numel()
-    assert [one.what for one in report.dropped if one.tensor in (norm, query)] == (
-        [] if is_whole(sizes, name) else [f"only {size // 2} of its {size} elements were written"]
-    )
-
-
 @pytest.mark.parametrize(
-    "case", of_a_kind([one for one in PARAMS if one[1] in REFUSED_IN_PARALLEL.get(one[0], {})]), ids=id_of
+    "case", of_some([one for one in PARAMS if one[1] in REFUSED_IN_PARALLEL.get(one[0], {})]), ids=id_of
 )
 def test_what_sglang_cannot_share_out_is_quoted(case: Case, runs: Runs) -> None:
     sizes, name = case
@@ -161,52 +149,37 @@ def is_whole(sizes: EngineSizes, name: str) -> bool:
     return sizes.dp_attention and not name.startswith("qwen2")
 
 
-def rows(tensor: Tensor, rank: int) -> Tensor:
-    """Half of the outputs."""
-    return tensor.chunk(2)[rank]
-
-
-def columns(tensor: Tensor, rank: int) -> Tensor:
-    """Half of the inputs."""
-    return tensor.chunk(2, dim=1)[rank]
-
-
-def words(tensor: Tensor, rank: int) -> Tensor:
-    """Half of a vocabulary that is filled up to a multiple of 64: 192 rows of 384, of which there are 352."""
-    return tensor[192 * rank : 192 * (rank + 1)]
-
-
-def all_of_it(tensor: Tensor, rank: int) -> Tensor:
-    return tensor
-
-
-def on(place: int, tensor: Tensor, rank: int) -> Tensor:
-    """All of it, on one rank alone."""
-    return tensor if rank == place else tensor[:0]
+def part_of(tensor: Tensor, how: str, rank: int) -> Tensor:
+    """What a rank holds of it: half of the outputs or inputs, all of it, or all of it on one rank alone."""
+    if how == "words":  # a vocabulary of 352, filled up to a multiple of 64
+        return tensor[192 * rank : 192 * (rank + 1)]
+    if how in ("rows", "columns"):
+        return tensor.chunk(2, dim=int(how == "columns"))[rank]
+    return tensor if how in ("all", f"on {rank}") else tensor[:0]
 
 
 L, EXPERTS = "model.layers.7", "model.layers.7.mlp.experts"
-HELD: Mapping[EngineSizes, Mapping[str, Callable[[Tensor, int], Tensor]]] = {
+HELD: Mapping[EngineSizes, Mapping[str, str]] = {
     CUT: {
-        f"{L}.self_attn.q_proj.weight": rows,
-        f"{L}.self_attn.k_proj.weight": rows,
-        f"{L}.self_attn.o_proj.weight": columns,
-        f"{L}.mlp.gate.weight": all_of_it,
-        f"{EXPERTS}.5.up_proj.weight": rows,
-        f"{EXPERTS}.6.down_proj.weight": columns,
-        "model.embed_tokens.weight": words,
-        "lm_head.weight": words,
+        f"{L}.self_attn.q_proj.weight": "rows",
+        f"{L}.self_attn.k_proj.weight": "rows",
+        f"{L}.self_attn.o_proj.weight": "columns",
+        f"{L}.mlp.gate.weight": "all",
+        f"{EXPERTS}.5.up_proj.weight": "rows",
+        f"{EXPERTS}.6.down_proj.weight": "columns",
+        "model.embed_tokens.weight": "words",
+        "lm_head.weight": "words",
     },
     SHARED_OUT: {
-        f"{L}.self_attn.v_proj.weight": rows,
-        f"{EXPERTS}.5.up_proj.weight": partial(on, 0),
-        f"{EXPERTS}.6.down_proj.weight": partial(on, 1),
+        f"{L}.self_attn.v_proj.weight": "rows",
+        f"{EXPERTS}.5.up_proj.weight": "on 0",
+        f"{EXPERTS}.6.down_proj.weight": "on 1",
     },
     WHOLE: {
-        f"{L}.self_attn.q_proj.weight": all_of_it,
-        f"{L}.self_attn.o_proj.weight": all_of_it,
-        f"{EXPERTS}.5.gate_proj.weight": rows,
-        f"{EXPERTS}.6.down_proj.weight": columns,
+        f"{L}.self_attn.q_proj.weight": "all",
+        f"{L}.self_attn.o_proj.weight": "all",
+        f"{EXPERTS}.5.gate_proj.weight": "rows",
+        f"{EXPERTS}.6.down_proj.weight": "columns",
     },
 }
 
@@ -219,9 +192,9 @@ def test_which_part_a_rank_holds(
     tensors = models.tensors(root / "qwen3_moe")
     for rank in range(2):
         report = load_record(LoadReport, folders[sizes] / f"scratch-{number}" / f"report-{rank}.json")
-        for name, part in HELD[sizes].items():
+        for name, how in HELD[sizes].items():
             numbers = torch.arange(tensors[name].numel()).view(tensors[name].shape)
-            assert torch.equal(seen(report, name, numbers), part(numbers, rank).flatten()), (rank, name)
+            assert torch.equal(seen(report, name, numbers), part_of(numbers, how, rank).flatten()), (rank, name)
 
 
 def seen(report: LoadReport, name: str, numbers: Tensor) -> Tensor:
@@ -242,15 +215,8 @@ def test_verify_streams_a_megatron_checkpoint_to_a_process_a_rank(root: Path, tm
     assert "tp 2, ep 2, on cpu" in report.facts["SGLang"][0]
 
 
-@pytest.mark.parametrize("sizes", [{"pp": 2}, {"ep": 2}, {"tp": 2, "etp": 1}, {"tp": 4, "ep": 3}])
-def test_sizes_that_no_engine_has_are_not_taken_for_loaded(
-    sizes: Mapping[str, int], root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1})
-    monkeypatch.setattr(
-        "ckptkit.verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: answered(loaded)
-    )
-    report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), **sizes)  # type: ignore[arg-type]
-    (check,) = (one for one in report.checks if one.code == "CK507")
-    assert check.status == "skipped"
-    assert "engine" in str(check.reason)
+def test_sizes_that_no_engine_has_are_not_taken_for_loaded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = answered(LoadReport("0", "m", "cpu", "bfloat16", equal={"a": 1}))
+    monkeypatch.setattr("ckptkit.verify.checks.witnesses.loading.run_engine_load", lambda subject, engine: answer)
+    report = verify(root / "qwen3_moe", against=frozenset({"sglang"}), pp=2)
+    assert [check.status for check in report.checks if check.code == "CK507"] == ["skipped"]

@@ -25,10 +25,9 @@ Weights = Iterator[tuple[str, Tensor]]
 Loader = Callable[[dict[str, Tensor], Weights], object]
 
 
-def given(*names: str, shape: tuple[int, ...] = (4, 6), dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Tensors of numbers that stand nowhere else."""
-    size = torch.Size(shape).numel()
-    return {name: torch.arange(100 * at, 100 * at + size).reshape(shape).to(dtype) for at, name in enumerate(names, 1)}
+def given(*names: str) -> dict[str, Tensor]:
+    """Tensors of numbers that are nowhere else."""
+    return {name: torch.arange(100.0 * at, 100 * at + 24).reshape(4, 6) for at, name in enumerate(names, 1)}
 
 
 def placed(parameters: dict[str, Tensor], tensors: Mapping[str, Tensor], loader: Loader) -> Placement:
@@ -89,114 +88,101 @@ def replaced(parameters: dict[str, Tensor], weights: Weights) -> None:
     parameters["fused"] = torch.cat([tensor for _, tensor in weights])
 
 
-@pytest.mark.parametrize("loader", [rows, transposed, joined, through_a_buffer, interleaved, in_threads, replaced])
+def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """The second tensor over half of the first."""
+    for name, tensor in weights:
+        parameters["fused"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
+
+
+def filled(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """A number that is read."""
+    for _, tensor in weights:
+        parameters["fused"].fill_(tensor[0, 0].item())
+
+
+def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """One as it is, and another times two."""
+    (_, one), (_, other) = weights
+    parameters["fused"].copy_(torch.cat([one, other * 2]))
+
+
+def joined_and_cut(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """For kernels that multiply by both at once; the joint matrix ends with rows of zeros."""
+    for name, tensor in weights:
+        parameters[name].copy_(tensor)
+    both = torch.cat([parameters["a"], parameters["b"], parameters["a"].new_zeros(2, 6)])
+    parameters["a"].data, parameters["b"].data = both[:4], both[4:8]
+
+
+def into_a_view(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """Of joined weights, one of which is overwritten."""
+    first, second, third = (tensor for _, tensor in weights)
+    both = torch.cat([first, second])
+    parameters["a"].data, parameters["b"].data = both[:4], both[4:]
+    parameters["b"].copy_(third)
+
+
+def reused(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """Memory that is used again, each time for another tensor."""
+    for name, tensor in weights:
+        buffer = torch.empty(4, 6)
+        buffer.copy_(tensor)
+        parameters[name].copy_(buffer)
+        del buffer
+
+
+def zeroed(parameters: dict[str, Tensor], weights: Weights) -> None:
+    """What a rank does with a bias that another one adds: made zero where it was given, then copied."""
+    for at, (_, tensor) in enumerate(weights):
+        parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor.zero_() if at else tensor)
+
+
+def like_zeros(parameters: dict[str, Tensor], weights: Weights) -> None:
+    for at, (_, tensor) in enumerate(weights):
+        parameters["fused"].narrow(0, 4 * at, 4).copy_(torch.zeros_like(tensor) if at else tensor)
+
+
+FUSED, EACH, ALL = {"fused": (8, 6)}, {"a": (4, 6), "b": (4, 6)}, {"a": 24, "b": 24}
+# Shapes of the parameters, how many elements of each tensor they hold then, and of what the others are computed.
+LOADERS: dict[Loader, tuple[dict[str, tuple[int, ...]], dict[str, int], dict[str, set[str]]]] = {
+    **dict.fromkeys((rows, joined, through_a_buffer, interleaved, in_threads, replaced), (FUSED, ALL, {})),
+    transposed: ({"fused": (6, 8)}, ALL, {}),
+    twice: ({"fused": (4, 6)}, {"a": 12, "b": 12}, {}),
+    filled: ({"fused": (3,)}, {"a": 1}, {}),
+    computed: (FUSED, {"a": 24, "b": 0}, {"fused": {"b"}}),
+    joined_and_cut: (EACH, ALL, {}),
+    into_a_view: (EACH, {"a": 24, "b": 0, "c": 24}, {}),
+    reused: (EACH, ALL, {}),
+    **dict.fromkeys((zeroed, like_zeros), (FUSED, {"a": 24, "b": 0}, {})),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS, ids=lambda loader: loader.__name__)
 def test_every_element_is_followed_back(loader: Loader) -> None:
-    fused = torch.empty(6, 8) if loader is transposed else torch.empty(8, 6)
-    tensors = given("a", "b")
-    placement = placed({"fused": fused}, tensors, loader)
-    assert counts(placement, tensors) == {"a": 24, "b": 24}
-    assert {piece.param for pieces in placement.pieces.values() for piece in pieces} == {"fused"}
-    assert not placement.computed
+    shapes, held, of = LOADERS[loader]
+    tensors = given(*held)
+    placement = placed({name: torch.empty(shape) for name, shape in shapes.items()}, tensors, loader)
+    assert (counts(placement, tensors), placement.computed) == (held, of)
 
 
 def test_tensors_and_parameters_may_begin_anywhere_in_a_storage() -> None:
     """As those of a reader that reads whole pieces of a file."""
     storage = torch.arange(100.0)
     tensors = {"a": storage[10:34].view(4, 6), "b": storage[40:64].view(4, 6)}
-    fused = torch.empty(80)[12:60].view(8, 6)
-    placement = placed({"fused": fused}, tensors, rows)
+    placement = placed({"fused": torch.empty(80)[12:60].view(8, 6)}, tensors, rows)
     assert counts(placement, tensors) == {"a": 24, "b": 24}
     (piece,) = placement.pieces["b"]
-    assert piece.taken(tensors["b"]).flatten().tolist() == list(range(40, 64))
-    assert piece.actual(fused).flatten().tolist() == list(range(40, 64))
-
-
-def test_a_regular_part_is_told_as_one() -> None:
-    tensors = given("a", "b")
-    placement = placed({"fused": torch.empty(8, 6)}, tensors, rows)
-    (piece,) = placement.pieces["b"]
     assert (piece.into, piece.part) == (Region(24, (4, 6), (6, 1)), Region(0, (4, 6), (6, 1)))
-
-
-def test_what_is_overwritten_no_longer_stands_there() -> None:
-    def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            parameters["a"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
-
-    tensors = given("a", "b")
-    placement = placed({"a": torch.empty(4, 6)}, tensors, twice)
-    assert counts(placement, tensors) == {"a": 12, "b": 12}
-    assert len(placement.written["a"]) == 1
 
 
 def test_casts_and_bits_in_another_dtype() -> None:
     def cast(parameters: dict[str, Tensor], weights: Weights) -> None:
         for name, tensor in weights:
-            source = tensor.view(torch.int32) if name == "bits" else tensor.to(torch.bfloat16) * 1
-            parameters[name].copy_(source if name == "bits" else tensor)
+            parameters[name].copy_(tensor.view(torch.int32) if name == "bits" else tensor)
 
     parameters = {"bits": torch.empty(4, 6, dtype=torch.int32), "cast": torch.empty(4, 6, dtype=torch.bfloat16)}
     tensors = given("bits", "cast")
     assert counts(placed(parameters, tensors, cast), tensors) == {"bits": 24, "cast": 24}
-
-
-def test_a_number_that_is_read_and_filled_in() -> None:
-    def filled(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            parameters[name].fill_(tensor.item())
-
-    placement = placed({"a": torch.empty(3)}, given("a", shape=(1,)), filled)
-    assert [piece.into.sizes for piece in placement.pieces["a"]] == [(3,)]
-
-
-def test_what_is_computed_is_named() -> None:
-    def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            parameters[name].copy_(-tensor.exp())
-
-    placement = placed({"a": torch.empty(4, 6)}, given("a"), computed)
-    assert placement.computed == {"a": frozenset({"a"})}
-    assert not placement.pieces["a"]
-
-
-def test_what_is_computed_of_one_of_two_is_named() -> None:
-    def half(parameters: dict[str, Tensor], weights: Weights) -> None:
-        (_, one), (_, other) = weights
-        parameters["a"].copy_(torch.cat([one, other * 2]))
-
-    tensors = given("x", "y")
-    placement = placed({"a": torch.empty(8, 6)}, tensors, half)
-    assert counts(placement, tensors) == {"x": 24, "y": 0}
-    assert placement.computed == {"a": frozenset({"y"})}
-
-
-def test_weights_that_are_joined_and_cut_into_views_are_followed_back() -> None:
-    """As for kernels that multiply by both at once; the joint matrix ends with rows of zeros."""
-
-    def loader(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            parameters[name].copy_(tensor)
-        both = torch.cat([parameters["a"], parameters["b"], parameters["a"].new_zeros(2, 6)])
-        parameters["a"].data, parameters["b"].data = both[:4], both[4:8]
-
-    tensors = given("a", "b")
-    placement = placed({name: torch.zeros(4, 6) for name in tensors}, tensors, loader)
-    assert counts(placement, tensors) == {"a": 24, "b": 24}
-    assert [piece.param for name in tensors for piece in placement.pieces[name]] == ["a", "b"]
-    assert placement.computed == {}
-
-
-def test_what_is_written_into_a_view_of_joined_weights_stands_there() -> None:
-    def loader(parameters: dict[str, Tensor], weights: Weights) -> None:
-        first, second, third = (tensor for _, tensor in weights)
-        both = torch.cat([first, second])
-        parameters["a"].data, parameters["b"].data = both[:4], both[4:]
-        parameters["b"].copy_(third)
-
-    tensors = given("a", "b", "c")
-    placement = placed({name: torch.zeros(4, 6) for name in "ab"}, tensors, loader)
-    assert counts(placement, tensors) == {"a": 24, "b": 0, "c": 24}
-    assert [piece.param for piece in placement.pieces["c"]] == ["b"]
 
 
 @pytest.mark.parametrize(("behind", "wrong"), [(0, []), (1, [text_with("96 0 nowhere")])])
@@ -215,21 +201,6 @@ def test_zeros_behind_the_values_need_no_place(behind: float, wrong: list[str]) 
     assert [one.what for one in report.differing] == wrong
 
 
-def test_memory_that_is_used_again_is_not_taken_for_what_lay_there() -> None:
-    def reused(parameters: dict[str, Tensor], weights: Weights) -> None:
-        for name, tensor in weights:
-            buffer = torch.empty(4, 6)
-            buffer.copy_(tensor)
-            parameters[name].copy_(buffer)
-            del buffer
-
-    tensors = given("a", "b")
-    assert counts(placed({"a": torch.empty(4, 6), "b": torch.empty(4, 6)}, tensors, reused), tensors) == {
-        "a": 24,
-        "b": 24,
-    }
-
-
 def experts(parameters: dict[str, Tensor], weights: Weights) -> None:
     for name, tensor in weights:
         _, layer, _, expert, which = name.split(".")
@@ -237,36 +208,13 @@ def experts(parameters: dict[str, Tensor], weights: Weights) -> None:
 
 
 def test_the_place_of_a_missing_tensor_is_told_from_others() -> None:
-    names = [
-        f"layers.{layer}.experts.{expert}.{which}"
-        for layer in (0, 1, 2)
-        for expert in range(4)
-        for which in ("gate", "up")
-    ]
+    each = ((layer, expert, part) for layer in range(3) for expert in range(4) for part in ("gate", "up"))
+    names = [f"layers.{layer}.experts.{expert}.{part}" for layer, expert, part in each]
     missing = "layers.2.experts.3.up"
     tensors = given(*(name for name in names if name != missing))
     placement = placed({f"layers.{layer}.w13": torch.empty(4, 8, 6) for layer in (0, 1, 2)}, tensors, experts)
     assert placement.predicted(missing) == ("layers.2.w13", Region(3 * 48 + 24, (4, 6), (6, 1)))
     assert placement.predicted("layers.2.experts.3.down") is None
-
-
-def zeroed(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """What a rank does with a bias that another one adds: made zero where it was given, then copied."""
-    for at, (_, tensor) in enumerate(weights):
-        parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor.zero_() if at else tensor)
-
-
-def like_zeros(parameters: dict[str, Tensor], weights: Weights) -> None:
-    for at, (_, tensor) in enumerate(weights):
-        parameters["fused"].narrow(0, 4 * at, 4).copy_(torch.zeros_like(tensor) if at else tensor)
-
-
-@pytest.mark.parametrize("loader", [zeroed, like_zeros])
-def test_zeros_in_the_place_of_a_tensor_are_not_computed_of_it(loader: Loader) -> None:
-    tensors = given("a", "b")
-    parameters = {"fused": torch.empty(8, 6)}
-    placement = placed(parameters, tensors, loader)
-    assert (counts(placement, tensors), placement.computed) == ({"a": 24, "b": 0}, {})
 
 
 def test_what_is_covered_is_counted_once() -> None:
