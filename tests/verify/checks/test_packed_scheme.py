@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams
 from mutations.edits import edit_json, replace, tensor
-from mutations.int4 import awq, codes, unpack
+from mutations.int4 import in_awq_order, unpack
 from support import models, quantized
 from support.fixture_types import CopyOf, OnlyFinding, PathOf, RunAlone
 from support.messages import text_with
@@ -281,15 +281,15 @@ def test_quantization_steps_too_large_for_the_named_grid_are_found(
     assert found == ([(f"{module}.weight_scale", "up to 101% off")] if factor == 2 and named else [])
 
 
-def moved(codes: Tensor) -> Tensor:
+def moved(words: Tensor) -> Tensor:
     """Every 32nd code three steps nearer to zero, as GPTQ may move it to make up for others."""
-    changed = codes.clone()
-    changed[:, ::32] -= 3 * changed[:, ::32].sign()
-    return changed
+    codes = unpack_from_int32(words, 4, torch.Size((len(words), words.shape[1] * 8)))
+    codes[:, ::32] -= 3 * codes[:, ::32].sign()
+    return pack_to_int32(codes, 4)
 
 
 @pytest.mark.parametrize("actorder", ["static", "weight", None])
-@pytest.mark.parametrize("change", [moved, awq])
+@pytest.mark.parametrize("change", [moved, in_awq_order])
 def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
     actorder: str | None,
     change: Callable[[Tensor], Tensor],
@@ -299,7 +299,7 @@ def test_weights_of_gptq_are_judged_by_the_distance_of_their_rows(
     alone: RunAlone,
 ) -> None:
     path, name = copy_of(int4), f"{EXPERT_11}.up_proj.weight_packed"
-    replace(path, {name: codes(change)(tensor(path, name))})
+    replace(path, {name: change(tensor(path, name))})
     edit_json(path / "config.json", lambda config: weights_of(config).update(actorder=actorder))
     assert alone("CK302", path)[1] == []
     found = [(one.tensor, one.expected) for one in alone("CK305", path, source_path=releases("glm4_moe"))[1]]

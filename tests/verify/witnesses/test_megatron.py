@@ -11,7 +11,7 @@ import torch
 from families import case
 from families.case import MOE, SIZES, Case
 from mutations import ranks
-from mutations.torch_dist import index_of, lost
+from mutations.torch_dist import index_of, key_lost
 from support import models
 from support.fixture_types import PathOf
 from support.megatron_layouts import judge
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_found(releases: PathOf, copy_of: PathOf, tmp_path: Pat
         metadata.storage_data[MetadataIndex(stray, torch.Size([0]), 0)] = metadata.storage_data[
             index_of(metadata, norm)
         ]
-        lost(metadata, gone)
+        key_lost(metadata, gone)
 
     models.edit_metadata(broken / "release", break_it)
     findings, _ = judge(Subject(broken, releases("glm4_moe")))
