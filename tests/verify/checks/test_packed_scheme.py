@@ -281,9 +281,13 @@ def test_quantization_steps_too_large_for_the_named_grid_are_found(
     assert found == ([(f"{module}.weight_scale", "up to 101% off")] if factor == 2 and named else [])
 
 
+def unpacked_codes(words: Tensor) -> Tensor:
+    return unpack_from_int32(words, 4, torch.Size((len(words), words.shape[1] * 8)))
+
+
 def moved(words: Tensor) -> Tensor:
     """Every 32nd code three steps nearer to zero, as GPTQ may move it to make up for others."""
-    codes = unpack_from_int32(words, 4, torch.Size((len(words), words.shape[1] * 8)))
+    codes = unpacked_codes(words)
     codes[:, ::32] -= 3 * codes[:, ::32].sign()
     return pack_to_int32(codes, 4)
 
@@ -469,14 +473,11 @@ def test_a_wrong_code_is_found_although_the_end_of_the_grid_may_be_far(
     code: int, autoround_copy: Path, releases: PathOf, alone: RunAlone
 ) -> None:
     """In the place of -8, the largest weight of a group."""
-
-    def change(stored: Tensor) -> Tensor:
-        row, column = (stored == -8).nonzero()[0].tolist()
-        stored[row, column] = code
-        return stored
-
     path, name = autoround_copy, f"{MODULE}.weight_packed"
-    models.edit(path, name, codes(change)(models.tensors(path)[name]))
+    codes = unpacked_codes(models.tensors(path)[name])
+    row, column = (codes == -8).nonzero()[0].tolist()
+    codes[row, column] = code
+    models.edit(path, name, pack_to_int32(codes, 4))
     _, (finding,) = alone("CK305", path, source_path=releases("qwen2-tied"))
     assert (finding.tensor, finding.expected) == (f"{MODULE}.weight", "at most 1.094 quantization steps off")
 
