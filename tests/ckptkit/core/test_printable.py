@@ -194,7 +194,7 @@ def test_names_of_a_megatron_checkpoint_are_printed_escaped(
 ) -> None:
     model = copy_of(converted("qwen2-tied"))
     with_config("type", model / "hf")
-    for _ in ("the type of the model", "the name of the iteration"):
+    for _ in ("its type", "its iteration"):
         done = ckptkit(*words_of(verb, model, releases("qwen2-tied"), tmp_path / "out"))
         assert_harmless(done.stdout)
         assert_harmless(done.stderr)
