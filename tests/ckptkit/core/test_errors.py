@@ -200,3 +200,52 @@ def test_fold_joins_names_that_differ_in_numbers(names: list[str], folded: list[
 
 def test_summarize_counts_what_it_leaves_out() -> None:
     assert summarize(["a", "b", "c"], limit=2) == "a, b and 1 more"
+
+
+# Where an exception's own text is shown all the same: what raises there is ckptkit's own, or says one line of its own.
+ONE_LINE = {
+    "ckptkit/formats/hf/reader.py": "json",
+    "ckptkit/formats/hf/shard.py": "json",
+    "ckptkit/formats/torch_dist/reader.py": "the restricted unpickler",
+    "ckptkit/formats/torch_save/blob.py": "the restricted unpickler",
+    "ckptkit/formats/yaml_text.py": "PyYAML, whose lines are joined",
+    "converters/megatron/run_config.py": "`formats/yaml_text.py`",
+    "quant/patterns.py": "re",
+    "verify/evidence/expected.py": "int and float",
+    "verify/launch/python/expressions.py": "Python's operators",
+    "verify/launch/settings/config.py": "arithmetic",
+    "verify/launch/settings/tree.py": "`formats/yaml_text.py`",
+}
+OF_THE_SYSTEM = ("OSError", "BaseException")  # one line each
+
+
+def test_every_text_of_another_library_goes_through_words_of() -> None:
+    root = Path(__file__).resolve().parents[3]
+    files = [
+        file for one in ("ckptkit", "converters", "quant", "verify") for file in sorted((root / one).rglob("*.py"))
+    ]
+    trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text()) for file in files}
+    own = {node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    found = {
+        file
+        for file, tree in trees.items()
+        for handler in ast.walk(tree)
+        if isinstance(handler, ast.ExceptHandler) and handler.name and not _caught(handler) <= {*own, *OF_THE_SYSTEM}
+        if any(_shows(node, handler.name) for node in ast.walk(handler))
+    }
+    assert found == set(ONE_LINE)
+
+
+def _caught(handler: ast.ExceptHandler) -> set[str]:
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return {ast.unparse(kind).rpartition(".")[2] for kind in kinds if kind is not None}
+
+
+def _shows(node: ast.AST, name: str) -> bool:
+    """Whether this puts the exception's text into a string."""
+    match node:
+        case ast.FormattedValue(value=ast.Name(id=shown)):
+            return shown == name
+        case ast.Call(func=ast.Name(id="str"), args=[ast.Name(id=shown)]):
+            return shown == name
+    return False
