@@ -203,7 +203,7 @@ def test_names_of_a_megatron_checkpoint_are_printed_escaped(
 
 def test_words_of_the_command_line_are_printed_escaped(ckptkit: Run) -> None:
     for words in (
-        *([EVIL], ["inspect", EVIL, EVIL], ["inspect", f"--{EVIL}"], ["explain", EVIL.replace(" ", "")]),
+        *([EVIL], ["inspect", EVIL, EVIL], ["inspect", f"--{EVIL}"], ["explain", "zebra\x1b[2J\u202e\x9b"]),
         *(["verify", ".", "--report", EVIL], ["convert", EVIL, EVIL]),
     ):
         done = ckptkit(*words)
