@@ -51,6 +51,14 @@ def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) 
     assert report.loaded_names == len(tensors)
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.device == text_with("H100")
+    draft = draft_of(runs[name])
+    assert (draft and draft.model) == DRAFTS.get(name)
+    if draft:
+        seen = (draft.unwritten, draft.dropped, draft.differing, draft.routers, draft.computed)
+        assert seen == ((), (), (), (), ())
+        assert draft.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
+    else:
+        assert DRAFT_REFUSED.get(name, "None") in str(runs[name].failure)
 
 
 @pytest.mark.parametrize("name", of_a_kind(LEFT_OUT))
@@ -70,30 +78,9 @@ def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
 @pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
-    report = reported(runs[f"{name} broken"])
-    names_faults(report, models.tensors(root / name))
-
-
-@pytest.mark.parametrize("name", of_a_kind(DRAFTS))
-def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Path, runs: Runs) -> None:
-    report, broken = draft_of(runs[name]), draft_of(runs[f"{name} broken"])
-    assert report is not None, runs[name]
-    assert broken is not None, runs[f"{name} broken"]
-    assert report.model == DRAFTS[name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
-    tensors = models.tensors(root / name)
-    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
-    names_faults(broken, tensors, LOST_OF_DRAFT)
-
-
-@pytest.mark.parametrize("name", of_a_kind(DRAFT_REFUSED))
-def test_what_vllm_refuses_of_a_draft_model_is_quoted(name: str, runs: Runs) -> None:
-    assert draft_of(runs[name]) is None
-    assert DRAFT_REFUSED[name] in str(runs[name].failure)
-
-
-@pytest.mark.parametrize(
-    "name", of_a_kind([name for name in CLEAN if name not in DRAFTS and name not in DRAFT_REFUSED])
-)
-def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Runs) -> None:
-    assert (draft_of(runs[name]), runs[name].failure) == (None, None)
+    run, tensors = runs[f"{name} broken"], models.tensors(root / name)
+    names_faults(reported(run), tensors)
+    draft = draft_of(run)
+    assert (draft is not None) == (name in DRAFTS)
+    if draft:
+        names_faults(draft, tensors, LOST_OF_DRAFT)
