@@ -75,11 +75,6 @@ def test_a_model_that_does_not_predict_text_is_found(bits: Sequence[float], seve
     assert (finding.code, finding.severity) == ("CK607", severity)
 
 
-def test_untrained_weights_are_not_judged(judge: Judge) -> None:
-    outcome = judge(recorded(BROKEN, structure=1.0))
-    assert (outcome.findings, outcome.checks[0].status) == ([], "skipped")
-
-
 def test_the_better_of_a_text_with_and_without_its_first_token_counts() -> None:
     sizes = [len(text.encode()) * math.log(2) for text in TEXTS]
     for losses in ([*sizes, *(2 * one for one in sizes)], [*(2 * one for one in sizes), *sizes]):

@@ -59,18 +59,6 @@ def transposed(parameters: dict[str, Tensor], weights: Weights) -> None:
         parameters["fused"].t()[4 * at : 4 * at + 4].copy_(tensor)
 
 
-def joined(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """Kept until all are there, as loaders of latent attention do."""
-    parameters["fused"].copy_(torch.cat([tensor for _, tensor in weights]))
-
-
-def through_a_buffer(parameters: dict[str, Tensor], weights: Weights) -> None:
-    buffer = torch.empty(8, 6)
-    for at, (_, tensor) in enumerate(weights):
-        buffer[4 * at : 4 * at + 4] = tensor
-    parameters["fused"].copy_(buffer)
-
-
 def interleaved(parameters: dict[str, Tensor], weights: Weights) -> None:
     """Row by row, by an index."""
     both = torch.cat([tensor for _, tensor in weights])
@@ -83,21 +71,10 @@ def in_threads(parameters: dict[str, Tensor], weights: Weights) -> None:
             pool.submit(parameters["fused"].narrow(0, 4 * at, 4).copy_, tensor).result()
 
 
-def replaced(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """The parameter gets other memory."""
-    parameters["fused"] = torch.cat([tensor for _, tensor in weights])
-
-
 def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
     """The second tensor over half of the first."""
     for name, tensor in weights:
         parameters["fused"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
-
-
-def filled(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """A number that is read."""
-    for _, tensor in weights:
-        parameters["fused"].fill_(tensor[0, 0].item())
 
 
 def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
@@ -145,10 +122,9 @@ def like_zeros(parameters: dict[str, Tensor], weights: Weights) -> None:
 FUSED, EACH, ALL = {"fused": (8, 6)}, {"a": (4, 6), "b": (4, 6)}, {"a": 24, "b": 24}
 # Shapes of the parameters, how many elements of each tensor they hold then, and of what the others are computed.
 LOADERS: dict[Loader, tuple[dict[str, tuple[int, ...]], dict[str, int], dict[str, set[str]]]] = {
-    **dict.fromkeys((rows, joined, through_a_buffer, interleaved, in_threads, replaced), (FUSED, ALL, {})),
+    **dict.fromkeys((rows, interleaved, in_threads), (FUSED, ALL, {})),
     transposed: ({"fused": (6, 8)}, ALL, {}),
     twice: ({"fused": (4, 6)}, {"a": 12, "b": 12}, {}),
-    filled: ({"fused": (3,)}, {"a": 1}, {}),
     computed: (FUSED, {"a": 24, "b": 0}, {"fused": {"b"}}),
     joined_and_cut: (EACH, ALL, {}),
     into_a_view: (EACH, {"a": 24, "b": 0, "c": 24}, {}),
