@@ -16,7 +16,6 @@ from support.vllm_answers import ask
 from torch import Tensor
 
 from ckptkit.converters.adapter import Adapter
-from ckptkit.converters.family import ModelFamily
 from ckptkit.converters.registry import FAMILIES
 from ckptkit.formats.hf.adapter import AdapterFiles
 from ckptkit.quant.engines.registry import engine_class
@@ -76,10 +75,9 @@ def engine(request: pytest.FixtureRequest) -> str:
 def loads(engine: str, root: Path) -> Loads:
     """By adapter what is added to each weight by its HF name, or the manager's refusal."""
     jobs = [[str(root / name / part) for part in ("base", "adapter", f"held.{engine}")] for name in MADE]
-    (root / f"{engine}.json").write_text(json.dumps(jobs))
-    log = root / f"{engine}.log"
-    words = (engine, root / f"{engine}.json")
-    assert run_in_engine(engine, log, "support.adapter_managers", *words), log.read_text()[-3000:]
+    file, log = root / f"{engine}.json", root / f"{engine}.log"
+    file.write_text(json.dumps(jobs))
+    assert run_in_engine(engine, log, "support.adapter_managers", engine, file), log.read_text()[-3000:]
     return {name: held(root / name / f"held.{engine}") for name in MADE}
 
 
@@ -118,23 +116,18 @@ def test_managers_hold_what_is_read(name: str, root: Path, loads: Loads, engine:
         torch.testing.assert_close(found[weight] * lacks, delta, rtol=1e-5, atol=1e-6)
 
 
-def finds_text(family: ModelFamily) -> bool:
-    return engine_class("vllm", {"model_type": family.model_types[0]}).adapters_of_text
-
-
 @pytest.mark.vllm
 def test_vllms_wrappers_find_layers_of_adapters_of_text_where_the_families_say_so(tmp_path: Path) -> None:
     """CK137 goes by `adapters_of_text`: a layer that is not below `language_model.` is in no such class."""
-    families = {
-        family.architectures[0]: family
+    finds_text = {
+        family.architectures[0]: engine_class("vllm", {"model_type": family.model_types[0]}).adapters_of_text
         for family in FAMILIES.values()
         if family.release and family.release.nested and family.architectures[0].endswith("ForConditionalGeneration")
     }
-    assert {name for name, family in families.items() if not finds_text(family)} == {
-        *("Gemma3ForConditionalGeneration", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"),
-        "Qwen3_5ForConditionalGeneration",
+    assert {name.removesuffix("ForConditionalGeneration") for name, finds in finds_text.items() if not finds} == {
+        *("Gemma3", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5")
     }
     # Not asked: their adapters are of classes that no transformers has, or vLLM 0.26 has no class.
-    asked = sorted(families.keys() - {"KimiK25ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
+    asked = sorted(finds_text.keys() - {"KimiK25ForConditionalGeneration", "MiniMaxM3SparseForConditionalGeneration"})
     found = ask("adapters", [(name,) for name in asked], tmp_path)
-    assert [one.startswith("language_model.") for one in found] == [finds_text(families[name]) for name in asked]
+    assert [one.startswith("language_model.") for one in found] == [finds_text[name] for name in asked]

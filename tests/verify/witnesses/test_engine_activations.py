@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType, fake_quantize
+from compressed_tensors.quantization import QuantizationArgs, fake_quantize
 from compressed_tensors.quantization.utils.helpers import compute_dynamic_scales_and_zp
 from support import models
 from support.engine_models import saved
@@ -29,9 +28,8 @@ PROMPT = torch.randint(3, 1000, (40,), generator=torch.Generator().manual_seed(0
 @pytest.mark.parametrize("group", [128, 0])
 def test_inputs_are_rounded_as_compressed_tensors_rounds_them(group: int) -> None:
     inputs = torch.randn(3, 5, 384, generator=torch.Generator().manual_seed(1)) * torch.logspace(-3, 3, 5)[:, None]
-    strategy = QuantizationStrategy.GROUP if group else QuantizationStrategy.TOKEN
     args = QuantizationArgs(
-        num_bits=8, type=QuantizationType.FLOAT, strategy=strategy, group_size=group or None, dynamic=True
+        num_bits=8, type="float", strategy="group" if group else "token", group_size=group or None, dynamic=True
     )
     module = torch.nn.Linear(384, 8)
     scale, zero_point = compute_dynamic_scales_and_zp(value=inputs, args=args, module=module)
@@ -65,10 +63,8 @@ def test_a_model_computes_what_compressed_tensors_computes_with_rounded_inputs(t
 
 def test_experts_round_their_inputs(tmp_path: Path) -> None:
     quantize(saved("moe", tmp_path), tmp_path / "fp8", FloatScheme("fp8-block"))
-    noise, plain = (
-        mean_gap(found.rounded, found.exact)
-        for found in (reference(tmp_path / "fp8", group, tmp_path) for group in (128, None))
-    )
+    found = [reference(tmp_path / "fp8", group, tmp_path) for group in (128, None)]
+    noise, plain = (mean_gap(one.rounded, one.exact) for one in found)
     assert noise > 2 * plain
     assert plain > 0
 
@@ -76,29 +72,25 @@ def test_experts_round_their_inputs(tmp_path: Path) -> None:
 TOKEN = {"type": "float", "num_bits": 8, "dynamic": True, "symmetric": True, "strategy": "token"}
 
 
-@pytest.mark.parametrize(
-    ("quantization", "group"),
-    [
-        ({}, None),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {}}}}, None),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 128),
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 0),
-        ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"input_activations": TOKEN}}}, 0),
-    ],
-)
-def test_groups_are_those_of_the_config(quantization: Mapping[str, Any], group: int | None) -> None:
-    assert group_of(quantization) == group
+OF_TOKENS = {"config_groups": {"group_0": {"input_activations": TOKEN}}}
+FOUR_BITS = {"config_groups": {"group_0": {"input_activations": TOKEN | {"dynamic": "local", "num_bits": 4}}}}
+GROUPS: list[tuple[dict[str, Any], int | None]] = [
+    ({}, None),
+    ({"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {}}}}, None),
+    ({"quant_method": "fp8", "weight_block_size": [128, 128]}, 128),
+    ({"quant_method": "fp8", "activation_scheme": "dynamic"}, 0),
+    ({"quant_method": "compressed-tensors"} | OF_TOKENS, 0),
+]
+NOT_KNOWN: list[dict[str, Any]] = [
+    {"quant_method": "fp8", "activation_scheme": "static"},
+    {"quant_method": "mxfp8"},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    FOUR_BITS,
+]
 
 
-@pytest.mark.parametrize(
-    "quantization",
-    [
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        {"quant_method": "mxfp8"},
-        {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-        {"config_groups": {"group_0": {"input_activations": TOKEN | {"dynamic": "local", "num_bits": 4}}}},
-    ],
-)
-def test_noise_that_is_not_known_is_no_verdict(quantization: Mapping[str, Any]) -> None:
-    with pytest.raises(CannotCheck, match="noise"):
-        group_of(quantization)
+def test_groups_are_those_of_the_config_and_noise_that_is_not_known_is_no_verdict() -> None:
+    assert [group_of(quantization) for quantization, _ in GROUPS] == [group for _, group in GROUPS]
+    for quantization in NOT_KNOWN:
+        with pytest.raises(CannotCheck, match="noise"):
+            group_of(quantization)

@@ -56,7 +56,6 @@ class Engine:
     def __init__(self, *models: nn.Module) -> None:
         self.models = models
         self.sent: list[str | None] = []
-        self.reached: list[Sequence[nn.Module]] = []
 
     def update_weights_from_tensor(
         self, named_tensors: Sequence[tuple[str, Tensor]], load_format: str | None = None, flush_cache: bool = True

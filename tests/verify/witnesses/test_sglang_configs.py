@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from families import CASES, case
-from safetensors.torch import save_file
 from support import models
-from support.installed import release
+from support.fixture_types import PathOf
+from support.installed import release as installed
 from support.messages import text_with
-from support.sglang_runs import Case, Cases, Runs, refusal, reported
+from support.sglang_runs import Case, Cases, Runs, refusal, reported, written
 
 from ckptkit.verify.checks.config.spellings import keys_of
 from ckptkit.verify.checks.witnesses.loading import why_refused
@@ -36,18 +32,6 @@ LEAVES_OUT = {"use_qk_norm": "self_attn.q_norm.weight", "use_routing_bias": "e_s
 _TOWERS = ("model.visual.", "vision_tower.", "multi_modal_projector.")
 
 
-def without(*path: str) -> Callable[[Config], None]:
-    """Takes a key out of a config, and the key alone."""
-
-    def change(config: Config) -> None:
-        *outer, key = path
-        for name in outer:
-            config = config[name]
-        del config[key]
-
-    return change
-
-
 def tie_inside(config: Config) -> None:
     config["text_config"]["tie_word_embeddings"] = config.pop("tie_word_embeddings")
 
@@ -60,57 +44,58 @@ def tower_elsewhere(config: Config) -> None:
     config.update(text | kept | {"model_type": "qwen3_5_text"})
 
 
-def made(root: Path, name: str, change: Callable[[Config], None] | None = None, lost: tuple[str, ...] = ()) -> Path:
-    """A test model with another config, or without the tensors whose names begin so."""
-    path = root / f"{name} {len(list(root.iterdir()))}"
-    if not (root / name).exists():
-        case.save(name, CASES[name], root / name, torch.bfloat16)
-    shutil.copytree(root / name, path)
-    config = json.loads((path / "config.json").read_text())
-    if change:
-        change(config)
-    (path / "config.json").write_text(json.dumps(config))
-    if lost:
-        kept = {key: value for key, value in models.tensors(path).items() if not key.startswith(lost)}
-        for file in (*path.glob("*.safetensors"), path / "model.safetensors.index.json"):
-            file.unlink()
-        save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+def without(*keys: str) -> Callable[[Config], None]:
+    """Takes keys out of a config, each with the names that lead to it."""
 
+    def change(config: Config) -> None:
+        for key in keys:
+            *outer, last = key.split(".")
+            inner = config
+            for name in outer:
+                inner = inner[name]
+            del inner[last]
 
-def shares_in_its_words(config: Config) -> None:
-    del config["indexer_types"]
-
-
-def shares_in_transformers_words(config: Config) -> None:
-    del config["index_topk_freq"], config["index_skip_topk_offset"]
+    return change
 
 
 @pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+def cases(releases: PathOf, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("configs")
-    keys = {f"{name} {key}": (name, key) for name, names in STOPS.items() for key in names}
-    keys |= {f"minimax_m2 {key}": ("minimax_m2", key) for key in LEAVES_OUT}
-    found = {label: made(root, name, without(*key.split("."))) for label, (name, key) in keys.items()}
-    found |= {
-        "tie inside": made(root, "qwen3_vl-tied", tie_inside),
-        "tie at the top": made(root, "qwen3_vl-tied"),
-        "no tower": made(root, "qwen3_vl-tied", lost=_TOWERS),
-        "text under a multimodal class": made(root, "qwen3_5", tower_elsewhere),
-        "no tower of Gemma": made(root, "gemma3", lost=_TOWERS),
-        "shared indexers": made(root, "glm_moe_dsa-shared", shares_in_its_words),
-        "shared indexers in transformers' words": made(root, "glm_moe_dsa-shared", shares_in_transformers_words),
+    keys = [(name, key) for name, names in STOPS.items() for key in names] + [("minimax_m2", key) for key in LEAVES_OUT]
+    made: dict[str, tuple[str, Callable[[Config], None] | None]] = {
+        **{f"{name} {key}": (name, without(key)) for name, key in keys},
+        "tie inside": ("qwen3_vl-tied", tie_inside),
+        "tie at the top": ("qwen3_vl-tied", None),
+        "no tower": ("qwen3_vl-tied", None),
+        "text under a multimodal class": ("qwen3_5", tower_elsewhere),
+        "no tower of Gemma": ("gemma3", None),
+        "shared indexers": ("glm_moe_dsa-shared", without("indexer_types")),
+        "shared indexers in transformers' words": (
+            "glm_moe_dsa-shared",
+            without("index_topk_freq", "index_skip_topk_offset"),
+        ),
     }
-    return {label: Case(path) for label, path in found.items()}
+    cases = {}
+    for label, (name, change) in made.items():
+        release = releases(name)
+        tensors, config = models.tensors(release), json.loads((release / "config.json").read_text())
+        if label.startswith("no tower"):
+            tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(_TOWERS)}
+        if change:
+            change(config)
+        path = written(root, label, release, tensors)
+        (path / "config.json").write_text(json.dumps(config))
+        cases[label] = Case(path)
+    return cases
 
 
 @pytest.mark.parametrize(("name", "key"), [(name, key) for name, keys in STOPS.items() for key in keys])
 def test_sglang_stops_without_a_key_and_the_hint_names_it(name: str, key: str, runs: Runs, cases: Cases) -> None:
-    if key == "swiglu_limit" and release("sglang") >= (0, 5, 23):
+    if key == "swiglu_limit" and installed("sglang") >= (0, 5, 23):
         pytest.skip("SGLang 0.5.23 has a default for it")
     said = refusal(runs[f"{name} {key}"])
     assert f"{key.rpartition('.')[2]}" in said
-    config = json.loads((Path(cases[f"{name} {key}"].checkpoint) / "config.json").read_text())
+    config = json.loads((cases[f"{name} {key}"].checkpoint / "config.json").read_text())
     _, lacking = keys_of(config)
     assert set(lacking) == {key}
     assert f'add "{key}": ' in why_refused(SGLANG, said, lacking)
@@ -124,20 +109,15 @@ def test_sglang_silently_builds_another_model_without_a_key(key: str, runs: Runs
 
 def test_a_layer_that_shares_an_indexer_needs_none_of_its_own(runs: Runs) -> None:
     """SGLang builds one in every layer. 0.5.16 takes no notice of transformers' words, and runs what nothing wrote."""
-    said, unheard = runs["shared indexers"].report, runs["shared indexers in transformers' words"].report
-    assert said is not None
-    assert said.unwritten == ()
-    assert unheard is not None
+    assert reported(runs["shared indexers"]).unwritten == ()
+    unheard = reported(runs["shared indexers in transformers' words"])
     layers = {int(one.param.split(".")[2]) for one in unheard.unwritten}
-    assert layers == (set() if release("sglang") >= (0, 5, 23) else {3, 4, 5, 7, 8, 9, 11})
+    assert layers == (set() if installed("sglang") >= (0, 5, 23) else {3, 4, 5, 7, 8, 9, 11})
 
 
 def test_sglang_looks_for_the_tie_flag_at_the_top(runs: Runs) -> None:
-    inside, top = runs["tie inside"].report, runs["tie at the top"].report
-    assert inside is not None
-    assert top is not None
-    assert {one.tensor for one in inside.unwritten} == {"lm_head.weight"}
-    assert top.unwritten == ()
+    assert {one.tensor for one in reported(runs["tie inside"]).unwritten} == {"lm_head.weight"}
+    assert reported(runs["tie at the top"]).unwritten == ()
 
 
 @pytest.mark.parametrize("label", ["no tower", "no tower of Gemma"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,33 +18,31 @@ from ckptkit.verify.checks.witnesses.loading import repacked
 from ckptkit.verify.core.check import Tally
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
-from ckptkit.verify.witnesses.loading.layouts.layout import Compare, LayerOutcome
+from ckptkit.verify.witnesses.loading.layouts.layout import LayerOutcome
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight, marlin_zero_points
 from ckptkit.verify.witnesses.loading.run import run_engine_load
 from ckptkit.verify.witnesses.sglang.adapter import layout
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
 
+NEEDED = (
+    *("get_scale_perms", "get_weight_perm", "marlin_permute_weights", "marlin_weights", "marlin_permute_scales"),
+    *("marlin_zero_points", "awq_to_marlin_zero_points", "moe_awq_to_marlin_zero_points", "pack_cols", "unpack_cols"),
+)
 
-def functions(file: str, names: Sequence[str], **known: Any) -> dict[str, Any]:
-    """Functions of a file of SGLang, without importing it, which needs a CUDA driver. `known`: what else they call."""
+
+def functions(file: str, **known: Any) -> dict[str, Any]:
+    """The NEEDED functions of a file of SGLang, without importing it, which needs CUDA. `known`: what they call."""
     spec = find_spec("sglang")
     assert spec is not None
-    assert spec.submodule_search_locations
-    path = Path(spec.submodule_search_locations[0]) / file
+    assert spec.origin is not None
+    path = Path(spec.origin).parent / file
     if not path.exists():
         pytest.skip(f"this installation of SGLang comes without {file}")
-    nodes = [
-        node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    found: dict[str, Any] = {
-        "torch": torch,
-        "np": numpy,
-        "numpy": numpy,
-        "GPTQ_MARLIN_TILE": 16,
-        "get_pack_factor": lambda bits: 32 // bits,
-        **known,
-    }
-    exec(compile(ast.Module(nodes, []), str(path), "exec"), found)  # noqa: S102
+    tree = ast.parse(path.read_text())
+    tree.body = [one for one in tree.body if isinstance(one, ast.FunctionDef) and one.name in NEEDED]
+    found = {"torch": torch, "np": numpy, "numpy": numpy, "GPTQ_MARLIN_TILE": 16, **known}
+    found["get_pack_factor"] = lambda bits: 32 // bits
+    exec(compile(tree, str(path), "exec"), found)  # noqa: S102
     return found
 
 
@@ -60,7 +57,7 @@ def gptq_words(values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.sglang
 @pytest.mark.parametrize(("inputs", "outputs"), [(128, 64), (256, 192)])
 def test_weights(inputs: int, outputs: int) -> None:
-    reference = functions("test/test_marlin_utils.py", ["marlin_permute_weights", "marlin_weights", "get_weight_perm"])
+    reference = functions("test/test_marlin_utils.py")
     values = torch.randint(0, 16, (inputs, outputs), generator=torch.Generator().manual_seed(1))
     permutation = reference["get_weight_perm"](4)
     expected = reference["marlin_weights"](values, inputs, outputs, 4, permutation)
@@ -70,7 +67,7 @@ def test_weights(inputs: int, outputs: int) -> None:
 @pytest.mark.sglang
 @pytest.mark.parametrize("groups", [1, 4])
 def test_scales(groups: int) -> None:
-    reference = functions("srt/layers/quantization/marlin_utils.py", ["get_scale_perms", "marlin_permute_scales"])
+    reference = functions("srt/layers/quantization/marlin_utils.py")
     scales = torch.randn(groups, 192).bfloat16()
     expected = reference["marlin_permute_scales"](scales, groups * 32, 192, 32)
     assert any(torch.equal(one, expected) for one in marlin_scales(scales))
@@ -78,16 +75,15 @@ def test_scales(groups: int) -> None:
 
 def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
     """SGLang's own conversion of zero points, of dense layers and of experts."""
-    packing = functions("srt/layers/quantization/utils.py", ["pack_cols", "unpack_cols"])
-    names = ["get_scale_perms", "marlin_zero_points", "awq_to_marlin_zero_points", "moe_awq_to_marlin_zero_points"]
-    found = functions(
-        "srt/layers/quantization/marlin_utils.py",
-        names,
-        pack_cols=packing["pack_cols"],
-        unpack_cols=packing["unpack_cols"],
-    )
-    result: torch.Tensor = found[name](*arguments, **named)
+    packing = functions("srt/layers/quantization/utils.py")
+    known = {one: packing[one] for one in ("pack_cols", "unpack_cols")}
+    result: torch.Tensor = functions("srt/layers/quantization/marlin_utils.py", **known)[name](*arguments, **named)
     return result
+
+
+def words(*shape: int) -> nn.Parameter:
+    """Any words of eight values of 4 bits."""
+    return nn.Parameter(torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32), requires_grad=False)
 
 
 @pytest.mark.sglang
@@ -95,38 +91,12 @@ def of_sglang(name: str, *arguments: Any, **named: Any) -> torch.Tensor:
 def test_zero_points_as_sglang_converts_them(groups: int, outputs: int) -> None:
     """Of experts, and of a Linear layer as `CompressedTensorsWNA16.process_weights_after_loading` calls it."""
     sizes = {"size_k": groups, "size_n": outputs, "num_bits": 4}
-    stored = torch.randint(-(2**31), 2**31 - 1, (2, groups, outputs // 8), dtype=torch.int32)
+    stored = words(2, groups, outputs // 8)
     expected = of_sglang("moe_awq_to_marlin_zero_points", stored, **sizes)
     assert torch.equal(torch.stack([marlin_zero_points(one, awq=True) for one in stored]), expected)
-    words = torch.randint(-(2**31), 2**31 - 1, (outputs // 8, groups), dtype=torch.int32)
-    codes = of_sglang("unpack_cols", words.t(), 4, groups, outputs)
-    expected = of_sglang("marlin_zero_points", codes, **sizes)
-    assert torch.equal(marlin_zero_points(words.t(), awq=False), expected)
-
-
-def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
-    module = Packed()
-    module.w13_weight_zero_point = nn.Parameter(
-        torch.randint(-(2**31), 2**31 - 1, (2, 4, 8), dtype=torch.int32), requires_grad=False
-    )
-    _, compare = marlin(awq_experts=True)(module)
-    zeros = module.w13_weight_zero_point.data
-    module.w13_weight_packed = nn.Parameter(
-        torch.stack([marlin_weight(one) for one in module.w13_weight_packed.data]), requires_grad=False
-    )
-    module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in module.w13_weight_scale.data])
-    module.w13_weight_zero_point.data = of_sglang(
-        "moe_awq_to_marlin_zero_points", zeros, size_k=4, size_n=64, num_bits=4
-    )
-    assert compare() == LayerOutcome()
-    module.w13_weight_zero_point.data = zeros
-    differences = compare().differences
-    assert list(differences) == ["w13_weight_zero_point[0]", "w13_weight_zero_point[1]"]
-    found = [Observation(f"m.{place}", f"m.{place}", what) for place, what in differences.items()]
-    report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
-    subject = Subject(Path("checkpoint"))
-    subject._results[run_engine_load, SGLANG] = answered(report)
-    assert next(repacked["sglang"](subject, Tally())).code == "CK506"
+    dense = words(outputs // 8, groups).t()
+    codes = of_sglang("unpack_cols", dense, 4, groups, outputs)
+    assert torch.equal(marlin_zero_points(dense, awq=False), of_sglang("marlin_zero_points", codes, **sizes))
 
 
 class CompressedTensorsWNA16MoE:
@@ -135,78 +105,80 @@ class CompressedTensorsWNA16MoE:
     actorder: str | None = None
 
 
-class CompressedTensorsWNA16:
-    """The same for linear layers."""
-
-
 class Packed(nn.Module):
     """Two experts, packed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, zero_points: bool = False) -> None:
         super().__init__()
         self.scheme = CompressedTensorsWNA16MoE()
-        words = torch.randint(-(2**31), 2**31 - 1, (2, 16, 64), dtype=torch.int32)
-        self.w13_weight_packed = nn.Parameter(words, requires_grad=False)
+        self.w13_weight_packed = words(2, 16, 64)
         self.w13_weight_scale = nn.Parameter(torch.rand(2, 4, 64).bfloat16(), requires_grad=False)
+        if zero_points:
+            self.w13_weight_zero_point = words(2, 4, 8)
+
+    def repack(self) -> None:
+        """Expert by expert, but for zero points."""
+        packed, scales = self.w13_weight_packed.data, self.w13_weight_scale.data
+        self.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
+        self.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
 
 
 def test_repacking_is_checked_expert_by_expert() -> None:
     module = Packed()
     _, compare = marlin()(module)
-    packed, scales = module.w13_weight_packed.data, module.w13_weight_scale.data
-    module.w13_weight_packed = nn.Parameter(torch.stack([marlin_weight(one) for one in packed]), requires_grad=False)
-    module.w13_weight_scale.data = torch.stack([marlin_scales(one)[0] for one in scales])
+    assert list(compare().differences) == ["w13_weight_packed", "w13_weight_scale[0]", "w13_weight_scale[1]"]
+    module.repack()
     assert compare() == LayerOutcome()
     module.w13_weight_packed.data[1, 3, 5] ^= 1
-    ((place, difference),) = compare().differences.items()
-    assert place == "w13_weight_packed[1]"
-    assert difference.startswith("1 of 1024 elements differ")
+    assert compare().differences == {"w13_weight_packed[1]": text_with("1 1024")}
 
 
-def test_a_weight_that_was_never_repacked_is_found() -> None:
-    module = Packed()
-    differences = marlin()(module)[1]().differences
-    assert list(differences) == ["w13_weight_packed", "w13_weight_scale[0]", "w13_weight_scale[1]"]
-    assert differences["w13_weight_packed"] == "[2, 16, 64] torch.int32 instead of [2, 8, 128] torch.int32"
+@pytest.mark.sglang
+def test_zero_points_of_experts_are_checked_expert_by_expert() -> None:
+    module = Packed(zero_points=True)
+    _, compare = marlin(awq_experts=True)(module)
+    module.repack()
+    differences = compare().differences
+    assert list(differences) == ["w13_weight_zero_point[0]", "w13_weight_zero_point[1]"]
+    found = [Observation(f"m.{place}", f"m.{place}", what) for place, what in differences.items()]
+    report = LoadReport("0", "m", "cuda", "bfloat16", repacked=tuple(found), repacked_seen=2)
+    subject = Subject(Path("checkpoint"))
+    subject._results[run_engine_load, SGLANG] = answered(report)
+    assert next(repacked["sglang"](subject, Tally())).code == "CK506"
+    zeros = module.w13_weight_zero_point.data
+    sizes = {"size_k": 4, "size_n": 64, "num_bits": 4}
+    module.w13_weight_zero_point.data = of_sglang("moe_awq_to_marlin_zero_points", zeros, **sizes)
+    assert compare() == LayerOutcome()
 
 
+@pytest.mark.sglang
 def test_a_repacked_linear_layer() -> None:
     module = nn.Module()
-    module.scheme = CompressedTensorsWNA16()
-    module.weight_packed = nn.Parameter(
-        torch.randint(-(2**31), 2**31 - 1, (64, 16), dtype=torch.int32), requires_grad=False
-    )
+    module.weight_packed, module.weight_zero_point = words(64, 16), words(8, 4)
     module.weight_scale = nn.Parameter(torch.rand(64, 4), requires_grad=False)
-    module.weight_zero_point = nn.Parameter(
-        torch.randint(-(2**31), 2**31 - 1, (8, 4), dtype=torch.int32), requires_grad=False
-    )
     _, compare = marlin()(module)
     codes = of_sglang("unpack_cols", module.weight_zero_point.data.t(), 4, 4, 64)
-    repacked = of_sglang("marlin_zero_points", codes, size_k=4, size_n=64, num_bits=4)
-    module.weight_zero_point = nn.Parameter(repacked, requires_grad=False)
+    zeros = of_sglang("marlin_zero_points", codes, size_k=4, size_n=64, num_bits=4)
+    module.weight_zero_point = nn.Parameter(zeros, requires_grad=False)
     module.weight_packed = nn.Parameter(marlin_weight(module.weight_packed.data.t()), requires_grad=False)
     module.weight_scale = nn.Parameter(marlin_scales(module.weight_scale.data.t())[0], requires_grad=False)
     assert compare() == LayerOutcome()
 
 
-def test_another_kernels_layout_is_not_taken_for_marlins() -> None:
+def test_another_kernels_layout_and_columns_in_activation_order_are_not_taken_for_marlins() -> None:
+    """SGLang sorts columns by their groups while it repacks, which `marlin_weight` does not."""
     module = Packed()
-    assert expected_of(module)[0]
+    found = layout(module)
+    assert found is not None
+    assert found(module)[0]
+    module.scheme.actorder = "group"
+    assert unknown_of(module) == text_with("CompressedTensorsWNA16MoE")
     module.scheme = nn.Identity()
-    params, compare = expected_of(module)
-    assert not params
-    assert compare().unknown == text_with("layout")
+    assert unknown_of(module) == text_with("layout")
     assert layout(nn.Linear(2, 2)) is None
 
 
-def test_columns_in_activation_order_are_not_checked() -> None:
-    """SGLang sorts them by their groups while it repacks, which `marlin_weight` does not."""
-    module = Packed()
-    module.scheme.actorder = "group"
-    assert expected_of(module)[1]().unknown == text_with("CompressedTensorsWNA16MoE")
-
-
-def expected_of(module: nn.Module) -> tuple[Collection[str], Compare]:
+def unknown_of(module: nn.Module) -> str | None:
     found = layout(module)
     assert found is not None
-    return found(module)
+    return found(module)[1]().unknown

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import models
 from support.nightly import collected, daily
-from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, EXPERT_OF_DRAFT, OF_DRAFT, REFUSED_IN_PARALLEL
+from support.sglang_families import CLEAN, COMPUTED, DRAFTS, EXPERT, OF_DRAFT, REFUSED_IN_PARALLEL, names_faults
 from support.sglang_runs import LOST, LOST_OF_DRAFT, LOST_ON_RANK_1, answered, draft_of, refusal, reported, run_cases
 from support.sglang_runs import Case as Load
 from torch import Tensor
@@ -94,6 +94,11 @@ def test_every_tensor_is_on_some_rank(case: Case, root: Path, runs: Runs) -> Non
     left |= {one for one, tensor in tensors.items() if not tensor.dim()}
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.sizes == sizes
+    if name in DRAFTS and name in BROKEN:
+        draft = draft_of(runs[sizes][name])
+        assert draft is not None, runs[sizes][name]
+        assert (draft.unwritten, draft.dropped, draft.differing, draft.routers, draft.computed) == ((), (), (), (), ())
+        assert draft.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
 
 
 @pytest.mark.parametrize("case", of_some(ALSO_BROKEN), ids=id_of)
@@ -116,22 +121,10 @@ def test_lost_and_exchanged_tensors_are_named_once(case: Case, root: Path, runs:
     (size,) = (tensors[one].numel() for one in on_one if "norm" not in one)
     parts = [one.what for one in report.dropped if one.tensor in on_one]
     assert parts == [f"only {size // 2} of its {size} elements were written"] * (not is_whole(sizes, name))
-
-
-@pytest.mark.parametrize("case", of_some([one for one in ALSO_BROKEN if one[1] in DRAFTS]), ids=id_of)
-def test_every_tensor_of_a_draft_layer_is_on_some_rank(case: Case, root: Path, runs: Runs) -> None:
-    sizes, name = case
-    report, broken = draft_of(runs[sizes][name]), draft_of(runs[sizes][f"{name} broken"])
-    assert report is not None, runs[sizes][name]
-    assert broken is not None, runs[sizes][f"{name} broken"]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
-    tensors = models.tensors(root / name)
-    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
-    missing = sorted(one for one in tensors if LOST_OF_DRAFT.fullmatch(one))
-    assert sorted(one.tensor for one in broken.unwritten) == missing
-    assert sorted(one.tensor for one in broken.dropped) == missing
-    differing = sorted(one for one in tensors if EXPERT_OF_DRAFT.fullmatch(one))
-    assert sorted(one.tensor for one in broken.differing) == differing
+    if name in DRAFTS:
+        draft = draft_of(runs[sizes][f"{name} broken"])
+        assert draft is not None, runs[sizes][f"{name} broken"]
+        names_faults(draft, tensors, LOST_OF_DRAFT)
 
 
 @pytest.mark.parametrize(

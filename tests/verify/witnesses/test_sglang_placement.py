@@ -1,4 +1,4 @@
-"""What a loader does with tensors, seen by `Trace` and followed back to them: loaders written here, without SGLang."""
+"""What a loader does with tensors, seen by `Trace` and followed back to them: loaders unlike those of real engines."""
 
 from __future__ import annotations
 
@@ -53,39 +53,10 @@ def rows(parameters: dict[str, Tensor], weights: Weights) -> None:
         parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor)
 
 
-def transposed(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """The parameter has inputs first, and tensors beside each other."""
-    for at, (_, tensor) in enumerate(weights):
-        parameters["fused"].t()[4 * at : 4 * at + 4].copy_(tensor)
-
-
-def joined(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """Kept until all are there, as loaders of latent attention do."""
-    parameters["fused"].copy_(torch.cat([tensor for _, tensor in weights]))
-
-
-def through_a_buffer(parameters: dict[str, Tensor], weights: Weights) -> None:
-    buffer = torch.empty(8, 6)
-    for at, (_, tensor) in enumerate(weights):
-        buffer[4 * at : 4 * at + 4] = tensor
-    parameters["fused"].copy_(buffer)
-
-
-def interleaved(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """Row by row, by an index."""
-    both = torch.cat([tensor for _, tensor in weights])
-    parameters["fused"].copy_(both[torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])])
-
-
 def in_threads(parameters: dict[str, Tensor], weights: Weights) -> None:
     with ThreadPoolExecutor() as pool:
         for at, (_, tensor) in enumerate(weights):
             pool.submit(parameters["fused"].narrow(0, 4 * at, 4).copy_, tensor).result()
-
-
-def replaced(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """The parameter gets other memory."""
-    parameters["fused"] = torch.cat([tensor for _, tensor in weights])
 
 
 def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
@@ -94,24 +65,10 @@ def twice(parameters: dict[str, Tensor], weights: Weights) -> None:
         parameters["fused"][2 if name == "b" else 0 :].copy_(tensor[: 2 if name == "b" else 4])
 
 
-def filled(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """A number that is read."""
-    for _, tensor in weights:
-        parameters["fused"].fill_(tensor[0, 0].item())
-
-
 def computed(parameters: dict[str, Tensor], weights: Weights) -> None:
     """One as it is, and another times two."""
     (_, one), (_, other) = weights
     parameters["fused"].copy_(torch.cat([one, other * 2]))
-
-
-def joined_and_cut(parameters: dict[str, Tensor], weights: Weights) -> None:
-    """For kernels that multiply by both at once; the joint matrix ends with rows of zeros."""
-    for name, tensor in weights:
-        parameters[name].copy_(tensor)
-    both = torch.cat([parameters["a"], parameters["b"], parameters["a"].new_zeros(2, 6)])
-    parameters["a"].data, parameters["b"].data = both[:4], both[4:8]
 
 
 def into_a_view(parameters: dict[str, Tensor], weights: Weights) -> None:
@@ -137,23 +94,15 @@ def zeroed(parameters: dict[str, Tensor], weights: Weights) -> None:
         parameters["fused"].narrow(0, 4 * at, 4).copy_(tensor.zero_() if at else tensor)
 
 
-def like_zeros(parameters: dict[str, Tensor], weights: Weights) -> None:
-    for at, (_, tensor) in enumerate(weights):
-        parameters["fused"].narrow(0, 4 * at, 4).copy_(torch.zeros_like(tensor) if at else tensor)
-
-
 FUSED, EACH, ALL = {"fused": (8, 6)}, {"a": (4, 6), "b": (4, 6)}, {"a": 24, "b": 24}
 # Shapes of the parameters, how many elements of each tensor they hold then, and of what the others are computed.
 LOADERS: dict[Loader, tuple[dict[str, tuple[int, ...]], dict[str, int], dict[str, set[str]]]] = {
-    **dict.fromkeys((rows, joined, through_a_buffer, interleaved, in_threads, replaced), (FUSED, ALL, {})),
-    transposed: ({"fused": (6, 8)}, ALL, {}),
+    **dict.fromkeys((rows, in_threads), (FUSED, ALL, {})),
     twice: ({"fused": (4, 6)}, {"a": 12, "b": 12}, {}),
-    filled: ({"fused": (3,)}, {"a": 1}, {}),
     computed: (FUSED, {"a": 24, "b": 0}, {"fused": {"b"}}),
-    joined_and_cut: (EACH, ALL, {}),
     into_a_view: (EACH, {"a": 24, "b": 0, "c": 24}, {}),
     reused: (EACH, ALL, {}),
-    **dict.fromkeys((zeroed, like_zeros), (FUSED, {"a": 24, "b": 0}, {})),
+    zeroed: (FUSED, {"a": 24, "b": 0}, {}),
 }
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import OF_A_KIND
 from families.case import save, tokens
 from support.logits import sized
-from support.nightly import collected
+from support.nightly import collected, daily
 from support.vllm_cpu_families import COMPUTED, SIZES, WITHOUT, in_float32, write_code
 from support.vllm_logits import Answer, answers
 from torch import Tensor
@@ -69,7 +70,7 @@ def gap(answer: Answer, expected: Tensor) -> float:
     return float((answer[..., : expected.shape[-1]] - expected).abs().max())
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", daily(COMPUTED, [name for name in COMPUTED if name in OF_A_KIND]))
 def test_vllm_computes_the_log_probabilities_of_transformers(name: str, found: Callable[[str], Found]) -> None:
     answer, (exact,) = found(name)
     assert gap(answer, exact) < NEAR

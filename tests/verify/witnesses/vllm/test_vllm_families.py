@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from families import OF_A_KIND
 from support import models
 from support.messages import text_with
-from support.nightly import collected
+from support.nightly import collected, daily
 from support.sglang_families import OF_DRAFT, names_faults
 from support.sglang_runs import LOST_OF_DRAFT, Case, Runs, clean, draft_of, reported
 from support.vllm_families import CLEAN, DRAFT_REFUSED, DRAFTS, LEFT_OUT, SAID
@@ -19,27 +22,27 @@ from ckptkit.verify.witnesses.runner import Answer
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
+def of_a_kind(names: Iterable[str]) -> list[Any]:
+    return daily(names, [name for name in names if name in OF_A_KIND])
+
+
 @pytest.fixture(scope="module")
-def needed(request: pytest.FixtureRequest) -> list[str]:
+def root(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The models that the tests which run ask for."""
-    return sorted(collected(request, "name"))
-
-
-@pytest.fixture(scope="module")
-def root(needed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name in needed:
+    for name in collected(request, "name"):
         models.save(name, root / name)
     return root
 
 
 @pytest.fixture(scope="module")
-def runs(needed: list[str], root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
-    broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in needed if name in CLEAN}
-    return run_cases({name: Case(root / name) for name in needed} | broken, tmp_path_factory.mktemp("runs"))
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer[LoadReport]]:
+    names = sorted(path.name for path in root.iterdir())
+    broken = {f"{name} broken": Case(root / name, alter="lost_and_exchanged") for name in names if name in CLEAN}
+    return run_cases({name: Case(root / name) for name in names} | broken, tmp_path_factory.mktemp("runs"))
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) -> None:
     report = clean(runs[name])
     tensors = models.tensors(root / name)
@@ -48,9 +51,17 @@ def test_every_tensor_is_where_vllm_keeps_it(name: str, root: Path, runs: Runs) 
     assert report.loaded_names == len(tensors)
     assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if one not in left}
     assert report.device == text_with("H100")
+    draft = draft_of(runs[name])
+    assert (draft and draft.model) == DRAFTS.get(name)
+    if draft:
+        seen = (draft.unwritten, draft.dropped, draft.differing, draft.routers, draft.computed)
+        assert seen == ((), (), (), (), ())
+        assert draft.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
+    else:
+        assert DRAFT_REFUSED.get(name, "None") in str(runs[name].failure)
 
 
-@pytest.mark.parametrize("name", LEFT_OUT)
+@pytest.mark.parametrize("name", of_a_kind(LEFT_OUT))
 def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
     report = reported(runs[name])
     seen = {one.tensor: one.what for one in report.dropped}
@@ -58,37 +69,18 @@ def test_what_vllms_class_leaves_out_is_named(name: str, runs: Runs) -> None:
     assert (len(report.dropped), report.differing) == (LEFT_OUT[name], ())
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", of_a_kind(SAID))
 def test_what_vllm_refuses_is_quoted(name: str, runs: Runs) -> None:
     assert runs[name].report is None
     assert SAID[name] in str(runs[name].failure)
 
 
-@pytest.mark.parametrize("name", CLEAN)
+@pytest.mark.parametrize("name", of_a_kind(CLEAN))
 def test_lost_and_exchanged_tensors_are_named(name: str, root: Path, runs: Runs) -> None:
     """A norm, up of an expert and all of another are missing; two experts of another layer have each other's names."""
-    report = reported(runs[f"{name} broken"])
-    names_faults(report, models.tensors(root / name))
-
-
-@pytest.mark.parametrize("name", DRAFTS)
-def test_draft_models_are_clean_and_what_they_lack_is_named(name: str, root: Path, runs: Runs) -> None:
-    report, broken = draft_of(runs[name]), draft_of(runs[f"{name} broken"])
-    assert report is not None, runs[name]
-    assert broken is not None, runs[f"{name} broken"]
-    assert report.model == DRAFTS[name]
-    assert (report.unwritten, report.dropped, report.differing, report.routers, report.computed) == ((), (), (), (), ())
-    tensors = models.tensors(root / name)
-    assert report.equal == {one: tensor.nbytes for one, tensor in tensors.items() if OF_DRAFT.fullmatch(one)}
-    names_faults(broken, tensors, LOST_OF_DRAFT)
-
-
-@pytest.mark.parametrize("name", DRAFT_REFUSED)
-def test_what_vllm_refuses_of_a_draft_model_is_quoted(name: str, runs: Runs) -> None:
-    assert draft_of(runs[name]) is None
-    assert DRAFT_REFUSED[name] in str(runs[name].failure)
-
-
-@pytest.mark.parametrize("name", [name for name in CLEAN if name not in DRAFTS and name not in DRAFT_REFUSED])
-def test_models_without_draft_layers_have_no_draft_model(name: str, runs: Runs) -> None:
-    assert (draft_of(runs[name]), runs[name].failure) == (None, None)
+    run, tensors = runs[f"{name} broken"], models.tensors(root / name)
+    names_faults(reported(run), tensors)
+    draft = draft_of(run)
+    assert (draft is not None) == (name in DRAFTS)
+    if draft:
+        names_faults(draft, tensors, LOST_OF_DRAFT)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from support import models
+from support.nightly import daily
 from support.quantized import int4, write
 from support.sglang_formats import write_all
 from support.sglang_runs import Case, checked, reported
 from support.vllm_runs import HALF, LOST, MUTATIONS, run_cases
-from torch import Tensor
 
 from ckptkit.verify.witnesses.loading.job import LoadReport, Observation
 from ckptkit.verify.witnesses.runner import Answer
@@ -26,6 +26,22 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 MODELS = ("groups qwen3-untied", "groups qwen3_moe", "groups deepseek_v3", "fp8 glm4_moe")
 PLAIN = ("qwen3-untied", "qwen3_moe", "deepseek_v3")
+DAILY = ("qwen3_moe", "groups deepseek_v3", "fp8 glm4_moe")
+# Models and mutations whose tensors have values of others: which.
+EXCHANGED = {
+    **{(model, "half an expert"): HALF for model in ("qwen3_moe", "groups deepseek_v3")},
+    **{
+        (model, "two experts exchanged"): re.compile(r".*layers\.3\.mlp\.experts\.[45]\..*")
+        for model in ("qwen3_moe", "groups qwen3_moe", "fp8 glm4_moe")
+    },
+    **{
+        (model, "k and v exchanged"): re.compile(r"model\.layers\.5\.self_attn\.[kv]_proj\..*")
+        for model in ("qwen3-untied", "groups qwen3-untied")
+    },
+}
+ROUTERS = ("groups glm4_moe", "groups deepseek_v3")
+Runs = Mapping[tuple[str, str], Answer[LoadReport]]
+Routers = Mapping[str, tuple[Case, Answer[LoadReport]]]
 # A mutation of a model that has nothing of the kind.
 NOTHING = "nothing to break"
 
@@ -39,9 +55,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(
-    paths: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], Answer[LoadReport]]:
+def runs(paths: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
     cases = {f"{model}/{one}": Case(path, alter=one) for model, path in paths.items() for one in MUTATIONS}
     found = run_cases(cases, tmp_path_factory.mktemp("runs"))
     return {(model, one): found[f"{model}/{one}"] for model in paths for one in MUTATIONS}
@@ -52,17 +66,15 @@ def used(seen: Iterable[Observation]) -> set[str]:
     return {one.tensor for one in seen if not one.tensor.endswith("weight_shape")}
 
 
-def lost(mutation: str, tensors: Mapping[str, Tensor]) -> set[str]:
-    """The tensors that are not given; not those that vLLM never uses."""
-    return {one for one in tensors if LOST[mutation].fullmatch(one) and not one.endswith("weight_shape")}
+def matching(pattern: re.Pattern[str], path: Path) -> set[str]:
+    """The tensors of a checkpoint that match; not those that vLLM never uses."""
+    return {one for one in models.tensors(path) if pattern.fullmatch(one) and not one.endswith("weight_shape")}
 
 
 @pytest.mark.parametrize("mutation", LOST)
-@pytest.mark.parametrize("model", [*PLAIN, *MODELS])
-def test_what_is_missing_is_named(
-    model: str, mutation: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
-) -> None:
-    missing = lost(mutation, models.tensors(paths[model]))
+@pytest.mark.parametrize("model", daily([*PLAIN, *MODELS], DAILY))
+def test_what_is_missing_is_named(model: str, mutation: str, paths: Mapping[str, Path], runs: Runs) -> None:
+    missing = matching(LOST[mutation], paths[model])
     if not missing:
         pytest.skip(NOTHING)
     report = reported(runs[model, mutation])
@@ -73,41 +85,15 @@ def test_what_is_missing_is_named(
     assert all(".experts.routed_experts.w" in one for one in fused)
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "groups qwen3_moe", "groups deepseek_v3"])
-def test_half_an_expert_is_named(
-    model: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
+@pytest.mark.parametrize(("model", "mutation"), EXCHANGED)
+def test_what_has_the_values_of_others_is_named(
+    model: str, mutation: str, paths: Mapping[str, Path], runs: Runs
 ) -> None:
-    """vLLM copies what fits, silently."""
-    (half,) = (one for one in models.tensors(paths[model]) if HALF.fullmatch(one))
-    run = runs[model, "half an expert"]
-    assert run.report is not None, run
-    assert {one.tensor for one in run.report.differing} == {half}
-    assert {one.param for one in run.report.unwritten} == {run.report.differing[0].param}
-
-
-@pytest.mark.parametrize("model", ["qwen3_moe", "deepseek_v3", "groups qwen3_moe", "fp8 glm4_moe"])
-def test_exchanged_experts_are_named(
-    model: str, paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
-) -> None:
-    run = runs[model, "two experts exchanged"]
-    assert run.report is not None, run
-    exchanged = {
-        one
-        for one in models.tensors(paths[model])
-        if ("layers.3.mlp.experts.4." in one or "layers.3.mlp.experts.5." in one) and not one.endswith("weight_shape")
-    }
-    assert {one.tensor for one in run.report.differing} == exchanged
-
-
-@pytest.mark.parametrize("model", ["qwen3-untied", "groups qwen3-untied"])
-def test_exchanged_keys_and_values_are_named(model: str, runs: Mapping[tuple[str, str], Answer[LoadReport]]) -> None:
-    run = runs[model, "k and v exchanged"]
-    assert run.report is not None, run
-    modules = {one.tensor.rpartition(".")[0] for one in run.report.differing}
-    assert modules == {f"model.layers.5.self_attn.{one}_proj" for one in "kv"}
-
-
-ROUTERS = ("groups glm4_moe", "groups deepseek_v3")
+    """vLLM copies what fits of half an expert, silently."""
+    report = reported(runs[model, mutation])
+    assert used(report.differing) == matching(EXCHANGED[model, mutation], paths[model])
+    half = report.differing if mutation == "half an expert" else ()
+    assert {one.param for one in report.unwritten} == {one.param for one in half}
 
 
 def with_packed_routers(source: Path, target: Path) -> Path:
@@ -125,7 +111,7 @@ def with_packed_routers(source: Path, target: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Case, Answer[LoadReport]]]:
+def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> Routers:
     root = tmp_path_factory.mktemp("routers")
     made = dict(write_all(root, [*ROUTERS, "fp8 qwen3_moe"]))
     cases = {name: Case(with_packed_routers(made[name], root / f"{name} packed")) for name in ROUTERS}
@@ -135,29 +121,22 @@ def quantized_routers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
 
 
 @pytest.mark.parametrize("model", ROUTERS)
-def test_a_packed_router_that_vllm_builds_unquantized_is_named(
-    model: str, quantized_routers: Mapping[str, tuple[Case, Answer[LoadReport]]]
-) -> None:
+def test_a_packed_router_that_vllm_builds_unquantized_is_named(model: str, quantized_routers: Routers) -> None:
     results, findings, _ = checked(*quantized_routers[model], VLLM)
     assert results["CK521"].status == "failed"
     (stopped,) = (one.actual for one in findings if one.code == "CK521")
     assert re.search(r"it was given: model\.layers\.\d\.mlp\.gate\.weight_packed", stopped)
 
 
-def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(
-    quantized_routers: Mapping[str, tuple[Case, Answer[LoadReport]]],
-) -> None:
+def test_a_router_that_vllm_builds_in_fp8_does_not_stop_the_check_of_routers(quantized_routers: Routers) -> None:
     """Its BF16 weight is rounded into FP8, and the scale is never written. That of dead routers ends."""
     results, findings, _ = checked(*quantized_routers["fp8 qwen3_moe"], VLLM)
     assert (results["CK522"].status, results["CK525"].status) == ("failed", "passed")
     assert any("mlp.gate.weight_scale_inv" in f"{one.tensor} {one.actual}" for one in findings if one.code == "CK522")
 
 
-def test_findings_name_both_names(
-    paths: Mapping[str, Path], runs: Mapping[tuple[str, str], Answer[LoadReport]]
-) -> None:
-    path = paths["qwen3_moe"]
-    results, findings, _ = checked(Case(path), runs["qwen3_moe", "q of q, k and v"], VLLM)
+def test_findings_name_both_names(paths: Mapping[str, Path], runs: Runs) -> None:
+    results, findings, _ = checked(Case(paths["qwen3_moe"]), runs["qwen3_moe", "q of q, k and v"], VLLM)
     assert results["CK522"].status == results["CK523"].status == "failed"
     (unwritten,) = (one for one in findings if one.code == "CK522")
     assert unwritten.tensor == "model.layers.5.self_attn.q_proj.weight"

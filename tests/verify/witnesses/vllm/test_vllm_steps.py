@@ -18,6 +18,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return all_runs(tmp_path_factory.mktemp("steps"), run_cases)
 
 
+@pytest.mark.nightly
 class TestSteps(Steps):
     """With stand-ins for kernels."""
 
