@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from families import OF_A_KIND
-from mutations.torch_dist import lost
+from mutations.torch_dist import key_lost
 from support import models
 from support.fixture_types import PathOf
 from support.nightly import daily
@@ -112,6 +112,6 @@ def test_keys_that_only_this_spec_asks_for(
 ) -> None:
     path = copy_of(converted(name))
 
-    models.edit_metadata(path / "release", lambda metadata: lost(metadata, key))
+    models.edit_metadata(path / "release", lambda metadata: key_lost(metadata, key))
     (finding,) = strict_load(Subject(path, releases(name)), Tally())
     assert (finding.code, key.partition("/")[0] in f"{finding.tensor} {finding.actual}") == ("CK401", True)
