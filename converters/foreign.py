@@ -50,7 +50,7 @@ def refuse_adapters(names: Collection[str], where: object) -> None:
     if not pairs:
         return
     alone = all(_OF_ADAPTERS in name for name in names if not name.endswith("_extra_state"))
-    beside = "and no model" if alone else "beside the weights"
+    beside = "and no model" if alone else "next to the weights"
     restored = "restore run_config.yaml, which has their rank and alpha, or " if alone else ""
     raise UnsupportedError(
         f"{where} holds LoRA adapters of Megatron {beside}, {len(pairs)} pairs ({summarize(pairs)}), which are not "

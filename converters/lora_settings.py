@@ -122,7 +122,7 @@ class LoraSettings:
         if (kind := self._config.get("peft_type")) != "LORA":
             raise UnsupportedError(f"{self._where}: peft_type {shortened(kind)} is not read", BY_HAND)
         for key, value in self._config.items():
-            unknown = "PEFT 0.21 has no such field, and what it means is not known"
+            unknown = "PEFT 0.21 has no such field, and its meaning is not known"
             why = APPLIED if key in accepted else FIELDS.get(key, unknown)
             if why not in (HARMLESS, APPLIED) and value not in _UNSET and not (key not in FIELDS and not value):
                 raise UnsupportedError(f"{self._where}: {key} is {shortened(value)}: {why}", BY_HAND)

@@ -116,7 +116,8 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
     own = (True,) * layers if own is None else own
     if own and not own[0]:
         raise CkptkitError(
-            "config.json: the first layer shares an indexer, but there is none before it", "compare it with the release"
+            "config.json: the first layer shares an indexer, but no layer before it has one",
+            "compare it with the release",
         )
     return own
 

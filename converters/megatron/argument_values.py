@@ -68,7 +68,7 @@ def refuse_inexpressible(dims: ModelDims) -> None:
         return
     hint = "remove the scaling if it is only for longer contexts than you train with"
     raise CkptkitError(
-        f"config.json: rope scaling {shortened(kind)} as it stands there has no Megatron arguments",
+        f"config.json: rope scaling {shortened(kind)} has no Megatron arguments in this form",
         f"training would run another model than this one; {hint}",
         code="unsupported",
     )

@@ -70,7 +70,7 @@ class Pipeline:
                 hint = "the checkpoint or the launch script is damaged"
                 raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {shortened(value)}", hint)
         if "layers" not in given:
-            hint = "without it nobody can tell which layers a pipeline stage holds"
+            hint = "without it the layers of a pipeline stage are not known"
             raise CkptkitError("the training arguments have no num_layers", hint)
         return Pipeline(**given)
 

@@ -69,7 +69,7 @@ class LintReport:
 
 
 def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
-    """Returns a list that makes the checked readers agree on what is packed; None when there is none.
+    """Returns a list that makes the checked readers agree on the packed weights; None when there is none.
 
     Entries that readers take differently are replaced, and missing ones added. Entries that all readers take the
     same way, or that cannot be judged, stay in their order. Linear layers that only transformers names, such as those
@@ -153,7 +153,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     portable = portable_list(subject)
     findings = examine(subject)
     if portable is None and all(one.severity == "note" for one in findings):
-        message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on what is packed"
+        message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on the packed weights"
         hint = "quantize again with `ckptkit quantize`, or name those who must agree with --reader"
         findings = (finding("disagreement", "error", message, hint, [], subject.readers), *findings)
     report = LintReport(
@@ -174,7 +174,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     if portable is None:
         why = min(findings, key=lambda one: ORDER.index(one.severity)).message
         raise CkptkitError(
-            f"{root / 'config.json'}: no ignore list makes all readers agree on what is packed: {why}",
+            f"{root / 'config.json'}: no ignore list makes all readers agree on the packed weights: {why}",
             "quantize again with `ckptkit quantize`",
         )
     _write_list(subject, portable)
@@ -260,7 +260,7 @@ def _closing(report: LintReport) -> Iterator[str]:
     if report.fixed:
         yield "fixed: config.json has the list above; the original is config.json.orig"
     if report.portable is None:
-        yield f"no {report.key} list makes {_readers(report)} agree on what is packed"
+        yield f"no {report.key} list makes {_readers(report)} agree on the packed weights"
 
 
 def _readers(report: LintReport) -> str:

@@ -211,7 +211,7 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
             who = [reader for reader in subject.readers if any(reader in several for several in swallowed.values())]
             hint = "end the entry where the name ends: `(\\.|$)` after a layer's number, "
             hint += "`(\\.weight)?$` after a module's name"
-            message = f"'{pattern}' also covers what it does not name"
+            message = f"'{pattern}' also covers modules that it does not name"
             yield finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
 
 
@@ -248,7 +248,7 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
             message = f"{covers} nothing for any reader"
             yield finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
         else:
-            hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
+            hint = "put the release's model.safetensors.index.json next to config.json, which names all of them"
             message = f"{covers} no module that config.json alone tells of, which is not all"
             yield finding("not judged", "note", message, hint, [], (), pattern)
 
@@ -300,7 +300,7 @@ def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
     both = [(matrix, packs) for matrix, packs in subject.pairs if matrix.reason is None]
     shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
     if shared and any(packs for matrix, packs in both if matrix.expert):
-        message = "unpacked, beside packed routed experts; "
+        message = "unpacked, next to packed routed experts; "
         message += "SGLang joins the two on CUDA unless started with an option against it, and then drops it silently"
         hint = "start SGLang with --disable-shared-experts-fusion"
         yield finding("shared expert", "note", message, hint, shared, ("SGLang 0.5.16",))
@@ -314,7 +314,7 @@ def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
         return
     if is_cache_calibrated(content) and "transformers" in subject.readers:
         message = "kv_cache_scheme is static, but no scale of the cache is stored: transformers computes with memory "
-        message += "that nobody wrote, and engines take 1.0"
+        message += "that was never written, and engines use 1.0"
         hint = "calibrate again, or set kv_cache_scheme to null"
         yield finding("cache scales", "error", message, hint, [], ["transformers"])
         return

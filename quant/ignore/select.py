@@ -182,7 +182,7 @@ def select_eight_bit(
             joined = [matrix.tensor for matrix in layer]
             left, taken = (summarize(name for name in joined if (name in wanted) == is_in) for is_in in (False, True))
             raise CkptkitError(
-                f"{left} would stay as it is beside {taken}, and engines hold them as one layer",
+                f"{left} would stay as it is next to {taken}, and engines hold them as one layer",
                 f"leave out all of them: {ignore_options(joined)}",
             )
         fault = _fault(chosen, layer[0], block)
