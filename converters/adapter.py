@@ -173,10 +173,8 @@ class Adapter:
 
     def _is_tied_copy(self, heads: Sequence[str]) -> bool:
         """Whether the adapter's output layer equals its embedding, like PEFT saves them with `ensure_weight_tying`."""
-        embeddings, specs = (
-            [name for name in self.files.specs if name.endswith(".embed_tokens.weight")],
-            self.files.specs,
-        )
+        specs = self.files.specs
+        embeddings = [name for name in specs if name.endswith(".embed_tokens.weight")]
         if len(heads) != 1 or len(embeddings) != 1 or specs[heads[0]].shape != specs[embeddings[0]].shape:
             return False
         head, embedding = (self.files.read([name])[name] for name in (*heads, *embeddings))
