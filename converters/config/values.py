@@ -205,7 +205,7 @@ def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
 
 
 def without_windows(config: Mapping[str, Any]) -> None:
-    """Raises CkptkitError if a Qwen config enables sliding windows; only `sliding_window`, like in releases, does not."""
+    """Raises CkptkitError if a Qwen config enables sliding windows, which `sliding_window` does not do by itself."""
     if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
         raise unsupported(
             f"{config['model_type']} with use_sliding_window or such layers in layer_types",
