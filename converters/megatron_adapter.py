@@ -51,7 +51,7 @@ def as_peft(source: Checkpoint, settings: Mapping[str, Any], where: str) -> View
     for (module, part), pair in parts.items():
         rule = rules.get(f"{module}.weight")
         if rule is None or ".experts." in module or any(len(shape) != 2 for shape in rule.hf.values()):
-            raise UnsupportedError(f"{where}: an adapter of {module} is not supported", _EXPORT)
+            raise UnsupportedError(f"{where}: an adapter of {module} is not read", _EXPORT)
         if missing := [one for one in ("in", "out") if one not in pair]:
             raise DamagedError(f"{where}: {module} has no linear_{missing[0]}", "save the adapters again")
         steps.append(_step(rule, part, pair["in"], pair["out"], rank, where))

@@ -65,7 +65,7 @@ def refuse_inexpressible(dims: ModelDims) -> None:
         return
     hint = "remove the scaling if it is only for longer contexts than you train with"
     raise CkptkitError(
-        f"config.json: Megatron has no arguments for this rope scaling ({shortened(kind)})",
+        f"config.json: rope scaling {shortened(kind)} with these values has no Megatron arguments",
         f"training would run a different model; {hint}",
         code="unsupported",
     )

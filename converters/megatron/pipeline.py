@@ -136,7 +136,7 @@ class Pipeline:
             raise self._refused(message, "compare num_layers and mtp_num_layers")
         if "m" in flat and ("t" in flat[flat.index("m") :] or sum("m" in chunk for chunk in chunks[-self.pp :]) != 1):
             hint = "Megatron requires them in the last chunk of one stage"
-            raise self._refused("multi-token prediction layers are not together after all others", hint)
+            raise self._refused("multi-token prediction layers are not together behind all others", hint)
         return chunks
 
     def _refused(self, problem: str, hint: str) -> CkptkitError:
