@@ -167,7 +167,6 @@ class Adapter:
         return View(base, Plan((*steps, copy), base.specs, frozenset(), self.where, _untied(base.config)))
 
     def _is_saved(self, weight: str) -> bool:
-        """Whether the adapter stores a complete weight of the base."""
         names = (_SAVED.sub("", name.removeprefix(ROOT)) for name in self.files.specs if ".base_layer." not in name)
         return any(weight in self._names(name) for name in names if ".lora_" not in name)
 
@@ -197,7 +196,6 @@ class Adapter:
             self._fault(name, "a tensor of the base model", f"the base has no {module}")
 
     def _add_saved(self, spec: TensorSpec) -> None:
-        """Adds a complete tensor (`modules_to_save`)."""
         own = _SAVED.sub("", spec.name.removeprefix(ROOT)).replace(".base_layer.", ".")
         if _SAVED.search(spec.name):
             expected = _SAVED.sub("", spec.name)
@@ -266,8 +264,8 @@ class Adapter:
         if config_rank != rank:
             self._fault(a.name, f"rank {config_rank}, as in {ADAPTER_CONFIG}", f"rank {rank}")
         for spec in parts.values():
-            if (expected := dropped(spec.name)) is not None:
-                self._fault(spec.name, f"the name {expected}, which PEFT loads", "another name, which PEFT drops")
+            if (loaded := dropped(spec.name)) is not None:
+                self._fault(spec.name, f"the name {loaded}, which PEFT loads", "another name, which PEFT drops")
         for fault in self.settings.faults(name, parts, targets.leaf):
             self._fault((a if magnitude is None else magnitude).name, fault.expected, fault.actual)
         self.pairs.append(Pair(module, a, b, magnitude, targets, rank, scale, embedding))
@@ -312,7 +310,6 @@ class Adapter:
 
     @cached_property
     def _blocks(self) -> Mapping[str, dict[str, dict[int, TensorSpec]]]:
-        """Separate experts of the base: by block, projection and number."""
         blocks: dict[str, dict[str, dict[int, TensorSpec]]] = {}
         for name, spec in self.base.specs.items():
             module = name.removesuffix(".weight")
@@ -417,7 +414,6 @@ class Adapter:
         return "each merged weight, rounded to the dtype of the base, is the base's"
 
     def _is_zero(self, pair: Pair) -> bool:
-        """Whether a pair adds nothing to any base."""
         factors = (self.files.read([name])[name] for name in (pair.b.name, pair.a.name))
         return pair.magnitude is None and not all(bool(factor.any()) for factor in factors)
 
@@ -470,7 +466,6 @@ def _merge_parts(pairs: Sequence[Pair]) -> Step:
 
 
 def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Targets, embedding: bool) -> bool:
-    """Whether factors of these shapes fit the targets."""
     rows, columns, experts = targets.rows, targets.columns, targets.experts
     lengths = columns if embedding else rows
     if magnitude is not None and (experts or targets.part is not None or magnitude.shape != (lengths,)):

@@ -85,7 +85,6 @@ def class_for(config: Any) -> Any | None:
 
 
 def is_model(value: Any) -> bool:
-    """Whether this is a model class."""
     return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
 
 

@@ -54,8 +54,8 @@ def refuse_adapters(names: Collection[str], where: object) -> None:
     model = "without a model" if is_only_adapters else "in addition to the weights"
     restore = "restore run_config.yaml, which has their rank and alpha, or " if is_only_adapters else ""
     raise UnsupportedError(
-        f"{where} has LoRA adapters of Megatron {model} ({len(pairs)} pairs: {summarize(pairs)}), which ckptkit does not "
-        "convert",
+        f"{where} has LoRA adapters of Megatron {model} ({len(pairs)} pairs: {summarize(pairs)}), which are not "
+        "converted",
         f"{restore}export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then "
         "`ckptkit verify ADAPTER --source BASE` and `ckptkit convert BASE DST --merge ADAPTER`",
     )

@@ -159,7 +159,6 @@ class LoraSettings:
             raise CkptkitError(f"{self._where}: {key}: {error.message}", error.hint) from error
 
     def _chosen_layers(self) -> frozenset[int] | None:
-        """The layers of `layers_to_transform`, or None if it selects none."""
         value = self._config.get("layers_to_transform")
         layers = [value] if type(value) is int else value
         if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):

@@ -41,8 +41,9 @@ def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, 
     Raises CkptkitError like `family_of`.
     """
     model_type = family_of(config).language_models.get(config["model_type"])
-    is_nested = model_type is not None and any(name.startswith(NESTED_ROOT) for name in names)
-    return _nested(config, model_type) if is_nested else config
+    if model_type is None or not any(name.startswith(NESTED_ROOT) for name in names):
+        return config
+    return _nested(config, model_type)
 
 
 def with_unused(config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:

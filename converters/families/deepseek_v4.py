@@ -154,7 +154,6 @@ def _compressor(dims: ModelDims, at: NamePrefix, place: str, ratio: int, width: 
 
 
 def _indexer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """Selects compressed keys by additional keys."""
     name, own = "attn.indexer.", dims.own
     queries = {f"{name}wq_b.weight": (own.index_heads * own.index_dim, own.query_rank)}
     return (
@@ -164,7 +163,6 @@ def _indexer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
 
 
 def _bias(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """The bias of a router that no table replaces."""
     return at.tensors({"ffn.gate.bias": (dims.experts,)}, fp32=True)
 
 

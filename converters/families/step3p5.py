@@ -102,7 +102,6 @@ def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
 
 
 def _draft(dims: ModelDims, one: _Heads, layer: int) -> Iterator[ParamMapping]:
-    """A multi-token prediction layer, numbered after the decoder layers."""
     at, hidden = NamePrefix("mtp.", f"{dims.root}layers.{layer}.", None), dims.hidden
     yield from at.tensors(
         {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}

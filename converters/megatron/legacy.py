@@ -131,7 +131,6 @@ class LegacyCheckpoint:
 
 
 def _name_tensors(files: LegacyFiles, config: Mapping[str, Any]) -> dict[str, list[_Copy]]:
-    """All tensors of all ranks, by the name of their global tensor."""
     dims = dims_of(config)
     if (pattern := stored_pattern(files.args)) is not None:
         raise UnsupportedError(
