@@ -178,15 +178,15 @@ def extra_states_lost(path: Path, place: str) -> None:
     models.edit_metadata(path / "release", change)
 
 
-def padded(path: Path, key: str) -> None:
-    """The embedding with its first 32 rows once more, as padding; their bytes are appended to the file."""
+def padded(path: Path, key: str, rows: Change = torch.clone) -> None:
+    """The embedding with 32 rows more, made of its first; the bytes are appended to the file."""
     file = path / "release" / FILE
     end = file.stat().st_size
 
     def change(content: Metadata) -> None:
         entry, info = content.state_dict_metadata[key], content.storage_data[index_of(content, key)]
         before = Blob(file, info.offset, info.length).tensor(dtype_name(entry.properties.dtype), tuple(entry.size))
-        after = torch.cat([before, before[:32]])
+        after = torch.cat([before, rows(before[:32])])
         with file.open("ab") as stream:
             written = stream.write(saved(after))
         entry.size = torch.Size(after.shape)

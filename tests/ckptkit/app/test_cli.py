@@ -103,7 +103,8 @@ def test_inspect_says_format_tensors_and_arguments(releases: PathOf, converted: 
     assert shapes["model.layers.{2..11}.mlp.gate.e_score_correction_bias"] == "[12] fp32 x10"
     assert hf["parameters"] == sum(math.prod(tensor.shape) for tensor in tensors(releases("glm4_moe")).values())
     shown = ckptkit("inspect", releases("glm4_moe")).stdout
-    assert re.match(r"\d+ files?, 551 tensors, [\d.]+ MB, [\d.]+ M parameters\n", shown)
+    model = r"glm4_moe, 12 layers, bfloat16 and float32, [\d.]+ MB\n"
+    assert re.match(model + r"\d+ files?, 551 tensors, [\d.]+ M parameters\n", shown)
     files = sorted(path.name for path in releases("glm4_moe").glob("*.safetensors"))
     assert re.search(rf"^files: {files[0]} to {files[-1]}, \d+ to \d+ tensors each$", shown, re.M)
 

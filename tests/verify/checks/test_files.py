@@ -128,7 +128,7 @@ def test_many_entries_of_one_header_are_one_finding(fresh: PathOf) -> None:
 
 def test_megatron_may_pad_the_vocabulary(fresh_megatron: PathOf, releases: PathOf) -> None:
     path = fresh_megatron("qwen2-tied")
-    padded(torch.zeros_like)(path, "embedding.word_embeddings.weight")
+    padded(path, "embedding.word_embeddings.weight", torch.zeros_like)
     assert verify(path, releases("qwen2-tied")).findings == []
 
 
