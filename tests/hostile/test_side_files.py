@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.libraries import ask_here
+from support.nightly import daily
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoTokenizer
 
@@ -337,7 +338,12 @@ SOUND: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize(("words", "change"), TOKENIZERS)
+def by_day(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Every third row by day, the others at night."""
+    return [row if at % 3 == 0 else pytest.param(*row, marks=pytest.mark.nightly) for at, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize(("words", "change"), by_day(TOKENIZERS))
 def test_another_tokenizer_is_an_error(
     words: str, change: Change, compare: Callable[..., list[SideDifference]]
 ) -> None:
@@ -346,7 +352,7 @@ def test_another_tokenizer_is_an_error(
     assert words in found[0].words
 
 
-@pytest.mark.parametrize(("file", "words", "change"), OTHERS)
+@pytest.mark.parametrize(("file", "words", "change"), by_day(OTHERS))
 def test_another_or_a_new_file_is_an_error(
     file: str, words: str, change: Change, compare: Callable[..., list[SideDifference]]
 ) -> None:
@@ -355,7 +361,7 @@ def test_another_or_a_new_file_is_an_error(
     assert words in found[0].words
 
 
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", daily(SOUND, list(SOUND)[::3]))
 def test_a_file_that_says_the_same_is_no_difference(name: str, compare: Callable[..., list[SideDifference]]) -> None:
     assert compare(SOUND[name]) == []
 
