@@ -133,7 +133,7 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
-    """Checks the list of unquantized modules of the checkpoint at `path`; needs only config.json and, if any, the index.
+    """Checks the list of unquantized modules of the checkpoint at `path`; needs only config.json or also the index.
 
     `readers` (like `--reader`): those that must agree, or None for all. Severities:
     `ckptkit.quant.ignore.readers.severity_of`. `fix`: writes the portable list into config.json and keeps the original

@@ -269,8 +269,8 @@ _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.o
 def indexer_key(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds the key weight of a DSA indexer in a format that SGLang does not dequantize.
 
-    On CUDA, SGLang fuses this weight with one in BF16. It dequantizes FP8 in blocks by `weight_scale_inv`; it multiplies
-    MXFP8 by the raw exponent bytes, and copies the codes of any other format. Source: SGLang 0.5.16,
+    On CUDA, SGLang fuses this weight with one in BF16. It dequantizes FP8 in blocks by `weight_scale_inv`. MXFP8 it
+    multiplies by the raw exponent bytes, and of any other format it copies the codes. Source: SGLang 0.5.16,
     `_load_fused_indexer_wk` of `deepseek_weight_loader.py`.
     """
     content, who = subject.content, [reader for reader in subject.readers if reader in SGLANG]
