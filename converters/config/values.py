@@ -1,4 +1,4 @@
-"""Reads values of an HF config under all spellings of transformers v4 and v5, and rejects invalid ones."""
+"""Reads values of an HF config, under every spelling that transformers v4 and v5 use, and refuses the rest."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from ckptkit.core.printable import shortened
 
 _REQUIRED: Any = object()
 _MAX_NUMBER = 1e300
-NESTED_ROOT = "model.language_model."  # prefix of the language model in a multimodal model
+
+# What stands before the names of the language model in a multimodal one.
+NESTED_ROOT = "model.language_model."
 
 
 def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
-    """An integer of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    """A whole number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
     value = _value(config, key, default)
     if type(value) is not int:
         raise wrong(key, value, "a whole number")
@@ -44,54 +46,53 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 def require(
     config: Mapping[str, Any], model: str, only: Mapping[str, Any], why: str = "", strict: bool = False
 ) -> None:
-    """Raises CkptkitError for a key with a different value than in `only`, which the model's rules require.
+    """Raises CkptkitError for a key with another value than `only` has for it: the one that a model's rules stand for.
 
-    A tuple lists several allowed values. Absent and null mean the value in `only`; with `strict`, null does not.
+    A tuple is several such values. Absent and null mean the value of `only`; with `strict` null is another value.
     """
     for key, value in only.items():
-        allowed = value if isinstance(value, tuple) else (value,)
-        actual = config.get(key, allowed[0])
-        if actual is None and not strict:
+        known = value if isinstance(value, tuple) else (value,)
+        found = config.get(key, known[0])
+        if found is None and not strict:
             continue
-        if isinstance(value, bool) and not isinstance(actual, bool) and actual is not None:
-            raise wrong(key, actual, "true or false")
-        if actual not in allowed or isinstance(actual, bool) != isinstance(allowed[0], bool):
-            hint = why or f"the releases have {as_json(allowed[0])}"
-            raise unsupported(f"{model} with {key} {as_json(actual)}", hint)
+        if isinstance(value, bool) and not isinstance(found, bool) and found is not None:
+            raise wrong(key, found, "true or false")
+        if found not in known or isinstance(found, bool) != isinstance(known[0], bool):
+            raise unsupported(f"{model} with {key} {as_json(found)}", why or f"the releases have {as_json(known[0])}")
 
 
 def unsupported(what: str, why: str) -> CkptkitError:
-    """The error for a config feature without rules, with the reason or the fix."""
+    """The refusal of something in a config that no rule here stands for, with the reason or the next move."""
     return CkptkitError(f"config.json: {what} is not supported", why, code="unsupported")
 
 
 def wrong(key: str, value: Any, allowed: str) -> CkptkitError:
-    """The error for an invalid value."""
+    """The refusal of a value that no reader can make sense of."""
     return CkptkitError(f"config.json: {key} is {shortened(value)}, not {allowed}", "compare it with the release")
 
 
 def as_json(value: Any) -> str:
-    """A value in JSON, shortened."""
+    """A value as config.json spells it, cut short."""
     return json.dumps(value) if value is None or isinstance(value, bool) else shortened(value)
 
 
 def agreed(
     config: Mapping[str, Any], keys: Sequence[str], default: Any = _REQUIRED, read: Callable[..., Any] = integer
 ) -> Any:
-    """A value that engines or releases have under several keys. Raises CkptkitError if two of them differ."""
-    values = {key: read(config, key) for key in keys if config.get(key) is not None}
-    if len(set(values.values())) > 1:
+    """A value that readers or releases know under several keys. Raises CkptkitError where two of them disagree."""
+    stated = {key: read(config, key) for key in keys if config.get(key) is not None}
+    if len(set(stated.values())) > 1:
         raise CkptkitError(
-            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in values.items())}",
-            "make them equal: each engine reads one of them",
+            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in stated.items())}",
+            "readers look at one or the other; make them equal",
         )
-    return next(iter(values.values())) if values else read(config, keys[0], default)
+    return next(iter(stated.values())) if stated else read(config, keys[0], default)
 
 
 def kinds_of_layers(config: Mapping[str, Any], key: str, known: Collection[Any]) -> list[Any] | None:
-    """The list under a key with one word or number per layer, or None if it is absent or null.
+    """The list of one word or number a layer under a key, or None where it is absent or null.
 
-    Raises CkptkitError for a list of another length, and for values not in `known`.
+    Raises CkptkitError for a list of another length, and for what is not among the known.
     """
     kinds, layers = config.get(key), integer(config, "num_hidden_layers")
     if kinds is None:
@@ -106,25 +107,25 @@ def kinds_of_layers(config: Mapping[str, Any], key: str, known: Collection[Any])
 
 
 def agreed_by_layer(config: Mapping[str, Any], spellings: Mapping[str, Mapping[Any, Any]]) -> tuple[Any, ...] | None:
-    """The kind of each layer, from lists under one or several keys, or None if all are absent.
+    """What each layer is, by lists under one key or several, each with its own words for it; None without any.
 
-    `spellings`: for each key, its words -> kinds. Raises CkptkitError like `kinds_of_layers`, and if two lists differ.
+    Raises CkptkitError as `kinds_of_layers`, and where two lists disagree.
     """
-    lists = {}
+    found = {}
     for key, words in spellings.items():
         if (kinds := kinds_of_layers(config, key, tuple(words))) is not None:
-            lists[key] = tuple(words[kind] for kind in kinds)
-    if len(set(lists.values())) > 1:
+            found[key] = tuple(words[kind] for kind in kinds)
+    if len(set(found.values())) > 1:
         raise CkptkitError(
-            f"config.json: {' and '.join(lists)} name different layers",
-            "make them agree: each engine reads one of them",
+            f"config.json: {' and '.join(found)} name different layers",
+            "readers look at one or the other; make them agree",
         )
-    return next(iter(lists.values()), None)
+    return next(iter(found.values()), None)
 
 
-def places(kinds: Iterable[Any], *selected: Any) -> tuple[int, ...]:
-    """The numbers, from 0, of the layers of the selected kinds."""
-    return tuple(layer for layer, kind in enumerate(kinds) if kind in selected)
+def places(kinds: Iterable[Any], *wanted: Any) -> tuple[int, ...]:
+    """The numbers, from 0, of the layers that are of these kinds."""
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
 
 
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -132,22 +133,24 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     if value is None and default is _REQUIRED:
         raise CkptkitError(
             f"config.json has no {key!r}",
-            f"a {config.get('model_type', 'rope')} config requires it; compare it with the release",
+            f"a {config.get('model_type', 'rope')} config must state it; compare with the release",
         )
     return default if value is None else value
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """The first class in `architectures` of a config.json, or empty."""
-    classes = config.get("architectures")
-    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    """The class that a config.json states first; empty where it states none."""
+    stated = config.get("architectures")
+    return stated[0] if isinstance(stated, list) and stated and isinstance(stated[0], str) else ""
 
 
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The language model's config (`text_config`, or the config of a `…_text` model), and the HF prefix of its names.
+    """The language model's part of a config, and the HF prefix of its names.
 
-    `tie_word_embeddings` is read from the top level only, like in transformers. Raises CkptkitError if a multimodal
-    config has no `text_config`.
+    That of a multimodal model, or the config itself.
+
+    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; without it they
+    are not, whatever `text_config` says. Raises CkptkitError when a multimodal config has no such part.
     """
     if str(config.get("model_type")).endswith("_text"):
         return config, "model."
@@ -159,7 +162,7 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def text_config_of(config: Mapping[str, Any], *model_types: str) -> Mapping[str, Any]:
-    """The `text_config` of a multimodal config. Raises CkptkitError if it is missing or not of these `model_types`."""
+    """The `text_config` of a multimodal config, which must be of one of these kinds where any are given."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or (model_types and text.get("model_type") not in model_types):
         kinds = f" of {' or '.join(model_types)}" if model_types else ""
@@ -170,7 +173,10 @@ def text_config_of(config: Mapping[str, Any], *model_types: str) -> Mapping[str,
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The language model's config: `text_config`, also inside `thinker_config`, or the config. Accepts any config."""
+    """What a config says of the language model: its `text_config`, of the thinker where it has one, or the config.
+
+    Checks nothing, so that it can be asked of any config.
+    """
     thinker = config.get("thinker_config")
     inner = thinker if isinstance(thinker, Mapping) else config
     text = inner.get("text_config")
@@ -178,10 +184,10 @@ def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | None:
-    """The number of tokens that attention sees, including the query's (`sliding_window`), or None for all.
+    """How many tokens attention sees, the query's own among them (`sliding_window`); None where that is all of them.
 
-    null and a window as long as the model's context mean all; `absent` is the value for a config without the key.
-    Raises CkptkitError naming the key.
+    null means all, and so does a window as long as the model's context; `absent` is what a config without the key
+    means. Raises CkptkitError naming the key.
     """
     window = config.get("sliding_window", absent)
     if window is None:
@@ -192,7 +198,9 @@ def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | Non
 
 
 def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
-    """Layers with a sliding window: from `layer_types`, or if that is absent all but every `every`-th from 1.
+    """Layers with a sliding window: those that `layer_types` calls so.
+
+    Where it is absent, all but each `every`-th, counted from 1.
 
     Raises CkptkitError for a list of another length, and for a kind of attention that is neither sliding nor full.
     """
@@ -205,7 +213,10 @@ def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
 
 
 def without_windows(config: Mapping[str, Any]) -> None:
-    """Raises CkptkitError if a Qwen config enables sliding windows, which `sliding_window` does not do by itself."""
+    """Raises CkptkitError where a Qwen config turns sliding windows on.
+
+    `sliding_window` alone, as in all releases, does not.
+    """
     if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
         raise unsupported(
             f"{config['model_type']} with use_sliding_window or such layers in layer_types",
@@ -214,10 +225,12 @@ def without_windows(config: Mapping[str, Any]) -> None:
 
 
 def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """Rotary settings, from `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
+    """Rotary settings under either spelling.
 
-    `default_theta`: the base for a config without one. Raises CkptkitError if both spellings are present with different
-    theta: transformers v4 and v5 would run different models.
+    `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
+
+    `default_theta` is what a config means that states none. Raises CkptkitError when both are there and disagree on
+    theta: readers of v4 and v5 would then run different models.
     """
     v5, v4 = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for key, value in (("rope_parameters", v5), ("rope_scaling", v4)):
@@ -226,7 +239,7 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
     theta4, theta5 = config.get("rope_theta"), v5.get("rope_theta")
     if theta4 is not None and theta5 is not None and number(config, "rope_theta") != number(v5, "rope_theta"):
         raise CkptkitError(
-            f"config.json: rope_theta is {theta4} but {theta5} in rope_parameters",
+            f"config.json: rope_theta is {theta4} but rope_parameters says {theta5}",
             "transformers v4 reads the first and v5 the second; make them equal",
         )
     rope = {**v4, **v5}
@@ -238,15 +251,17 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
 def rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
     """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5.
 
-    Raises CkptkitError if they differ. transformers 5.12 ignores `rotary_dim`: it applies rope to complete heads.
+    Raises CkptkitError where they disagree.
+
+    transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
     """
     key = "partial_rotary_factor"
-    fractions = {number(part, key) for part in (rope_of(config), config) if part.get(key) is not None}
-    fractions |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
-    if len(fractions) > 1:
+    stated = {number(place, key) for place in (rope_of(config), config) if place.get(key) is not None}
+    stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
+    if len(stated) > 1:
         raise CkptkitError(
-            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} differs: "
-            f"{sorted(fractions)} of a head",
+            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: "
+            f"{sorted(stated)} of a head",
             "SGLang reads the first and transformers v5 the second; make them equal",
         )
-    return fractions.pop() if fractions else 1.0
+    return stated.pop() if stated else 1.0

@@ -1,1 +1,1 @@
-"""A model in Megatron: arguments, pipelines, tensor-parallel cuts, module names and legacy files."""
+"""What Megatron makes of a model: its arguments, pipelines, tensor-parallel cuts, module names and legacy files."""
