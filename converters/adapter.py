@@ -1,8 +1,8 @@
-"""LoRA adapters: which weights of a model each pair of factors changes, by how much, and the merged model.
+"""LoRA adapters: the weights that each pair of factors changes, the change, and the merged model.
 
 Source: peft 0.21, `Linear.get_delta_weight`, `ParamWrapper.get_delta_weight` (all experts of a layer in one pair),
-`DoraLinearVariant.merge_safe`, `get_pattern_key`; factors with an axis of experts, of which 1 stands for all: SGLang
-0.5.16, `lora_manager.py` and `mem_pool.py`.
+`DoraLinearVariant.merge_safe`, `get_pattern_key`; factors with an axis of experts, where size 1 is shared by all:
+SGLang 0.5.16, `lora_manager.py` and `mem_pool.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ckptkit.formats.hf.shard import Fault
 if TYPE_CHECKING:
     from torch import Tensor
 
-# For factors with an axis of experts.
+# The hint for factors with an axis of experts.
 FLAT = (
     "export one pair a layer where it was trained (`experts.base_layer` and `experts`, [rank x experts, inputs] and "
     "[outputs, rank x experts]), which PEFT and vLLM read too"
@@ -51,10 +51,10 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class Targets:
-    """The weights that a pair changes, as one matrix [rows, columns], or one an expert.
+    """The weights that a pair changes, as one matrix [rows, columns], or one per expert.
 
-    `specs`: one matrix; of experts those of one after the other, gate before up; or the one tensor that holds all,
-    `turned`: [experts, columns, rows]. `part`: of one expert's projection in that tensor, the expert and its first row.
+    `specs`: one matrix; or the matrices of all experts in order, gate before up; or one tensor with all experts, which
+    is [experts, columns, rows] if `turned`. `part`: expert and first row, for one expert's projection in that tensor.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -70,9 +70,9 @@ class Targets:
 class Pair:
     """Factors A [rank, columns] and B [rows, rank], and the weights that `scale` x B A is added to.
 
-    Of experts A is [experts x rank, columns] and B [rows, rank x experts], ranks outermost, or both have a first axis
-    of experts, of which 1 stands for all. `magnitude`: of DoRA, the length of each row, of an embedding of each column.
-    `embedding`: A is of the rows.
+    For experts, A is [experts x rank, columns] and B [rows, rank x experts], ranks outermost, or both have a first axis
+    of experts (or of 1, shared by all). `magnitude`: the DoRA length of each row, or of each column of an embedding.
+    `embedding`: A belongs to the rows.
     """
 
     module: str
@@ -86,12 +86,12 @@ class Pair:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """What is read to merge it."""
-        own = (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
-        return tuple(spec.name for spec in (*self.targets.specs, *own))
+        """Names of the tensors that the merge reads."""
+        factors = (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+        return tuple(spec.name for spec in (*self.targets.specs, *factors))
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
-        """What is added, in float32: [rows, columns], or [experts, rows, columns]."""
+        """The change to add, in float32: [rows, columns], or [experts, rows, columns]."""
         import torch
 
         experts, a, b = self.targets.experts, a.float(), b.float()
@@ -103,16 +103,16 @@ class Pair:
         return (b @ a).T * self.scale if self.embedding else b @ a * self.scale
 
     def merged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The targets with what is added, computed in float32 and rounded once."""
+        """The changed targets, computed in float32 and rounded once."""
         import torch
 
         count, experts = len(self.targets.specs), self.targets.experts
         weights, delta = tensors[:count], self.delta(tensors[count], tensors[count + 1])
         if self.magnitude is not None:
-            whole = weights[0].float() + delta
-            rows = whole.T if self.embedding else whole
+            weight = weights[0].float() + delta
+            rows = weight.T if self.embedding else weight
             factor = tensors[-1].float().reshape(-1) / torch.linalg.norm(rows, dim=1)
-            return [(factor.view((1, -1) if self.embedding else (-1, 1)) * whole).to(weights[0].dtype)]
+            return [(factor.view((1, -1) if self.embedding else (-1, 1)) * weight).to(weights[0].dtype)]
         parts = [delta.mT if self.targets.turned else delta]
         if count > 1:
             parts = [part for expert in delta for part in expert.chunk(count // experts)]
@@ -120,14 +120,14 @@ class Pair:
 
 
 class Adapter:
-    """An adapter over a base model: its pairs, whole tensors that replace the base's, and what does not fit.
+    """An adapter over a base model: its pairs, its complete tensors that replace the base's, and its faults.
 
-    `base`: the base, with an output layer of its own where it ties that to the embedding and the adapter changes it.
-    `saved`: the adapter's tensors by the base's names; `copies`: those that are the base's own, which PEFT saves beside
-    the factors of an embedding; `repeated`: an output layer that is the adapter's embedding once more.
-    `unknown`: modules whose names in the base are not known. `accepted`: as of LoraSettings.
+    `base`: the base, with a separate output layer if the adapter changes an output layer that is tied to the embedding.
+    `saved`: the adapter's tensors by the base's names; `copies`: copies of the base's tensors, which PEFT saves with
+    the factors of an embedding; `repeated`: an output layer that repeats the adapter's embedding. `unknown`: modules
+    without a known name in the base. `accepted`: like in LoraSettings.
 
-    Raises CkptkitError for kinds of adapters that are not read, and for a base of no known family.
+    Raises CkptkitError for unsupported kinds of adapters, and for a base of an unknown family.
     """
 
     def __init__(self, files: AdapterFiles, base: Checkpoint, where: str, accepted: Collection[str] = ()) -> None:
@@ -136,7 +136,7 @@ class Adapter:
         self.settings = LoraSettings(files, where, accepted)
         self.repeated: str | None = None
         self.base = base
-        self.base = self._parted(base)
+        self.base = self._untie_output(base)
         self.faults: list[Fault] = []
         self.unknown: list[str] = []
         self.pairs: list[Pair] = []
@@ -151,14 +151,13 @@ class Adapter:
                 self._add_saved(spec)
         self._require_saved()
 
-    def _parted(self, base: Checkpoint) -> Checkpoint:
-        """The base; with an output layer of its own where it ties that to the embedding, and the adapter changes it."""
+    def _untie_output(self, base: Checkpoint) -> Checkpoint:
         head, embedding = tied_head(base.config) or ("", "")
         changed = {ROOT + head.removesuffix(".weight"), ROOT + (self.family.release or Release()).head}
-        own = [name for name in self.files.specs if name.startswith(tuple(f"{one}." for one in changed))]
-        # The embedding as a whole is a copy of its own in PEFT too, and the output layer keeps the base's.
-        whole = self._is_saved(embedding) and not self.settings.ties
-        if not (own or whole) or head in base.specs or embedding not in base.specs or self._repeats(own):
+        heads = [name for name in self.files.specs if name.startswith(tuple(f"{one}." for one in changed))]
+        # PEFT replaces only the embedding by a complete copy; the output layer keeps the base's weight.
+        is_copied = self._is_saved(embedding) and not self.settings.ties
+        if not (heads or is_copied) or head in base.specs or embedding not in base.specs or self._is_tied_copy(heads):
             return base
         spec = base.specs[embedding]
         copy = Step(
@@ -168,26 +167,26 @@ class Adapter:
         return View(base, Plan((*steps, copy), base.specs, frozenset(), self.where, _untied(base.config)))
 
     def _is_saved(self, weight: str) -> bool:
-        """Whether the adapter has a weight of the base as a whole."""
         names = (_SAVED.sub("", name.removeprefix(ROOT)) for name in self.files.specs if ".base_layer." not in name)
         return any(weight in self._names(name) for name in names if ".lora_" not in name)
 
-    def _repeats(self, own: Sequence[str]) -> bool:
-        """Whether the adapter's output layer is its embedding, as PEFT keeps them with `ensure_weight_tying`."""
-        whole = [name for name in self.files.specs if name.endswith(".embed_tokens.weight")]
-        if len(own) != 1 or len(whole) != 1 or self.files.specs[own[0]].shape != self.files.specs[whole[0]].shape:
+    def _is_tied_copy(self, heads: Sequence[str]) -> bool:
+        """Whether the adapter's output layer equals its embedding, like PEFT saves them with `ensure_weight_tying`."""
+        specs = self.files.specs
+        embeddings = [name for name in specs if name.endswith(".embed_tokens.weight")]
+        if len(heads) != 1 or len(embeddings) != 1 or specs[heads[0]].shape != specs[embeddings[0]].shape:
             return False
-        one, other = (self.files.read([name])[name] for name in (*own, *whole))
-        self.repeated = own[0] if bool((one == other).all()) else None
+        head, embedding = (self.files.read([name])[name] for name in (*heads, *embeddings))
+        self.repeated = heads[0] if bool((head == embedding).all()) else None
         return self.repeated is not None
 
     def _fault(self, name: str, expected: str, actual: str) -> None:
         self.faults.append(Fault(expected, actual, name))
 
-    def _lost(self, name: str, module: str) -> None:
-        """A name that the base does not have: a fault, or `unknown` where the base may only spell it otherwise.
+    def _add_missing(self, name: str, module: str) -> None:
+        """Records a name that the base lacks: a fault, or `unknown` if the base may only spell it differently.
 
-        transformers renames towers, and whole models of families of which no spelling of releases is stated.
+        transformers renames towers, and all modules of families without `Release`.
         """
         towers = {part.strip(".").rpartition(".")[2] for part in self.family.carried}
         release = self.family.release
@@ -197,16 +196,13 @@ class Adapter:
             self._fault(name, "a tensor of the base model", f"the base has no {module}")
 
     def _add_saved(self, spec: TensorSpec) -> None:
-        """A whole tensor (`modules_to_save`)."""
         own = _SAVED.sub("", spec.name.removeprefix(ROOT)).replace(".base_layer.", ".")
         if _SAVED.search(spec.name):
             expected = _SAVED.sub("", spec.name)
-            self._fault(
-                spec.name, f"the name {expected}, where PEFT looks for it", "another name, for which PEFT stops"
-            )
+            self._fault(spec.name, f"the name {expected}, which PEFT reads", "another name, which PEFT rejects")
         target = next((self.base.specs[one] for one in self._names(own) if one in self.base.specs), None)
         if target is None:
-            self._lost(spec.name, own)
+            self._add_missing(spec.name, own)
         elif target.shape != spec.shape:
             self._fault(spec.name, f"shape {list(target.shape)}, as in the base", f"{list(spec.shape)}")
         else:
@@ -215,25 +211,25 @@ class Adapter:
 
     def _require_saved(self) -> None:
         """PEFT needs a tensor for each weight of the base that `modules_to_save` names."""
-        known = [*self.saved, *self.copies, *((tied_head(self.base.config) or ("",))[:1] if self.repeated else ())]
+        stored = [*self.saved, *self.copies, *((tied_head(self.base.config) or ("",))[:1] if self.repeated else ())]
         for one in self.settings.whole:
             module = re.compile(rf"(?:.+\.)?{re.escape(one)}\..+")
-            lost = [name for name in self.base.specs if module.fullmatch(name) and name not in known]
-            if lost:
-                self._fault(lost[0], f"a tensor, since modules_to_save has {one} ({ADAPTER_CONFIG})", "missing")
+            missing = [name for name in self.base.specs if module.fullmatch(name) and name not in stored]
+            if missing:
+                self._fault(missing[0], f"a tensor, since modules_to_save has {one} ({ADAPTER_CONFIG})", "missing")
 
     @cached_property
     def unpaired(self) -> Sequence[str]:
-        """Weights of the base that adapter_config.json targets, and that have no pair.
+        """Weights of the base that adapter_config.json targets but that have no pair.
 
-        None of multi-token prediction layers, which transformers' classes do not have. Of modules that no layer has a
-        pair for, those that are surely Linear and have one name in the base and in transformers.
+        Excludes multi-token prediction layers, which transformers' classes lack. Modules without a pair in any layer
+        are included only if they are certainly Linear and have the same name in transformers.
         """
         release, layers = self.family.release or Release(own_tree=True), dims_of(self.base.config).layers
         drafts = tuple(one.prefix for one in release.drafts(release.text(self.base.config), release.root))
         changed = {spec.name for pair in self.pairs for spec in pair.targets.specs}
         kinds = {_NUMBER.sub("#", name) for name in changed}
-        lost = []
+        unpaired = []
         for name, spec in self.base.specs.items():
             if name in changed or (layer_of(name) or 0) >= layers or name.startswith(drafts):
                 continue
@@ -244,18 +240,18 @@ class Adapter:
                 continue
             spellings = {module, release.own_name(module)} if name.startswith(release.root) else {module}
             if all(self.settings.left_out(one) is None for one in spellings):
-                lost.append(name)
-        return lost
+                unpaired.append(name)
+        return unpaired
 
     def _add_pair(self, name: PairName, parts: Mapping[str, TensorSpec]) -> None:
         module, embedding = name.module, name.is_embedding
-        some = next(iter(parts.values()))
-        if lost := [one for one in "AB" if one not in parts]:
-            return self._fault(some.name, "factors A and B in pairs", f"lora_{lost[0]} is missing")
+        if missing := [one for one in "AB" if one not in parts]:
+            stored = next(iter(parts.values()))
+            return self._fault(stored.name, "factors A and B in pairs", f"lora_{missing[0]} is missing")
         a, b, magnitude = parts["A"], parts["B"], parts.get("magnitude_vector")
         candidates = self._targets(module)
         if not candidates:
-            return self._lost(a.name, module)
+            return self._add_missing(a.name, module)
         targets = next((one for one in candidates if _fit(a, b, magnitude, one, embedding)), None)
         if targets is None:
             one = candidates[0]
@@ -263,26 +259,24 @@ class Adapter:
             expected = f"A [rank, {one.columns}] and B [{one.rows}, rank]{of}, for {one.specs[0]}"
             return self._fault(a.name, expected, f"A {list(a.shape)}, B {list(b.shape)}")
         rank = a.shape[1] if len(a.shape) == 3 else a.shape[0] // (targets.experts or 1)
-        whole = module if module.endswith("_proj") or not targets.experts else f"{module}.{targets.leaf}"
-        stated, scale = self.settings.scale_of(whole)
-        if stated != rank:
-            self._fault(a.name, f"rank {stated}, as {ADAPTER_CONFIG} says", f"rank {rank}")
+        projection = module if module.endswith("_proj") or not targets.experts else f"{module}.{targets.leaf}"
+        config_rank, scale = self.settings.scale_of(projection)
+        if config_rank != rank:
+            self._fault(a.name, f"rank {config_rank}, as in {ADAPTER_CONFIG}", f"rank {rank}")
         for spec in parts.values():
-            if (wanted := dropped(spec.name)) is not None:
-                self._fault(
-                    spec.name, f"the name {wanted}, under which PEFT loads it", "another name, which PEFT drops"
-                )
+            if (loaded := dropped(spec.name)) is not None:
+                self._fault(spec.name, f"the name {loaded}, which PEFT loads", "another name, which PEFT drops")
         for fault in self.settings.faults(name, parts, targets.leaf):
             self._fault((a if magnitude is None else magnitude).name, fault.expected, fault.actual)
         self.pairs.append(Pair(module, a, b, magnitude, targets, rank, scale, embedding))
         return None
 
     def _names(self, own: str) -> Iterator[str]:
-        """What the base may call a module or tensor of transformers' class."""
+        """The base's possible names of a module or tensor of transformers' class."""
         yield own
         inner = own.removeprefix("model.")
         if inner.startswith("model."):
-            return  # a level more than any class has
+            return  # no class has this level
         yield inner
         if (release := self.family.release) and inner != own:
             has_towers = "text_config" in self.base.config
@@ -291,24 +285,24 @@ class Adapter:
             yield own.replace("lm_head", release.head, 1)
 
     def _targets(self, module: str) -> list[Targets]:
-        """The weights that a module's pair may change; of a layer's experts both projections, in PEFT's order."""
-        found: list[Targets] = []
+        """The weights that a module's pair may change; both projections of a layer's experts, in PEFT's order."""
+        targets: list[Targets] = []
         for name in self._names(module):
             if (spec := self.base.specs.get(f"{name}.weight")) is not None and len(spec.shape) == 2:
                 return [Targets((spec,), *spec.shape)]
             block, _, leaf = (name, "", "") if name.endswith(".experts") else name.rpartition(".")
-            found += [one for one in self._experts(block) if leaf in ("", one.leaf)]
-            found += self._of_one(name)
-        return found
+            targets += [one for one in self._experts(block) if leaf in ("", one.leaf)]
+            targets += self._split_expert(name)
+        return targets
 
-    def _of_one(self, name: str) -> Iterator[Targets]:
-        """One expert's projection, where the base has those of a layer in one tensor."""
+    def _split_expert(self, name: str) -> Iterator[Targets]:
+        """One expert's projection, if the base has fused experts."""
         match, turned = EXPERT.fullmatch(name), self.family.fused.transposed
         if match is None or self.family.fused.interleaved:
             return
         block, expert, leaf = match[1], int(match[2]), match[3]
-        for whole, leaves in ((_GATE_UP, GATE_UP), (leaf, (leaf,))):
-            spec = self.base.specs.get(f"{block}.{whole}")
+        for fused, leaves in ((_GATE_UP, GATE_UP), (leaf, (leaf,))):
+            spec = self.base.specs.get(f"{block}.{fused}")
             if spec is not None and leaf in leaves and len(spec.shape) == 3 and expert < spec.shape[0]:
                 rows, columns = spec.shape[:0:-1] if turned else spec.shape[1:]
                 rows //= len(leaves)
@@ -316,16 +310,15 @@ class Adapter:
 
     @cached_property
     def _blocks(self) -> Mapping[str, dict[str, dict[int, TensorSpec]]]:
-        """Experts that stand one by one in the base: by block, projection and number."""
-        found: dict[str, dict[str, dict[int, TensorSpec]]] = {}
+        blocks: dict[str, dict[str, dict[int, TensorSpec]]] = {}
         for name, spec in self.base.specs.items():
             module = name.removesuffix(".weight")
             if module != name and (match := EXPERT.fullmatch(module)):
-                found.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = spec
-        return found
+                blocks.setdefault(match[1], {}).setdefault(match[3], {})[int(match[2])] = spec
+        return blocks
 
     def _experts(self, block: str) -> Iterator[Targets]:
-        """The projections of a block of experts, gate and up together too."""
+        """The projections of a block of experts, including gate and up together."""
         own = self.family.release.experts if self.family.release else GATE_UP_DOWN
         *into, out = zip(GATE_UP_DOWN[-len(own) :], own, strict=True)
         sides = {_GATE_UP: into, _DOWN: [out], **{one[0]: [one] for one in into}}
@@ -344,16 +337,16 @@ class Adapter:
     def merged(self) -> View:
         """The base with the adapter merged into it, lazily. Reads factors until a weight changes.
 
-        Raises CkptkitError where anything does not fit, PEFT would not load it, or it changes nothing, and
+        Raises CkptkitError if a tensor does not fit, PEFT would not load it, or the adapter changes no weight, and
         UnsupportedError for factors with an axis of experts, which PEFT drops.
         """
         if stacked := next((pair.a.name for pair in self.pairs if len(pair.a.shape) == 3), None):
             message = f"{self.where}: {stacked} has an axis of experts: PEFT 0.21 drops it, and merges to the base"
             raise UnsupportedError(message, FLAT)
         if self.unknown:
-            message = f"{self.where}: the base has no {self.unknown[0]}, and how it would spell that is not known"
+            message = f"{self.where}: the base has no {self.unknown[0]}, and may have it under an unknown name"
             raise UnsupportedError(message, BY_HAND)
-        hint = f"ckptkit verify {self.where} --source BASE says what does not fit"
+        hint = f"run `ckptkit verify {self.where} --source BASE` to list the faults"
         if self.faults:
             more = f", and {len(self.faults) - 1} more faults" if self.faults[1:] else ""
             raise CkptkitError(f"{self.where}: {self.faults[0]}{more}", hint)
@@ -361,7 +354,7 @@ class Adapter:
             message = f"{self.where} has no pair for {summarize(self.unpaired)}, which {ADAPTER_CONFIG} targets"
             raise CkptkitError(message, "export the adapter again from the run")
         if bare := [name for name in self.files.specs if not name.startswith(ROOT)]:
-            message = f"{self.where}: {bare[0]} is stored without {ROOT}, where PEFT looks for it"
+            message = f"{self.where}: {bare[0]} is stored without the prefix {ROOT}, which PEFT requires"
             raise CkptkitError(message, f"put {ROOT} before each name")
         for name, spec in self.copies.items():
             if not self.is_copy(name, spec):
@@ -379,27 +372,28 @@ class Adapter:
 
     @cached_property
     def _steps(self) -> Sequence[Step]:
-        """What changes weights. Raises CkptkitError for a weight that is quantized, or is changed twice."""
+        """The steps that change weights. Raises CkptkitError for a weight that is quantized, or is changed twice."""
         parts: dict[str, list[Pair]] = {}
         for pair in self.pairs:
             if pair.targets.part is not None:
                 parts.setdefault(pair.targets.specs[0].name, []).append(pair)
-        whole = [pair for pair in self.pairs if pair.targets.part is None]
-        made = [spec for pair in whole for spec in pair.targets.specs]
-        made += [pairs[0].targets.specs[0] for pairs in parts.values()]
-        if odd := [spec for spec in made if spec.dtype not in COMPUTED]:
-            raise CkptkitError(f"{odd[0]} cannot have an adapter merged into it", "give the plain release as the base")
-        changed = Counter([*(spec.name for spec in made), *self.saved])
+        complete = [pair for pair in self.pairs if pair.targets.part is None]
+        targets = [spec for pair in complete for spec in pair.targets.specs]
+        targets += [pairs[0].targets.specs[0] for pairs in parts.values()]
+        if quantized := [spec for spec in targets if spec.dtype not in COMPUTED]:
+            message = f"{quantized[0]} cannot have an adapter merged into it"
+            raise CkptkitError(message, "give the unquantized release as the base")
+        changed = Counter([*(spec.name for spec in targets), *self.saved])
         if twice := [name for name, count in changed.items() if count > 1]:
             raise CkptkitError(f"{self.where} changes {twice[0]} twice", BY_HAND)
-        steps = [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in whole]
-        steps += [_of_parts(pairs) for pairs in parts.values()]
-        return [*steps, *(self._taken(name, spec) for name, spec in self.saved.items())]
+        steps = [Step(pair.inputs, pair.targets.specs, pair.merged, "merge LoRA") for pair in complete]
+        steps += [_merge_parts(pairs) for pairs in parts.values()]
+        return [*steps, *(self._replace(name, spec) for name, spec in self.saved.items())]
 
     def idle(self) -> str | None:
-        """Why the base with this adapter is the base, bit for bit; None where it is not.
+        """Why the adapter changes no bit of the base, or None if it changes a weight.
 
-        Reads until the first weight that changes, small ones first. Raises as `_steps`.
+        Reads until the first weight that changes, small ones first. Raises like `_steps`.
         """
         if not self.pairs:
             return "it has no pair of lora_A and lora_B"
@@ -420,30 +414,29 @@ class Adapter:
         return "each merged weight, rounded to the dtype of the base, is the base's"
 
     def _is_zero(self, pair: Pair) -> bool:
-        """Whether a pair adds nothing, whatever its base."""
         factors = (self.files.read([name])[name] for name in (pair.b.name, pair.a.name))
         return pair.magnitude is None and not all(bool(factor.any()) for factor in factors)
 
     def pair_of(self, weight: str) -> Pair | None:
-        """The pair that changes a weight; of a fused tensor of experts also by the name of one expert's."""
+        """The pair that changes a weight; the name of one expert's weight also finds the pair of a fused tensor."""
         if weight in self._pair_of:
             return self._pair_of[weight]
-        block, dot, rest = weight.partition(".experts.")
+        block, dot, leaf = weight.partition(".experts.")
         fused = (pair for name, pair in self._pair_of.items() if dot and name.startswith(f"{block}{dot}"))
-        return next((pair for pair in fused if (_DOWN in rest) == (_DOWN in pair.targets.specs[0].name)), None)
+        return next((pair for pair in fused if (_DOWN in leaf) == (_DOWN in pair.targets.specs[0].name)), None)
 
     @cached_property
     def _pair_of(self) -> Mapping[str, Pair]:
         return {spec.name: pair for pair in self.pairs for spec in pair.targets.specs}
 
     def is_copy(self, name: str, spec: TensorSpec) -> bool:
-        """Whether a tensor of `copies` has the values of the base's `name`, which PEFT would replace by it."""
+        """Whether a tensor of `copies` has the values of the base's `name`, which PEFT would replace with it."""
         tensor, own = self.files.read([spec.name])[spec.name], self.base.read([name])[name]
         return bool((tensor.to(own.dtype) == own).all())
 
-    def _taken(self, name: str, spec: TensorSpec) -> Step:
-        whole = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
-        return Step((spec.name,), (whole,), lambda one: [one[0].to(whole.torch_dtype)], "take from the adapter")
+    def _replace(self, name: str, spec: TensorSpec) -> Step:
+        target = TensorSpec(name, spec.shape, self.base.specs[name].dtype)
+        return Step((spec.name,), (target,), lambda one: [one[0].to(target.torch_dtype)], "take from the adapter")
 
 
 def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,8 +449,8 @@ def _untied(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **below, "tie_word_embeddings": False}
 
 
-def _of_parts(pairs: Sequence[Pair]) -> Step:
-    """Merges the pairs of single experts into the tensor that holds all, in float32 and rounded once."""
+def _merge_parts(pairs: Sequence[Pair]) -> Step:
+    """Merges the pairs of single experts into their fused tensor, in float32 and rounded once."""
     (spec,) = pairs[0].targets.specs
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -473,7 +466,6 @@ def _of_parts(pairs: Sequence[Pair]) -> Step:
 
 
 def _fit(a: TensorSpec, b: TensorSpec, magnitude: TensorSpec | None, targets: Targets, embedding: bool) -> bool:
-    """Whether factors of these shapes change such a weight."""
     rows, columns, experts = targets.rows, targets.columns, targets.experts
     lengths = columns if embedding else rows
     if magnitude is not None and (experts or targets.part is not None or magnitude.shape != (lengths,)):

@@ -1,7 +1,7 @@
-"""A family for a model of any other `model_type`, from transformers' own class: HF names alone, none of Megatron's.
+"""Derives a family from transformers' class for any other `model_type`, with HF names only.
 
-The class is built by `ckptkit.converters.class_in_transformers` in a process of its own, so this needs torch and
-transformers installed, and seconds.
+`ckptkit.converters.class_in_transformers` builds the class in a separate process. That takes seconds, and requires
+torch and transformers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _HINT = "update transformers, or repair config.json"
 class BuiltTensor:
     """A tensor as transformers saves it; `own`: its name in the class.
 
-    `kind`: of its module, as in `ParamMapping`. `is_linear`: it is the weight of a Linear layer, a router's too.
-    `module_class`: the class itself. `outside`: not of the language model.
+    `kind`: its module's `kind` in `ParamMapping`. `is_linear`: weight of a Linear layer, including routers.
+    `module_class`: its module's class. `outside`: not part of the language model.
     """
 
     name: str
@@ -53,17 +53,17 @@ class BuiltTensor:
 
     @property
     def is_fused(self) -> bool:
-        """Whether the class holds all experts of a layer in one tensor that is no `weight`, however it is saved."""
+        """Whether the class has all experts of a layer in one tensor that is not called `weight`."""
         return ".experts." in self.own and not self.own.endswith((".weight", "bias"))
 
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """What transformers' class of a model is made of.
+    """The description of transformers' class of a model.
 
-    `head`: the output embedding's weight, or nothing. `tied`: weights that repeat another, with that; all as they are
-    saved. `joins_experts`: it saves all experts of a layer in one tensor, and here they are one by one. `zero_norms`:
-    norm weights are stored minus one. `sizes`: those of the language model, by transformers' keys.
+    `head`: the output embedding's weight, or empty. `tied`: weights that repeat another one -> that weight, by saved
+    names. `joins_experts`: transformers saves fused experts, which are separate here. `zero_norms`: norm weights are
+    stored minus one. `sizes`: the language model's, by transformers' keys.
     """
 
     model_class: str
@@ -77,9 +77,9 @@ class Built:
 
 @dataclass(frozen=True)
 class Known:
-    """Fields of a `model_type` in place of those that follow from its class: of `ModelFamily`, and of `Release`.
+    """Fields of `ModelFamily` and `Release` that override those derived from a `model_type`'s class.
 
-    `configs`: of a config those whose classes have, together, all of the tensors; usually the same one.
+    `configs`: maps a config to the configs that together have all tensors; usually only the config.
     """
 
     family: Mapping[str, Any] = field(default_factory=dict)
@@ -87,29 +87,29 @@ class Known:
     configs: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] = lambda config: (config,)
 
 
-# Marks a config of Gemma 4 whose tensors have keys and values in layers that use those of another.
+# Marks a Gemma 4 config of a checkpoint with unused keys and values, in layers that share those of another layer.
 _STORED = "_stores_unused_keys"
 
 
 def _gemma4_with_unused(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with the keys and values of layers that use another's, which readers but vLLM leave aside.
+    """Adds the keys and values of layers that share another layer's, which only vLLM loads.
 
-    Releases of E2B and E4B store them; their QAT releases, and whatever transformers saves, do not.
+    Releases of E2B and E4B store them; their QAT releases and saves by transformers do not.
     """
     return {**config, _STORED: True} if text_part(config)[0].get("num_kv_shared_layers") else config
 
 
 def _gemma4_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The model, and for the keys that nobody uses the same with no layer that shares them."""
+    """The config, and if unused keys are stored also one where no layer shares keys."""
     plain = {key: value for key, value in config.items() if key != _STORED}
     yield plain
     if _STORED in config:
-        own = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        unshared = {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
         text = plain.get("text_config")
-        yield plain | ({"text_config": {**text, **own}} if isinstance(text, Mapping) else own)
+        yield plain | ({"text_config": {**text, **unshared}} if isinstance(text, Mapping) else unshared)
 
 
-# Facts that transformers' class of a model does not contain.
+# Facts that transformers' classes do not contain.
 KNOWN: Mapping[str, Known] = dict.fromkeys(
     ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"),
     Known(
@@ -121,9 +121,9 @@ KNOWN: Mapping[str, Known] = dict.fromkeys(
 
 
 def family_by_class(config: Mapping[str, Any]) -> ModelFamily | None:
-    """The family of the model that a config describes; None where transformers has no class for it, or is not there.
+    """The family of a config's model, or None if transformers has no class for it or is not installed.
 
-    Raises CkptkitError where transformers refuses the config, UnknownModelError where it gives no answer.
+    Raises CkptkitError if transformers rejects the config, and UnknownModelError if its process fails.
     """
     configs = KNOWN.get(str(config.get("model_type")), Known()).configs(config)
     several = tuple(built for one in configs if (built := built_class(one)) is not None)
@@ -131,14 +131,14 @@ def family_by_class(config: Mapping[str, Any]) -> ModelFamily | None:
 
 
 def built_class(config: Mapping[str, Any]) -> Built | None:
-    """What transformers' class of a config is made of. None and errors as `family_by_class`."""
+    """The description of transformers' class for a config. Returns None and raises errors like `family_by_class`."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or any(find_spec(one) is None for one in ("torch", "transformers")):
         return None
     return _built(json.dumps(without_quantization(config), sort_keys=True), model_type)
 
 
-@lru_cache(maxsize=16)  # several questions are asked of one model
+@lru_cache(maxsize=16)  # several callers need the same model
 def _built(text: str, model_type: str) -> Built | None:
     with TemporaryDirectory(prefix="ckptkit-class-") as scratch:
         job, report, log = (Path(scratch) / name for name in ("config.json", "report.json", "log"))
@@ -157,25 +157,25 @@ def _built(text: str, model_type: str) -> Built | None:
             process.kill()
             process.wait()
         if not report.exists():
-            what = f"config.json: model_type {model_type!r} is not known here"
-            message = f"{what}, and the process that asks transformers about it gave no answer: {reason}"
+            subject = f"config.json: model_type {model_type!r} is not known to ckptkit"
+            message = f"{subject}, and the process that builds transformers' class for it failed: {reason}"
             raise UnknownModelError(message, f"run `{sys.executable} -c 'import transformers'` to see whether it works")
-        found = json.loads(report.read_text())
-    if "refused" in found:
-        what = f"transformers cannot build model_type {model_type!r} from config.json"
-        raise CkptkitError(f"{what}: {found['refused']}", _HINT)
-    return built_from(found) if found else None
+        description = json.loads(report.read_text())
+    if "refused" in description:
+        message = f"transformers cannot build model_type {model_type!r} from config.json: {description['refused']}"
+        raise CkptkitError(message, _HINT)
+    return built_from(description) if description else None
 
 
-def built_from(found: Mapping[str, Any]) -> Built:
-    """What `ckptkit.converters.class_in_transformers.describe` found."""
-    tensors = tuple(BuiltTensor(**one | {"shape": tuple(one["shape"])}) for one in found["tensors"])
-    return Built(**{**found, "tensors": tensors})
+def built_from(description: Mapping[str, Any]) -> Built:
+    """Parses the result of `ckptkit.converters.class_in_transformers.describe`."""
+    tensors = tuple(BuiltTensor(**one | {"shape": tuple(one["shape"])}) for one in description["tensors"])
+    return Built(**{**description, "tensors": tensors})
 
 
 @lru_cache(maxsize=16)
 def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
-    """The family of models of a class, with tensors that only others of `several` have."""
+    """The family for the first class, with additional tensors of the other classes in `several`."""
     built, names = several[0], {one.name for one in several[0].tensors}
     more = (one for other in several[1:] for one in other.tensors if one.name not in names)
     built = replace(built, tensors=(*built.tensors, *more))
@@ -204,7 +204,7 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
         stacked=tuple(dict.fromkeys(tail(_module(name)) for name in three_axes if name.endswith(".weight"))),
         routers=tuple(_module(one.name) for one in linears if one.kind == "Router"),
     )
-    known = KNOWN.get(model_type, Known())
+    overrides = KNOWN.get(model_type, Known())
     family = ModelFamily(
         (model_type,),
         (built.model_class,),
@@ -212,9 +212,9 @@ def family_from(several: tuple[Built, ...], model_type: str) -> ModelFamily:
         lambda _: rules,
         carried=towers,
         fused=FusedExperts(always=any(one.is_fused and not one.is_linear for one in within)),
-        release=replace(release, **known.release),
+        release=replace(release, **overrides.release),
     )
-    return replace(family, **known.family)
+    return replace(family, **overrides.family)
 
 
 def _module(weight: str) -> str:
@@ -222,7 +222,7 @@ def _module(weight: str) -> str:
 
 
 def _dims(built: Built, head: str) -> ModelDims:
-    """The sizes that HF checkpoints are read with; of Megatron's there are none."""
+    """The sizes for reading HF checkpoints; fields that only Megatron needs have placeholders."""
     sizes = dict.fromkeys(SIZES, 1) | {key: size for key, size in built.sizes.items() if size > 0}
     heads, groups = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     layer = next((match for one in built.tensors if not one.outside and (match := _LAYER.match(one.name))), None)
@@ -248,7 +248,7 @@ def _dims(built: Built, head: str) -> ModelDims:
 
 
 def _prefixes(outside: Iterable[str], inside: Iterable[str]) -> tuple[str, ...]:
-    """The shortest starts of names, of modules as a whole, that cover those outside and none inside."""
+    """The shortest module prefixes that cover all names outside and none inside."""
     taken = {start for name in inside for start in _starts(name)}
     return tuple(dict.fromkeys(next((one for one in _starts(name) if one not in taken), name) for name in outside))
 

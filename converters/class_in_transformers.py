@@ -1,7 +1,7 @@
 """Builds transformers' own class of a model on the meta device: no weights, no network, no code of the checkpoint.
 
-As a program, `python -m ckptkit.converters.class_in_transformers PARENT CONFIG.json REPORT.json`, it writes down what
-the class is made of, for `ckptkit.converters.by_class`.
+`python -m ckptkit.converters.class_in_transformers PARENT CONFIG.json REPORT.json` writes a description of the class
+for `ckptkit.converters.by_class`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from ckptkit.core.isolation import end_with_parent
 _OFFLINE = Lock()
 _KERNELS = ("causal-conv1d", "falcon_mamba-ssm", "mamba-ssm")
 _ROUTERS = ("router", "gating", "topk")  # in the name of a class that chooses experts
-# What transformers' `use_experts_implementation` says of experts in the usual layout.
+# Flags of transformers' `use_experts_implementation` for experts in the usual layout.
 _USUAL = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
 
 
 @contextmanager
 def hub_offline() -> Iterator[None]:
-    """Lets no request to the Hugging Face hub through. The switch is the process's, so builds take turns.
+    """Blocks requests to the Hugging Face hub. The switch is global to the process, so builds take turns.
 
-    Mixers of some classes ask the hub for kernels; an empty module stands for each meanwhile.
+    Mixers of some classes request kernels from the hub; an empty module replaces each of them meanwhile.
     """
     with _OFFLINE:
         before, kernels = constants.HF_HUB_OFFLINE, dict(hub_kernels._KERNEL_MODULE_MAPPING)
@@ -54,7 +54,7 @@ def hub_offline() -> Iterator[None]:
 
 
 def config_for(content: Mapping[str, Any]) -> Any | None:
-    """transformers' config of a config.json, without the keys that name code; None where it has no class for it."""
+    """transformers' config of a config.json, without keys that name code, or None if it has no class for it."""
     if content.get("model_type") not in transformers.CONFIG_MAPPING:
         return None
     with TemporaryDirectory(prefix="ckptkit-config-") as home:
@@ -63,7 +63,7 @@ def config_for(content: Mapping[str, Any]) -> Any | None:
 
 
 def _without_code(config: Any) -> Any:
-    """A part of a config without the keys that name code: classes of a repository, or implementations from a hub."""
+    """Removes keys that name code: classes of a repository, or implementations from the hub."""
     if isinstance(config, list):
         return [_without_code(one) for one in config]
     if not isinstance(config, dict):
@@ -76,21 +76,20 @@ def _without_code(config: Any) -> Any:
 
 
 def class_for(config: Any) -> Any | None:
-    """transformers' class that `architectures` names first, or that of a language model; None: it has neither."""
+    """transformers' class for the first entry of `architectures`, or its language model class, or None."""
     if not config.architectures:
         classes = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING)
         return next((known[type(config)] for known in classes if type(config) in known), None)
-    found = getattr(transformers, str(config.architectures[0]), None)
-    return found if is_model(found) else None
+    model_class = getattr(transformers, str(config.architectures[0]), None)
+    return model_class if is_model(model_class) else None
 
 
-def is_model(found: Any) -> bool:
-    """Whether this is a class of a model."""
-    return isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
+def is_model(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, transformers.PreTrainedModel)
 
 
 def build(content: Mapping[str, Any]) -> Any | None:
-    """The model of a config.json on the meta device; None without a class. Raises what transformers raises."""
+    """The model of a config.json on the meta device, or None without a class. Raises any error of transformers."""
     config = config_for(content)
     model_class = None if config is None else class_for(config)
     if model_class is None:
@@ -100,9 +99,9 @@ def build(content: Mapping[str, Any]) -> Any | None:
 
 
 def describe(model: Any) -> dict[str, Any]:
-    """What the class of a model is made of, as `ckptkit.converters.by_class.Built` has it.
+    """Describes the class of a model with the fields of `ckptkit.converters.by_class.Built`.
 
-    Raises ValueError for tensors that transformers saves together with those of other modules.
+    Raises ValueError for tensors that transformers merges with tensors of other modules on saving.
     """
     text = model.config.get_text_config(decoder=True)
     modules = dict(model.named_modules())
@@ -142,26 +141,27 @@ def describe(model: Any) -> dict[str, Any]:
 def _saved(
     model: Any, tensors: Mapping[str, Any], everything: Mapping[str, Any]
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The names and shapes under which transformers saves each tensor of its class; `everything`: what it saves.
+    """The saved names and shapes of each tensor of the class; `everything`: all saved tensors.
 
-    Raises ValueError where it makes one tensor of those of several modules.
+    Raises ValueError if transformers merges tensors of several modules.
     """
     plain = {id(tensor): name for name, tensor in everything.items()}
-    found = {own: {plain[id(one)]: tuple(one.shape)} for own, one in tensors.items() if id(one) in plain}
-    rest = {own: one for own, one in tensors.items() if own not in found}
-    for own, one in rest.items():
-        made = revert_weight_conversion(model, {own: one})
-        if not made.keys() <= everything.keys():
-            raise ValueError(f"{own} is saved together with others, as {', '.join(sorted(made))}")
-        found[own] = {name: tuple(part.shape) for name, part in made.items()}
+    shapes = {own: {plain[id(one)]: tuple(one.shape)} for own, one in tensors.items() if id(one) in plain}
+    for own, one in tensors.items():
+        if own in shapes:
+            continue
+        converted = revert_weight_conversion(model, {own: one})
+        if not converted.keys() <= everything.keys():
+            raise ValueError(f"{own} is saved together with others, as {', '.join(sorted(converted))}")
+        shapes[own] = {name: tuple(part.shape) for name, part in converted.items()}
     modules = dict(model.named_modules())
-    return {own: dict(_one_by_one(modules[own.rpartition(".")[0]], found[own])) for own in tensors}
+    return {own: dict(_split_experts(modules[own.rpartition(".")[0]], shapes[own])) for own in tensors}
 
 
-def _one_by_one(module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of saved tensors, with one for each expert of those whose layout is the usual one.
+def _split_experts(module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of saved tensors; fused experts in the usual layout become one tensor per expert.
 
-    That is [experts, rows, columns], the rows of gate above those of up (`ckptkit.converters.experts`).
+    The usual layout is [experts, rows, columns], with gate rows above up rows (`ckptkit.converters.experts`).
     """
     flags = {key: getattr(module, key, None) for key in _USUAL}
     for name, shape in saved.items():
@@ -175,19 +175,19 @@ def _one_by_one(module: nn.Module, saved: Mapping[str, tuple[int, ...]]) -> Iter
 
 
 def _is_linear(module: nn.Module, own: str, saved: str) -> bool:
-    """Whether a saved tensor is the weight of a Linear layer, or that of one expert of several in a tensor."""
+    """Whether a saved tensor is the weight of a Linear layer, or of one expert in a fused tensor."""
     leaf = own.rpartition(".")[2]
     single = leaf != "weight" and saved.endswith(".weight") and getattr(module, leaf).ndim == 3
     return single or (isinstance(module, nn.Linear) and leaf == "weight")
 
 
 def _kind(modules: Mapping[str, nn.Module], own: str, saved: str) -> str:
-    """What `ckptkit.converters.rules.ParamMapping` calls the module of a saved tensor; else its class."""
+    """The `kind` of a saved tensor's module in `ckptkit.converters.rules.ParamMapping`, or the module's class."""
     name = own.rpartition(".")[0]
     module, parent, leaf = modules[name], *name.rpartition(".")[::2]
     names = type(module).__name__.lower(), type(modules[parent]).__name__.lower()
-    beside = isinstance(module, nn.Linear) and not leaf.endswith("_proj") and _has_experts(modules[parent])
-    if beside or any(word in one for word in _ROUTERS for one in names):
+    is_gate = isinstance(module, nn.Linear) and not leaf.endswith("_proj") and _has_experts(modules[parent])
+    if is_gate or any(word in one for word in _ROUTERS for one in names):
         return "Router"
     if _is_linear(module, own, saved):
         return "Linear"
@@ -195,15 +195,15 @@ def _kind(modules: Mapping[str, nn.Module], own: str, saved: str) -> str:
 
 
 def _has_experts(block: nn.Module) -> bool:
-    """Whether a block has a list of experts, or a parameter that stacks them: of three axes, and no convolution's."""
+    """Whether a block has a list of experts, or a parameter with three axes outside a convolution (stacked experts)."""
     named = dict(block.named_children())
-    others = (module for module in named.values() if not isinstance(module, nn.modules.conv._ConvNd))
-    stacked = any(one.ndim == 3 for module in others for one in module.parameters(recurse=False))
+    modules = (module for module in named.values() if not isinstance(module, nn.modules.conv._ConvNd))
+    stacked = any(one.ndim == 3 for module in modules for one in module.parameters(recurse=False))
     return stacked or isinstance(named.get("experts"), nn.ModuleList)
 
 
 def _starts_at_zero(model: Any, module: nn.Module) -> bool:
-    """Whether the class begins a norm with weights of zero, because it adds one to what is stored."""
+    """Whether the class initializes a norm with zeros, because it adds one to the stored weight."""
     weight = getattr(module, "weight", None)
     if "norm" not in type(module).__name__.lower() or not isinstance(weight, nn.Parameter):
         return False
@@ -213,19 +213,19 @@ def _starts_at_zero(model: Any, module: nn.Module) -> bool:
 
 
 def main() -> None:
-    """Writes down what the class of a config is made of, or why transformers refuses it."""
+    """Writes the description of a config's class, or the error of transformers."""
     end_with_parent(int(sys.argv[1]))
     transformers.logging.set_verbosity_error()
     try:
         model = build(json.loads(Path(sys.argv[2]).read_text()))
     except (ImportError, MemoryError, NotImplementedError):  # say nothing about the config
         raise
-    except Exception as error:  # noqa: BLE001 - what a class says of its config in words of its own is the answer
-        found = {"refused": words_of(error)[:300]}
+    except Exception as error:  # noqa: BLE001 - a class's own error about its config is the answer
+        description = {"refused": words_of(error)[:300]}
     else:
-        found = {} if model is None else describe(model)  # an error here says nothing about the config
+        description = {} if model is None else describe(model)  # an error here says nothing about the config
     report = Path(sys.argv[3])
-    report.with_suffix(".partial").write_text(json.dumps(found))
+    report.with_suffix(".partial").write_text(json.dumps(description))
     report.with_suffix(".partial").rename(report)
 
 

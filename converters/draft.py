@@ -1,9 +1,9 @@
-"""EAGLE draft models, which are models of their own: the tensors of their classes, and the target that they draft for.
+"""Separate EAGLE draft models: the tensors of their classes, and the sizes of their target.
 
 Source: SGLang 0.5.16 `models/llama_eagle3.py`, `kimi_k25_eagle3.py`, `llama_eagle.py`, `qwen2_eagle.py`; vLLM 0.26
 `models/llama_eagle3.py`, `qwen3_eagle3.py`, `deepseek_eagle3.py`, `llama_eagle.py`,
-`transformers_utils/configs/speculators`; as SpecForge, AngelSlim, ModelOpt (`hf_spec_export.py`) and speculators save
-them.
+`transformers_utils/configs/speculators`; files saved by SpecForge, AngelSlim, ModelOpt (`hf_spec_export.py`) and
+speculators.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import is_quantized
 
-# The classes of drafts that are read: which EAGLE, and the decoder layer, empty if `transformer_layer_config` has it.
+# Supported classes: EAGLE version and decoder layer, which is empty if `transformer_layer_config` defines it.
 _CLASSES: Mapping[str, tuple[int, str]] = {
     **dict.fromkeys(("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3MiniMaxM2ForCausalLM"), (3, "llama")),
     **dict.fromkeys(("Eagle3Qwen2_5vlForCausalLM", "Eagle3Qwen3vlForCausalLM"), (3, "llama")),
@@ -30,10 +30,10 @@ _CLASSES: Mapping[str, tuple[int, str]] = {
     "Eagle3Qwen3ForCausalLM": (3, "qwen3"),
     "Qwen2ForCausalLMEagle": (1, "qwen2"),
 }
-# What the classes of other draft models are called; wrappers of vision models may have the same words.
+# Class names of draft models; wrappers of vision models may contain the same words.
 NAMED = r"(?i)(?!.*ForConditionalGeneration$).*(eagle|nextn|mtp|medusa|speculator|draft|dflash|dspark).*"
 _FIRST = "layers.0."
-# Older spellings, which engines read too.
+# Older spellings that engines also support.
 _OLD = (
     *(("midlayer.", _FIRST), ("aux_norm_low.", "fc_norm.0.")),
     *(("aux_norm_mid.", "fc_norm.1."), ("aux_norm_high.", "fc_norm.2.")),
@@ -45,64 +45,63 @@ EMBEDDING, HEAD, FUSION = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a draft model, by the name of its class; `draft_of` reads some of them."""
+    """Whether the class in a config.json is a draft model; `draft_of` supports some of them."""
     return re.fullmatch(NAMED, class_of(config)[:_MAX_NAME]) is not None
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An EAGLE draft model as its config.json has it; of speculators' two levels as one."""
+    """An EAGLE draft model from its config.json, with speculators' two levels merged."""
 
     config: Mapping[str, Any]
-    version: int  # 3, or 1 for the first two, whose files are alike; 0 for what is no EAGLE
+    version: int  # 3, or 1 for EAGLE 1 and 2, which have the same files, or 0 for other drafts
     decoder: str
 
     @property
     def label(self) -> str:
-        """What `inspect` and reports call it."""
+        """Its name in `inspect` and reports."""
         return f"EAGLE{self.version if self.version == 3 else ''} draft model"
 
     @cached_property
     def hidden(self) -> int:
-        """Its own width."""
+        """The draft's hidden size."""
         return integer(self.config, "hidden_size")
 
     @cached_property
     def target_hidden(self) -> int:
-        """The width of the target's states that it reads."""
+        """The hidden size of the target's states."""
         return integer(self.config, "target_hidden_size", self.hidden)
 
     @cached_property
     def vocabulary(self) -> int:
-        """The target's tokens."""
+        """The number of the target's tokens."""
         return integer(self.config, "vocab_size")
 
     @cached_property
     def draft_vocabulary(self) -> int:
-        """The tokens that it can propose."""
+        """The number of tokens that it can propose."""
         return integer(self.config, "draft_vocab_size", self.vocabulary)
 
     @cached_property
     def layer_ids(self) -> tuple[int, ...]:
-        """The target's layers whose states it reads; empty: the engine's default. Raises CkptkitError for others."""
+        """The target layers that it reads, or empty for the engine's default. Raises CkptkitError for other values."""
         key = "eagle_aux_hidden_state_layer_ids"
-        given = self._eagle.get(key) or self.config.get(key) or ()
-        if not isinstance(given, list | tuple) or not all(type(one) is int for one in given):
-            raise CkptkitError(f"config.json: {key} is {shortened(given)}, not a list of layers", "restore it")
-        return tuple(given)
+        layers = self._eagle.get(key) or self.config.get(key) or ()
+        if not isinstance(layers, list | tuple) or not all(type(one) is int for one in layers):
+            raise CkptkitError(f"config.json: {key} is {shortened(layers)}, not a list of layers", "restore it")
+        return tuple(layers)
 
     @property
     def reads_outputs(self) -> bool:
-        """Whether SGLang finds the list of layers, where it looks for it."""
+        """Whether the list of layers is in `eagle_config`, where SGLang reads it."""
         return bool(self._eagle.get("eagle_aux_hidden_state_layer_ids"))
 
     @cached_property
     def states(self) -> int:
-        """How many states of the target `fc` takes together."""
+        """The number of target states that `fc` combines."""
         if self.version != 3:
             return 1
-        given = self.config.get("num_aux_hidden_states")
-        return len(self.layer_ids) or 3 if given is None else integer(self.config, "num_aux_hidden_states")
+        return integer(self.config, "num_aux_hidden_states", len(self.layer_ids) or 3)
 
     @property
     def name(self) -> str:
@@ -111,7 +110,7 @@ class Draft:
 
     @property
     def steps(self) -> int:
-        """How many tokens it drafts at once."""
+        """The number of tokens that it drafts at once."""
         return integer(self._eagle, "parallel_draft_step", 1)
 
     @cached_property
@@ -122,31 +121,32 @@ class Draft:
         return inner
 
     def names(self, stored: Mapping[str, Any]) -> dict[str, str]:
-        """Stored names by those of the engines' classes, without buffers that are computed."""
-        found: dict[str, str] = {}
+        """Names in the engines' classes -> stored names, without computed buffers."""
+        names: dict[str, str] = {}
         for name in stored:
-            own = name
+            current = name
             for old, new in _OLD:
-                own = new + own.removeprefix(old) if own.startswith(old) else own
-            if not _COMPUTED.fullmatch(own):
-                found[own] = name
-        return found
+                current = new + current.removeprefix(old) if current.startswith(old) else current
+            if not _COMPUTED.fullmatch(current):
+                names[current] = name
+        return names
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that its class may have, and its shape. Raises CkptkitError for sizes that the config lacks."""
-        found: dict[str, tuple[int, ...]] = {
+        """Shapes of all tensors that its class may have. Raises CkptkitError for sizes missing in the config."""
+        shapes: dict[str, tuple[int, ...]] = {
             EMBEDDING: (self.vocabulary, self.hidden),
             HEAD: (self.draft_vocabulary, self.hidden),
+            FUSION: (self.hidden, self._fusion_width),
+            "fc.bias": (self.hidden,),
         }
-        found |= {FUSION: (self.hidden, self._fusion_width), "fc.bias": (self.hidden,)}
         for layer in range(integer(self.config, "num_hidden_layers")):
-            found |= {f"layers.{layer}.{name}": shape for name, shape in self._layer(layer)}
+            shapes |= {f"layers.{layer}.{name}": shape for name, shape in self._layer(layer)}
         if self.version == 3:
-            found |= {"norm.weight": (self.hidden,), TOKENS: (self.draft_vocabulary,), USED: (self.vocabulary,)}
-            found |= {f"fc_norm.{at}.weight": (self.target_hidden,) for at in range(self.states)}
+            shapes |= {"norm.weight": (self.hidden,), TOKENS: (self.draft_vocabulary,), USED: (self.vocabulary,)}
+            shapes |= {f"fc_norm.{at}.weight": (self.target_hidden,) for at in range(self.states)}
             if self.decoder != "latent":
-                found |= {"input_norm.weight": (self._fusion_width,)}
-        return found
+                shapes |= {"input_norm.weight": (self._fusion_width,)}
+        return shapes
 
     @property
     def _fusion_width(self) -> int:
@@ -185,7 +185,7 @@ class Draft:
         yield "self_attn.o_proj.weight", (self.hidden, heads * value)
 
     def needs(self, name: str) -> bool:
-        """Whether the class cannot do without a tensor of `shapes`: nothing else gives it a value."""
+        """Whether the class requires a tensor of `shapes`."""
         config = self.config
         if name in (USED, "fc.bias") or name.endswith(".o_proj.bias"):
             return False
@@ -203,12 +203,12 @@ class Draft:
             return self.decoder == "qwen2" or flag(config, "attention_bias", False)
         first = name.startswith(_FIRST)
         if name.endswith(".input_layernorm.weight"):
-            return first == (self.version == 3)  # EAGLE's first layer has none, EAGLE3 takes one of two after it
+            return first == (self.version == 3)  # missing in EAGLE's first layer; optional in EAGLE3's later layers
         return first or not name.endswith(".hidden_norm.weight")
 
 
 def sizes_of(config: Mapping[str, Any]) -> Draft:
-    """The sizes of a draft model of any class. Its tensors are known where `draft_of` reads the class."""
+    """The sizes of a draft model of any class. Its tensors are known only if `draft_of` supports the class."""
     name = class_of(config)
     eagle = re.search("(?i)p?eagle3?", name)
     version, decoder = _CLASSES.get(name, (0 if eagle is None else 1 if len(eagle[0]) == 5 else 3, ""))
@@ -220,27 +220,28 @@ def sizes_of(config: Mapping[str, Any]) -> Draft:
 
 
 def draft_of(config: Mapping[str, Any]) -> Draft:
-    """The draft model of a config.json for which `is_draft`. Raises UnsupportedError for what is not read of them."""
+    """The draft model of a config.json for which `is_draft`. Raises UnsupportedError for unsupported drafts."""
     if class_of(config) not in _CLASSES:
-        message = f"config.json: {shortened(class_of(config))} is a class of draft models that is not read"
-        raise UnsupportedError(message, "docs/verify.md says which are")
+        message = f"config.json: {shortened(class_of(config))} is an unsupported class of draft models"
+        raise UnsupportedError(message, "docs/verify.md lists the supported ones")
     draft = sizes_of(config)
     config, decoder = draft.config, draft.decoder
     check_config(config)
     if decoder not in ("llama", "qwen2", "qwen3", "latent"):
-        message = f"config.json: a draft model with decoder layers of {shortened(decoder)} is not read"
-        raise UnsupportedError(message, "Llama's, Qwen2's and Qwen3's are")
+        message = f"config.json: a draft model with decoder layers of {shortened(decoder)} is not supported"
+        raise UnsupportedError(message, "decoder layers of Llama, Qwen2 and Qwen3 are supported")
     if is_quantized(config):
-        raise UnsupportedError("config.json: a quantized draft model is not read", "verify the one it was made from")
+        message = "config.json: a quantized draft model is not supported"
+        raise UnsupportedError(message, "verify the unquantized draft model instead")
     if draft.steps != 1:
-        message = "config.json: a draft model with parallel_draft_step is not read"
-        raise UnsupportedError(message, "those that draft one token after another are")
+        message = "config.json: a draft model with parallel_draft_step is not supported"
+        raise UnsupportedError(message, "draft models that draft one token at a time are supported")
     return draft
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a draft model must know of the model that it drafts for."""
+    """Sizes of the model that a draft model drafts for."""
 
     hidden: int
     vocabulary: int
@@ -249,7 +250,7 @@ class Target:
 
 
 def target_of(config: Mapping[str, Any]) -> Target:
-    """The sizes in a target's config.json. Raises CkptkitError where it lacks one."""
+    """The sizes in a target's config.json. Raises CkptkitError if one is missing."""
     text = language_part(config)
     hidden, vocabulary, layers = (integer(text, key) for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
     return Target(hidden, vocabulary, layers, integer(text, "max_position_embeddings", 0))

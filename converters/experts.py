@@ -1,7 +1,7 @@
 """Converts between fused experts (one tensor per layer) and one tensor per expert.
 
-Fused: `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with or without `*_proj_bias`. A family sets their layout
-(`FusedExperts`); the default is that of transformers v5, [experts, 2 x ffn, hidden] with gate rows above up rows and
+Fused: `mlp.experts.gate_up_proj` and `mlp.experts.down_proj`, with or without `*_proj_bias`. A family sets the layout
+(`FusedExperts`); the default is transformers v5's, [experts, 2 x ffn, hidden] with gate rows above up rows and
 [experts, hidden, ffn]. Source: transformers `Glm4MoeNaiveMoe`, `Qwen3MoeExperts` and `GptOssExperts`.
 """
 
@@ -21,32 +21,31 @@ from ckptkit.core.specs import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-_BLOCK = r"(.*\.(?:mlp|layers\.\d+)\.experts)"  # Gemma 4 has them beside the MLP
+_BLOCK = r"(.*\.(?:mlp|layers\.\d+)\.experts)"  # Gemma 4 has experts and MLP in each layer
 _FUSED = re.compile(_BLOCK + r"\.(gate_up|down)_proj(_bias)?")
 _UNGATED = re.compile(r".*\.mixer\.experts\.(up|down)_proj")  # Nemotron-H
 _SINGLE = re.compile(_BLOCK + r"\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
 
 
 def is_fused(names: Iterable[str]) -> bool:
-    """Whether these HF names hold fused experts."""
+    """Whether these HF names include fused experts."""
     return any(_FUSED.fullmatch(name) or _UNGATED.fullmatch(name) for name in names)
 
 
 def only_fused(config: Mapping[str, Any]) -> bool:
-    """Whether no reader knows the experts of this family one by one."""
+    """Whether no engine supports separate experts of this family."""
     return family_of(config).fused.always
 
 
 def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str) -> Plan:
-    """From fused experts to one tensor an expert and projection; everything else passes through.
+    """From fused experts to one tensor per expert and projection; other tensors pass through.
 
-    Raises CkptkitError where a fused save of the family has other names than its release.
+    Raises CkptkitError if fused saves of the family have different names than its release.
     """
     layout = family_of(config).fused
     if layout.renamed:
         raise CkptkitError(
-            f"{where} has the experts of each layer in one tensor, "
-            f"under transformers v5's own names for {config['model_type']}",
+            f"{where} has fused experts, under transformers v5's names for {config['model_type']}",
             "save it with save_pretrained(..., save_original_format=True), which writes the names of the release",
             code="unsupported",
         )
@@ -54,11 +53,11 @@ def unfuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: st
 
 
 def fuse(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], where: str, release: Iterable[str] = ()) -> Plan:
-    """From one tensor an expert and projection to fused experts; the inverse of `unfuse`.
+    """From one tensor per expert and projection to fused experts; the inverse of `unfuse`.
 
-    `release` is the names in the release. Only kinds of layers that have fused experts there are fused: Qwen3.5 fuses
-    them in the decoder, not in the multi-token prediction layer. If `release` fuses none, all kinds are fused. A layer
-    that has one tensor per expert there is never fused.
+    `release`: the names in the release. Only the kinds of layers that are fused there are fused: Qwen3.5 fuses the
+    decoder, but not the multi-token prediction layer. If `release` has no fused experts, all kinds are fused. A layer
+    with one tensor per expert in `release` is never fused.
     """
     release = set(release)
     fused = {_kind(match[1]) for name in release if (match := _FUSED.fullmatch(name))}
@@ -112,7 +111,7 @@ def _unfuse_step(spec: TensorSpec, layout: FusedExperts) -> Step:
 
 
 def _parts(expert: Tensor, count: int, layout: FusedExperts) -> Sequence[Tensor]:
-    """The projections of one expert, whose rows stand in turn or one after the other."""
+    """Splits the interleaved or consecutive rows of one expert into its projections."""
     return [expert[part::count] for part in range(count)] if layout.interleaved else expert.chunk(count)
 
 
@@ -128,9 +127,9 @@ def _fuse_step(
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch
 
-        # [experts, projections, rows, ...]; rows in turn have the axis of the projections behind that of the rows.
+        # [experts, projections, rows, ...], or [experts, rows, projections, ...] for interleaved rows.
         parts = torch.stack(list(tensors)).reshape(count, len(kinds), rows, *columns)
-        whole = (parts.transpose(1, 2) if layout.interleaved else parts).reshape(count, *shape)
-        return [whole.transpose(1, 2) if layout.transposed and columns else whole]
+        fused = (parts.transpose(1, 2) if layout.interleaved else parts).reshape(count, *shape)
+        return [fused.transpose(1, 2) if layout.transposed and columns else fused]
 
     return Step(tuple(spec.name for spec in inputs), (output,), run, "fuse")

@@ -1,4 +1,4 @@
-"""Recognizes quantized formats that ckptkit does not read, by the names of their tensors or by config.json."""
+"""Recognizes unsupported quantized formats, by tensor names or by config.json."""
 
 from __future__ import annotations
 
@@ -12,74 +12,74 @@ from ckptkit.formats.hf.side_files import quantization_of
 _BITSANDBYTES = (".weight.absmax", ".weight.nested_absmax", ".weight.quant_map", ".SCB")
 _LAST_OF_BITSANDBYTES = {name[name.rfind(".") :] for name in _BITSANDBYTES}
 _START = "start from the unquantized release"
-_MLX = f"it is made for Apple's MLX; {_START}"
+_MLX = f"the checkpoint is for Apple's MLX; {_START}"
 _HINTS = {
     "MLX": _MLX,
     "bitsandbytes": f"{_START}, or load it with transformers, call dequantize() and save_pretrained()",
-    "GPTQ": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
-    "AWQ or AutoRound": f"{_START}; `ckptkit quantize` makes INT4 of it that SGLang, vLLM and slime read",
+    **dict.fromkeys(
+        ("GPTQ", "AWQ or AutoRound"), f"{_START}; `ckptkit quantize` writes INT4 that SGLang, vLLM and slime load"
+    ),
     "NVIDIA ModelOpt's AWQ": _START,
 }
 _OF_ADAPTERS = ".adapter."
 _STACKED = ".switch_mlp."  # mlx-lm's module of routed experts, in quantized and other models
-# Beginnings of compressed-tensors' names of formats that are not read (`CompressionFormat`), and what they are.
+# Prefixes of compressed-tensors' unsupported formats (`CompressionFormat`) -> names for messages.
 _NOT_READ = {"mxfp6": "MXFP6", "int-quantized": "INT8"}
-# Values of ModelOpt's `quant_algo` that are read.
+# Supported values of ModelOpt's `quant_algo`.
 MODELOPT_READ = frozenset(
     {"FP8", "FP8_PB_WO", "FP8_PER_CHANNEL_PER_TOKEN", "MIXED_PRECISION", "MXFP4", "MXFP8", "NVFP4", "W4A16_NVFP4"}
 )
 
 
 def refuse_foreign(names: Collection[str], where: object) -> None:
-    """Raises UnsupportedError, naming the format, where tensors of these names are quantized in one of them."""
+    """Raises UnsupportedError, naming the format, if tensor names show an unsupported quantized format."""
     if any(_STACKED in name for name in names):
-        raise UnsupportedError(f"{where} holds experts stacked as MLX has them ({_STACKED.strip('.')})", _MLX)
-    if (found := foreign_format(names)) is not None:
+        raise UnsupportedError(f"{where} has experts stacked in MLX's layout ({_STACKED.strip('.')})", _MLX)
+    if (form := foreign_format(names)) is not None:
         raise UnsupportedError(
-            f"{where} holds weights in the quantized format of {found}, which ckptkit does not read", _HINTS[found]
+            f"{where} holds weights in the quantized format of {form}, which ckptkit does not read", _HINTS[form]
         )
 
 
 def refuse_adapters(names: Collection[str], where: object) -> None:
-    """Raises UnsupportedError where tensors of a Megatron checkpoint are of LoRA adapters.
+    """Raises UnsupportedError if a Megatron checkpoint has LoRA adapters.
 
-    Of a base weight Megatron-Bridge (`peft/adapter_wrapper.py`), which NeMo-RL, verl and miles train with, saves
-    `adapter.linear_in` and `adapter.linear_out`, or those of `adapter.adapter_q` and the like for parts of a fused one.
+    For each base weight, Megatron-Bridge (`peft/adapter_wrapper.py`; used by NeMo-RL, verl and miles) saves
+    `adapter.linear_in` and `adapter.linear_out`, or those of `adapter.adapter_q` etc. for parts of a fused weight.
     """
     pairs = [name for name in names if _OF_ADAPTERS in name and name.endswith(".linear_in.weight")]
     if not pairs:
         return
-    alone = all(_OF_ADAPTERS in name for name in names if not name.endswith("_extra_state"))
-    beside = "and no model" if alone else "beside the weights"
-    restored = "restore run_config.yaml, which has their rank and alpha, or " if alone else ""
+    is_only_adapters = all(_OF_ADAPTERS in name for name in names if not name.endswith("_extra_state"))
+    model = "without a model" if is_only_adapters else "in addition to the weights"
+    restore = "restore run_config.yaml, which has their rank and alpha, or " if is_only_adapters else ""
     raise UnsupportedError(
-        f"{where} holds LoRA adapters of Megatron {beside}, {len(pairs)} pairs ({summarize(pairs)}), which are not "
+        f"{where} has LoRA adapters of Megatron {model} ({len(pairs)} pairs: {summarize(pairs)}), which are not "
         "converted",
-        f"{restored}export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then "
+        f"{restore}export them as PEFT where they were trained (Megatron-Bridge's AutoBridge.save_hf_adapter), then "
         "`ckptkit verify ADAPTER --source BASE` and `ckptkit convert BASE DST --merge ADAPTER`",
     )
 
 
 def refuse_stated(config: Mapping[str, Any], where: object) -> None:
-    """Raises UnsupportedError for formats whose tensors have the names of one that is read, by what config.json says.
+    """Raises UnsupportedError for formats that only config.json distinguishes from supported ones.
 
-    These are MLX's, of which a mode has scales alone, others of NVIDIA ModelOpt, and MXFP6 and INT8 of
-    compressed-tensors.
+    These are an MLX mode without biases, formats of NVIDIA ModelOpt, and MXFP6 and INT8 of compressed-tensors.
     """
     content = quantization_of(config)
-    name = "MLX" if _is_mlx(config) else _stated(content) if isinstance(content, Mapping) else None
+    name = "MLX" if _is_mlx(config) else _unsupported_format(content) if isinstance(content, Mapping) else None
     if name is not None:
         message = f"{where} holds weights in the quantized format of {name}, which ckptkit does not read"
         raise UnsupportedError(message, _HINTS.get(name, _START))
 
 
 def _is_mlx(config: Mapping[str, Any]) -> bool:
-    """Whether mlx-lm wrote this config, which says how weights are quantized under a key of its own."""
+    """Whether mlx-lm wrote this config; it describes quantization under a different key."""
     content = config.get("quantization")
     return isinstance(content, Mapping) and {"group_size", "bits"} <= content.keys() and "quant_method" not in content
 
 
-def _stated(content: Mapping[str, Any]) -> str | None:
+def _unsupported_format(content: Mapping[str, Any]) -> str | None:
     method = content.get("quant_method")
     if method == "modelopt":
         inner = content.get("quantization")
@@ -105,10 +105,10 @@ def _is_int8(group: Mapping[str, Any]) -> bool:
 
 
 def foreign_format(names: Collection[str]) -> str | None:
-    """The name of the format, by what stands beside each weight (or in its place); None for any other.
+    """The name of an unsupported format, or None. The tensors stored with a weight or in its place identify it.
 
-    AutoRound stores GPTQ's tensors without an order of the input features, and so under the names that AWQ has.
-    ModelOpt's AWQ has a `pre_quant_scale` for each input of a weight, which is multiplied by that.
+    AutoRound stores GPTQ's tensors without `g_idx`, so its names equal AWQ's. ModelOpt's AWQ multiplies each input of a
+    weight by a `pre_quant_scale`.
     """
     endings = {name[name.rfind(".") :] for name in names}
     if ".pre_quant_scale" in endings:

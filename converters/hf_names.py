@@ -1,7 +1,4 @@
-"""Names in HF checkpoints that several packages must read alike.
-
-Shards that engines fuse, layers, and routed experts.
-"""
+"""Names in HF checkpoints that several packages share: layers, routed experts, and shards that engines fuse."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ GATE_UP = ("gate_proj", "up_proj")
 GATE_UP_DOWN = (*GATE_UP, "down_proj")
 LATENT_DOWN = ("q_a_proj", "kv_a_proj_with_mqa")
 
-# Layers that an engine builds as one from several of a checkpoint, where all of those are there.
+# Fused layers of engines -> their shards in a checkpoint.
 FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "qkv_proj": QKV,
@@ -25,7 +22,7 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-# A name inside a layer: what stands before the layer's number, the number, and the rest.
+# A name inside a layer: the prefix, the layer's number, and the name within the layer.
 IN_LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.(.+)")
 # A routed expert's module: the block, the expert, the projection.
 EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(\w+)")
@@ -33,12 +30,12 @@ _EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+")
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a name is inside; None outside the layers."""
+    """The layer number in a name, or None outside the layers."""
     match = IN_LAYER.match(name)
     return int(match[2]) if match else None
 
 
 def tail(module: str) -> str:
-    """A module's name inside its layer, with its expert's number left out."""
+    """A module's name within its layer, without its expert's number."""
     match = IN_LAYER.match(module)
     return _EXPERT_NUMBER.sub("#", match[3] if match else module)

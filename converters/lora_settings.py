@@ -1,4 +1,4 @@
-"""What adapter_config.json of a LoRA adapter has PEFT do: each of its fields, and the modules that they choose.
+"""Reads adapter_config.json of a LoRA adapter like PEFT: all of its fields, and the modules that they select.
 
 Source: peft 0.21.2, `LoraConfig`, `LoraLayer.update_layer` (initializations), `check_target_module_exists`,
 `BaseTuner._inject_parameters`, `get_pattern_key`; `lora_dtype` and `lorap_*`: ms-swift's `LoRAConfig`.
@@ -20,18 +20,17 @@ from ckptkit.formats.hf.shard import Fault
 from ckptkit.quant.patterns import REGEX, Match, matcher
 
 RULES_OF = "0.21.2"  # the release of PEFT that the rules here follow
-ROOT = "base_model.model."  # which PEFT writes before every name
+ROOT = "base_model.model."  # PEFT's prefix of every name
 BY_HAND = "merge it with the program that made it"
 FACTOR = re.compile(r"(.+?)(?:\.base_layer)*\.lora_(embedding_)?(A|B|magnitude_vector)(?:\.default)?(?:\.weight)?")
-# The names of these that PEFT itself loads; only blocks of experts are wrapped twice. Older releases have no `.weight`
-# on magnitudes. Source: `_remap_adapter_state_dict_for_load`, run.
+# Names that PEFT loads; only blocks of experts are wrapped twice. Older releases store magnitudes without `.weight`.
+# Source: `_remap_adapter_state_dict_for_load`, run.
 _LOADED = re.compile(
     r"(?:.+\.experts(?:\.base_layer)*|(?:(?!\.base_layer).)+)"
     r"\.lora_(?:[AB](?:\.default)?\.weight|embedding_[AB]|magnitude_vector(?:\.weight)?)"
 )
 HARMLESS, APPLIED = "harmless", "applied"
-# A field of LoraConfig, and what becomes of it here: HARMLESS (a merge is the same without it), APPLIED (as PEFT does),
-# or why an adapter that sets it is refused.
+# Fields of LoraConfig: HARMLESS (no effect on a merge), APPLIED (like PEFT), or why adapters that set it are rejected.
 FIELDS: Mapping[str, str] = {
     **dict.fromkeys(
         ("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"), APPLIED
@@ -40,29 +39,26 @@ FIELDS: Mapping[str, str] = {
     **dict.fromkeys(("target_parameters", "modules_to_save", "init_lora_weights", "ensure_weight_tying"), APPLIED),
     **dict.fromkeys(("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"), HARMLESS),
     **dict.fromkeys(("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size"), HARMLESS),
-    # Read where `init_lora_weights` names them, or when the adapter runs.
+    # Read only if `init_lora_weights` names them, or when the adapter runs.
     **dict.fromkeys(("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config"), HARMLESS),
     **dict.fromkeys(("lora_dtype", "lorap_lr_ratio", "lorap_emb_lr"), HARMLESS),  # ms-swift's, of its optimizer
-    "bias": "biases of the base are trained with it, which are not merged",
+    "bias": "the adapter trains biases of the base, which are not merged",
     "lora_bias": "B has a bias, which is not merged",
     "fan_in_fan_out": "its weights are stored as [inputs, outputs]",
-    "megatron_config": "its layers are Megatron's own",
-    "trainable_token_indices": "single rows of the embedding are trained with it, which are not merged",
-    "layer_replication": "its model has layers of the base several times",
+    "megatron_config": "its layers are Megatron's",
+    "trainable_token_indices": "the adapter trains single rows of the embedding, which are not merged",
+    "layer_replication": "its model repeats layers of the base",
     "alora_invocation_tokens": "it changes the tokens after an invocation only, which no weight can",
     "arrow_config": "it chooses among several adapters for each token, which no weight can",
     "use_qalora": "QALoRA adds to the zero points of quantized weights",
     "use_bdlora": "its factors are block-diagonal, and stored as blocks",
-    "kasa_config": "KaSA takes singular values out of the base before it adds to it",
+    "kasa_config": "KaSA removes singular values from the base before it adds to it",
     "monteclora_config": "it samples its factors",
-    "velora_config": "VeLoRA's layers are not read",
+    "velora_config": "VeLoRA's layers are not supported",
 }
-# What PEFT does with the base when it loads an adapter of these, or has done when it was trained.
-_TAKEN_OUT = "PEFT subtracts the first A and B from the base, engines do not"
+# Initializations for which PEFT changes the base in training or loading, and the change.
 _INITS: Mapping[str, str] = {
-    "pissa": _TAKEN_OUT,
-    "olora": _TAKEN_OUT,
-    "corda": _TAKEN_OUT,
+    **dict.fromkeys(("pissa", "olora", "corda"), "PEFT subtracts the first A and B from the base, engines do not"),
     "lora_ga": "it was trained on a base from which PEFT had subtracted the first A and B",
     "loftq": "PEFT quantizes the base, engines do not",
 }
@@ -72,9 +68,9 @@ _TO_PLAIN = (
     "which makes plain LoRA of it"
 )
 _UNSET: tuple[Any, ...] = (None, False, [], "none")
-# Projections of experts as PEFT 0.21 finds them below a block of experts, under the names of transformers 4 too.
+# PEFT 0.21's projections in a block of experts, including the names of transformers 4.
 _LEAVES = {"gate_up_proj": ("gate_up_proj", "gate_proj", "up_proj", "w1", "w3"), "down_proj": ("down_proj", "w2")}
-ROUTERS = (".gate", ".router")  # of which PEFT makes parameters, whichever of the two fields names them
+ROUTERS = (".gate", ".router")  # PEFT treats these as parameters, even if `target_modules` names them
 _EMBEDDINGS = ("embed_tokens", "embeddings", "word_embeddings", "tok_embeddings")
 _FIRST_NUMBER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
 _RESTORE = "restore it from the run"
@@ -82,7 +78,7 @@ _RESTORE = "restore it from the run"
 
 @dataclass(frozen=True)
 class PairName:
-    """The module of a pair of factors, and how their names begin. `is_embedding`: they are `lora_embedding_*`."""
+    """The module of a pair of factors, and the prefix of their names. `is_embedding`: they are `lora_embedding_*`."""
 
     module: str
     prefix: str
@@ -90,11 +86,11 @@ class PairName:
 
 
 class LoraSettings:
-    """The settings of a LoRA adapter. `is_dora`: each pair has a magnitude. `ties`: a whole embedding is the output
-    layer too.
+    """The settings of a LoRA adapter. `is_dora`: each pair has a magnitude. `ties`: a complete embedding also replaces
+    the output layer.
 
-    Raises UnsupportedError that names the field where PEFT does more with it than is done here, and DamagedError for
-    values that PEFT refuses. `where`: the adapter, as shown to users. `accepted`: fields that are not refused.
+    Raises UnsupportedError for fields with effects that are not implemented, and DamagedError for values that PEFT
+    rejects. `where`: the adapter, as shown to users. `accepted`: fields that are not rejected.
     """
 
     def __init__(self, files: AdapterFiles, where: str, accepted: Collection[str] = ()) -> None:
@@ -120,18 +116,17 @@ class LoraSettings:
 
     def _refuse_fields(self, accepted: Collection[str]) -> None:
         if (kind := self._config.get("peft_type")) != "LORA":
-            raise UnsupportedError(f"{self._where}: peft_type {shortened(kind)} is not read", BY_HAND)
+            raise UnsupportedError(f"{self._where}: peft_type {shortened(kind)} is not supported", BY_HAND)
         for key, value in self._config.items():
-            unknown = "PEFT 0.21 has no such field, and what it means is not known"
-            why = APPLIED if key in accepted else FIELDS.get(key, unknown)
+            why = APPLIED if key in accepted else FIELDS.get(key, "PEFT 0.21 has no such field; its effect is unknown")
             if why not in (HARMLESS, APPLIED) and value not in _UNSET and not (key not in FIELDS and not value):
                 raise UnsupportedError(f"{self._where}: {key} is {shortened(value)}: {why}", BY_HAND)
         init = self._config.get("init_lora_weights", True)
         if init is None or isinstance(init, bool) or init in _PLAIN_INITS:
             return
-        known = next((one for one in _INITS if isinstance(init, str) and init.lower().startswith(one)), None)
-        why = _INITS[known] if known else "PEFT 0.21 has no such initialization"
-        hint = _TO_PLAIN if known and known != "loftq" else BY_HAND
+        name = next((one for one in _INITS if isinstance(init, str) and init.lower().startswith(one)), None)
+        why = _INITS[name] if name else "PEFT 0.21 has no such initialization"
+        hint = _TO_PLAIN if name and name != "loftq" else BY_HAND
         raise UnsupportedError(f"{self._where}: init_lora_weights is {shortened(init)}: {why}", hint)
 
     def _damaged(self, what: str) -> DamagedError:
@@ -148,7 +143,7 @@ class LoraSettings:
         return value
 
     def _names(self, key: str) -> frozenset[str] | Match | None:
-        """Names of modules, or a function that says whether an expression matches a whole name."""
+        """Names of modules, or a function that matches an expression with a complete name."""
         value = self._config.get(key)
         if not isinstance(value, str):
             return frozenset(self._list(key)) if value is not None else None
@@ -157,54 +152,53 @@ class LoraSettings:
         return self._matcher(key, rf"(?:{value})\Z")
 
     def _matcher(self, key: str, expression: str) -> Match:
-        """Raises CkptkitError for what is not an expression, or could be searched for hours."""
+        """Raises CkptkitError for an invalid expression, or one that could take hours."""
         try:
             return matcher(REGEX + expression, self._longest)
         except CkptkitError as error:
             raise CkptkitError(f"{self._where}: {key}: {error.message}", error.hint) from error
 
     def _chosen_layers(self) -> frozenset[int] | None:
-        """The layers of `layers_to_transform`, or None where it chooses none."""
         value = self._config.get("layers_to_transform")
         layers = [value] if type(value) is int else value
         if layers is not None and not (isinstance(layers, list) and all(type(one) is int for one in layers)):
             raise self._damaged(f"layers_to_transform is {shortened(value)}, not numbers of layers")
         if value is not None and isinstance(self._config.get("target_modules"), str):
-            raise self._damaged("layers_to_transform is set, which PEFT refuses where target_modules is an expression")
+            raise self._damaged("layers_to_transform is set, which PEFT rejects if target_modules is an expression")
         if layers is None and self._config.get("layers_pattern"):
-            raise self._damaged("layers_pattern is set, which PEFT refuses without layers_to_transform")
+            raise self._damaged("layers_pattern is set, which PEFT rejects without layers_to_transform")
         return frozenset(layers) if layers else None
 
     def _patterns(self, key: str) -> list[tuple[Match, Any]]:
-        given = self._config.get(key, {})
-        if not isinstance(given, dict):
+        patterns = self._config.get(key, {})
+        if not isinstance(patterns, dict):
             raise self._damaged(f"{key} is not an object")
-        return [(self._matcher(key, rf"(.*\.)?({name})$"), value) for name, value in given.items()]
+        return [(self._matcher(key, rf"(.*\.)?({name})$"), value) for name, value in patterns.items()]
 
     def scale_of(self, module: str) -> tuple[int, float]:
-        """Rank and scale of a module. Raises CkptkitError for values that cannot be."""
+        """Rank and scale of a module. Raises CkptkitError for invalid values."""
         ranks = [value for match, value in self._ranks if match(module)]
         alphas = [value for match, value in self._alphas if match(module)]
         rank = self._read(integer, "rank_pattern", ranks[0]) if ranks else self._read(integer, "r", 8)
         alpha = self._read(number, "alpha_pattern", alphas[0]) if alphas else self._read(number, "lora_alpha", 8)
         if rank < 1:
-            raise self._damaged(f"rank {rank}")
+            raise self._damaged(f"rank is {rank}, not positive")
         return int(rank), alpha / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
     def _read(self, read: Callable[[Mapping[str, Any], str, Any], Any], key: str, value: Any) -> Any:
         """A value of a pattern, or of a field with this default."""
         content = {key: value} if key.endswith("_pattern") else {key: self._config.get(key)}
         if key.endswith("_pattern") and value is None:
-            raise self._damaged(f"{key} has null")
+            raise self._damaged(f"{key} contains null")
         try:
             return read(content, key, value)
         except CkptkitError as error:
             raise self._damaged(error.message.removeprefix("config.json: ")) from error
 
     def left_out(self, module: str, leaf: str = "") -> str | None:
-        """Why PEFT adds no pair to a module and drops the one that is stored, or None where it adds one.
+        """Why PEFT adds no pair to a module and drops the stored one, or None if it adds one.
 
-        `leaf`: of experts of a layer in one pair the projection, or "" where it is not known.
+        `leaf`: the projection for a pair of all experts of a layer, or "" if unknown.
         """
         names, parameters = list(_names_of(module, leaf)), [f"{module}.weight"]
         if any(_is_named(name, self._parameters) for name in (*names, *parameters)):
@@ -213,16 +207,16 @@ class LoraSettings:
         return None if None in reasons else reasons[0]
 
     def faults(self, pair: PairName, parts: Collection[str], leaf: str = "") -> Iterator[Fault]:
-        """What keeps PEFT from loading a pair as it is stored; its tensors are for the caller to name.
+        """Why PEFT would not load a stored pair. The caller adds the tensors' names.
 
-        `parts`: those that are there, of A, B and magnitude_vector. `leaf`: as of `left_out`.
+        `parts`: the stored ones of A, B and magnitude_vector. `leaf`: like in `left_out`.
         """
         if (why := self.left_out(pair.module, leaf)) is not None:
             yield Fault("factors of a module that PEFT adapts", f"{why} ({ADAPTER_CONFIG}): PEFT drops its factors")
         if self.is_dora and "magnitude_vector" not in parts:
             yield Fault(
                 f"lora_magnitude_vector, since use_dora is true ({ADAPTER_CONFIG})",
-                "missing: PEFT takes the length of the base's rows in its place",
+                "missing: PEFT uses the length of the base's rows instead",
             )
         if not self.is_dora and "magnitude_vector" in parts:
             yield Fault(
@@ -234,13 +228,13 @@ class LoraSettings:
             yield Fault("lora_A and lora_B, since this is not an embedding", "lora_embedding_*, which PEFT drops")
         is_parameter = _is_named(f"{pair.module}.weight", self._parameters)
         if not pair.is_embedding and own in _EMBEDDINGS and not is_parameter:
-            yield Fault("lora_embedding_A and lora_embedding_B, as PEFT has them for it", "lora_A, which PEFT drops")
+            yield Fault("lora_embedding_A and lora_embedding_B, since this is an embedding", "lora_A, which PEFT drops")
 
     def _leaves_out(self, name: str) -> str | None:
         if self._excluded and _chooses(self._excluded, name):
-            return f"{self._shown('exclude_modules')} leaves the module out"
+            return f"{self._shown('exclude_modules')} excludes the module"
         if any(match(name) for match in self._is_whole):
-            return f"{self._shown('modules_to_save')} replaces the whole module"
+            return f"{self._shown('modules_to_save')} replaces the complete module"
         if self._targets is None or not _chooses(self._targets, name):
             key = "target_modules" if self._targets is not None or not self._parameters else "target_parameters"
             return f"{self._shown(key)} does not name the module"
@@ -250,14 +244,14 @@ class LoraSettings:
         if found is not None and int(found["idx"]) in self._layers:
             return None
         pattern = f" with {self._shown('layers_pattern')}" if self._config.get("layers_pattern") else ""
-        return f"{self._shown('layers_to_transform')}{pattern} leaves the module out"
+        return f"{self._shown('layers_to_transform')}{pattern} excludes the module"
 
     def _shown(self, key: str) -> str:
         return f"{key} {shortened(self._config.get(key))}"
 
 
 def dropped(name: str) -> str | None:
-    """What PEFT would load in place of a factor of this name, which it drops; None where it loads it."""
+    """The name that PEFT would load for a factor that it drops under this name, or None if it loads this name."""
     match = FACTOR.fullmatch(name)
     if match is None or _LOADED.fullmatch(name):
         return None
@@ -266,13 +260,13 @@ def dropped(name: str) -> str | None:
 
 
 def pairs_in(names: Iterable[str]) -> dict[PairName, dict[str, str]]:
-    """Of each pair the names of its A, B and magnitude_vector, as far as they are there."""
+    """The stored names of A, B and magnitude_vector of each pair."""
     found: dict[PairName, dict[str, str]] = {}
     for name in names:
         if match := FACTOR.fullmatch(name):
             stem = PairName(match[1].removeprefix(ROOT), name[: match.start(3)], match[2] is not None)
             found.setdefault(stem, {})[match[3]] = name
-    # PEFT names the magnitudes of an embedding as those of other modules.
+    # PEFT names the magnitudes of an embedding like those of other modules.
     for stem in [stem for stem, parts in found.items() if stem.is_embedding and "magnitude_vector" not in parts]:
         other = PairName(stem.module, stem.prefix.removesuffix("embedding_"), is_embedding=False)
         if found.get(other, {}).keys() == {"magnitude_vector"}:
@@ -281,9 +275,9 @@ def pairs_in(names: Iterable[str]) -> dict[PairName, dict[str, str]]:
 
 
 def idle_reason(files: AdapterFiles) -> str | None:
-    """Why an adapter changes no weight, as far as its own files tell, or None. Reads factors up to the first that does.
+    """Why an adapter changes no weight, judged by its files only, or None. Reads factors until the first change.
 
-    Magnitudes of DoRA and whole tensors may change weights: whether they do, `Adapter.idle` tells, which has the base.
+    DoRA magnitudes and complete tensors need the base: see `Adapter.idle`.
     """
     pairs = pairs_in(files.specs)
     if not files.specs:
@@ -302,7 +296,7 @@ def idle_reason(files: AdapterFiles) -> str | None:
 
 
 def _is_linear(name: str) -> bool:
-    """What `all-linear` leaves out of a language model: its embedding and its output layer."""
+    """Whether `all-linear` includes a module of a language model: not the embedding or output layer."""
     return name.rpartition(".")[2] not in ("embed_tokens", "lm_head")
 
 
@@ -311,13 +305,13 @@ def _chooses(names: frozenset[str] | Match, name: str) -> bool:
 
 
 def _is_named(name: str, names: frozenset[str]) -> bool:
-    """Whether one of the names is this, or its end behind a dot."""
+    """Whether one of the names equals this name or its suffix after a dot."""
     parts = name.split(".")
     return any(".".join(parts[at:]) in names for at in range(len(parts)))
 
 
 def _names_of(module: str, leaf: str) -> Iterator[str]:
-    """The module, and of all experts of a layer the names of the parameters behind it."""
+    """The module, and for all experts of a layer also the parameters of its block."""
     yield module
     block, dot, rest = module.partition(".experts")
     if not dot or rest[1:2].isdecimal():

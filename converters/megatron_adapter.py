@@ -1,9 +1,9 @@
-"""LoRA adapters that Megatron-Bridge saved in torch_dist, seen as PEFT has them.
+"""Converts LoRA adapters that Megatron-Bridge saved in torch_dist to PEFT's tensors.
 
 Source: Megatron-Bridge 067f987df, `peft/adapter_wrapper.py` (`adapter.` in names), `peft/utils.py`
 (`ParallelLinearAdapter`: `linear_in` [rank, inputs], `linear_out` [outputs, rank], scaled by alpha / dim),
 `peft/canonical_lora.py` (a pair for each part of a fused weight) and `models/conversion/peft_bridge.py`, which cuts
-`linear_out` of a fused weight as the weight itself and repeats `linear_in`.
+`linear_out` of a fused weight like the weight and repeats `linear_in`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _EXPORT = "export them as PEFT where they were trained (Megatron-Bridge's AutoBr
 
 
 def only_adapters(names: Mapping[str, TensorSpec]) -> bool:
-    """Whether a Megatron checkpoint holds adapters, and no model."""
+    """Whether a Megatron checkpoint has only adapters."""
     return bool(names) and all(_PAIR.fullmatch(name) for name in names)
 
 
 def as_peft(source: Checkpoint, settings: Mapping[str, Any], where: str) -> View:
     """The adapters under PEFT's names; its `config` is adapter_config.json. `settings`: `dim` and `alpha` of the run.
 
-    Raises UnsupportedError for adapters of experts and of what is no Linear layer, DamagedError for a pair that is cut
-    short or of other shapes than the base has.
+    Raises UnsupportedError for adapters of experts and of modules that are not Linear, and DamagedError for an
+    incomplete pair or shapes that do not fit the base.
     """
     config = source.config
     rank, alpha = integer(settings, "dim"), number(settings, "alpha")
@@ -46,23 +46,23 @@ def as_peft(source: Checkpoint, settings: Mapping[str, Any], where: str) -> View
     for name, spec in source.specs.items():
         match = _PAIR.fullmatch(name)
         if match is None:
-            raise UnsupportedError(f"{where}: {name} is of no pair that is read", _EXPORT)
+            raise UnsupportedError(f"{where}: unexpected tensor {name}: not a LoRA pair", _EXPORT)
         parts.setdefault((match[1], match[2] or ""), {})[match[3]] = spec
     for (module, part), pair in parts.items():
         rule = rules.get(f"{module}.weight")
         if rule is None or ".experts." in module or any(len(shape) != 2 for shape in rule.hf.values()):
             raise UnsupportedError(f"{where}: an adapter of {module} is not read", _EXPORT)
-        if lost := [one for one in ("in", "out") if one not in pair]:
-            raise DamagedError(f"{where}: {module} has no linear_{lost[0]}", "save the adapters again")
+        if missing := [one for one in ("in", "out") if one not in pair]:
+            raise DamagedError(f"{where}: {module} has no linear_{missing[0]}", "save the adapters again")
         steps.append(_step(rule, part, pair["in"], pair["out"], rank, where))
     modules = sorted({output.name.split(".")[-3] for step in steps for output in step.outputs})
-    stated = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": modules}
-    stated |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
-    return View(source, Plan(tuple(steps), source.specs, where=where, config=stated))
+    adapter_config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": modules}
+    adapter_config |= {"bias": "none", "task_type": "CAUSAL_LM", "base_model_name_or_path": None}
+    return View(source, Plan(tuple(steps), source.specs, where=where, config=adapter_config))
 
 
 def _step(rule: Rule, part: str, a: TensorSpec, b: TensorSpec, rank: int, where: str) -> Step:
-    """Factors of one pair: A repeated, B cut as the weight is cut."""
+    """Converts one pair: repeats A, and splits B like the weight."""
     names = [name for name in rule.hf if not part or name.endswith(f".{part}_proj.weight")]
     rows = sum(rule.hf[name][0] for name in names)
     columns = rule.hf[names[0]][1] if names else 0

@@ -1,4 +1,4 @@
-"""Opens whatever checkpoint lies at a path."""
+"""Opens a checkpoint of any format."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ckptkit.storage.directory import Directory
 
 
 def open_checkpoint(path: str | Path | Directory, hf: str | Path | Directory | None = None) -> Checkpoint:
-    """An HF or Megatron checkpoint, or the newest version that deltas lead to.
+    """Opens an HF or Megatron checkpoint, or the newest version of deltas.
 
-    `hf` gives the config for a Megatron checkpoint that does not carry its own; of deltas it is their base.
+    `hf`: the HF directory for a Megatron checkpoint without a config, or the base of deltas.
     """
     location = locate(path)
     if location.is_deltas:

@@ -1,4 +1,4 @@
-"""Keeps tensors that no Megatron language model holds (a vision tower) beside its weights, untouched."""
+"""Passes tensors outside Megatron's language model (a vision tower) through unchanged."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _NUMBERED = re.compile(r"(.*?)\.(\d+)\.")
 
 
 def passthrough_names(source: Checkpoint) -> list[str]:
-    """Names of these tensors, by what the family says."""
+    """Names of the tensors that the family passes through."""
     family = family_of(source.config)
     return [name for name in source.specs if family.carries(name)]
 
 
 def only_passthrough(source: Checkpoint) -> bool:
-    """Whether a checkpoint has nothing else: a directory with the vision tower of a release, say."""
+    """Whether a checkpoint has only such tensors, for example the vision tower of a release."""
     return len(passthrough_names(source)) == len(source.specs)
 
 
 def passthrough_of(source: Checkpoint, where: str) -> View | None:
-    """These tensors as a checkpoint of their own; None when there are none."""
+    """A checkpoint of only these tensors, or None if there are none."""
     names = passthrough_names(source)
     plan = Plan(tuple(identity(source.specs[name]) for name in names), names, where=where, config=source.config)
     return View(source, plan) if names else None
@@ -40,32 +40,32 @@ def passthrough_of(source: Checkpoint, where: str) -> View | None:
 def passthrough_beside(
     source: Checkpoint, hf: Path | Directory, root: Path, opened: Callable[[Directory], Checkpoint]
 ) -> View | None:
-    """Passthrough tensors of a Megatron checkpoint, from `hf` if that has weights, else from `carried/` in `root`.
+    """Passthrough tensors of a Megatron checkpoint, from `hf` if it has weights, else from `carried/` in `root`.
 
-    `opened` opens the HF directory, which may be quantized.
+    `opened` opens an HF directory, which may be quantized.
     """
     family = family_of(source.config)
     if not family.carried and not family.carried_ends:
         return None
-    folder = next((found for found in (directory(hf), Directory(root / FOLDER)) if has_weights(found.path)), None)
+    folder = next((one for one in (directory(hf), Directory(root / FOLDER)) if has_weights(one.path)), None)
     return passthrough_of(opened(folder), str(folder)) if folder else None
 
 
 def lost_towers(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Names of what the config's class has beside the language model and `names` lack.
+    """Tensors of the config's class outside the language model that are missing in `names`.
 
-    `model.visual.*` where no tensor of it is there; else the Linear layers of a block of the tower that are not.
+    `model.visual.*` if the complete tower is missing, else the missing Linear layers of its blocks.
     """
     family = family_of(config)
     towers = family.towers(config)
-    lost = [f"{tower}*" for tower in towers if not any(name.startswith(tower) for name in names)]
-    return lost or list(_lost_blocks(config, towers, names))
+    missing = [f"{tower}*" for tower in towers if not any(name.startswith(tower) for name in names)]
+    return missing or list(_find_missing_layers(config, towers, names))
 
 
-def _lost_blocks(config: Mapping[str, Any], towers: tuple[str, ...], names: Collection[str]) -> Iterator[str]:
-    """Linear layers of numbered blocks that are not stored, where others that are spelled alike up to the number are.
+def _find_missing_layers(config: Mapping[str, Any], towers: tuple[str, ...], names: Collection[str]) -> Iterator[str]:
+    """Missing Linear layers of numbered blocks, if other blocks with the same spelling are stored.
 
-    A tower may be spelled in several ways, of which a checkpoint has one.
+    The family lists several spellings of a tower; a checkpoint has one of them.
     """
     release = family_of(config).release
     if (
@@ -83,11 +83,11 @@ def _lost_blocks(config: Mapping[str, Any], towers: tuple[str, ...], names: Coll
 
 
 def require_towers(config: Mapping[str, Any], names: Collection[str], where: str) -> None:
-    """Raises CkptkitError where an HF checkpoint of these names would lack a vision tower that its class has."""
-    if lost := lost_towers(config, names):
+    """Raises CkptkitError if an HF checkpoint with these names would lack its class's vision tower."""
+    if missing := lost_towers(config, names):
         name = family_of(config).class_of(config)
         raise CkptkitError(
-            f"{where} has no {summarize(lost)}, which {name} of config.json has: Megatron does not hold it, and "
-            "nothing beside the checkpoint does; engines would leave it random",
+            f"{where} has no {summarize(missing)}, but {name} in config.json has them; Megatron does not store them, "
+            "and engines would leave them uninitialized",
             "name with --hf the release with its weights, or a directory with config.json and a file of these tensors",
         )

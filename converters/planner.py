@@ -1,4 +1,4 @@
-"""Expands a family's rules over a whole checkpoint, into a plan that is checked before a byte is read."""
+"""Expands a family's rules over a checkpoint into a plan, which is checked before any byte is read."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DIALECTS = (MCORE, "slime", HYBRID)
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule at one layer and expert: the Megatron name, its HF names with shapes, and the mapping behind it."""
+    """A rule for one layer and expert: the Megatron name, its HF names with shapes, and the mapping."""
 
     megatron: str
     hf: Mapping[str, Shape]
@@ -52,26 +52,22 @@ def dims_of(config: Mapping[str, Any]) -> ModelDims:
 def mappings_of(config: Mapping[str, Any], dialect: str = MCORE) -> tuple[ParamMapping, ...]:
     """The model's rules, not yet expanded. A `dialect` unknown to the family means the names of GPTModel.
 
-    A model that only HybridModel holds has its names in every dialect.
+    A model that only HybridModel supports has HybridModel's names in every dialect.
     """
     family = family_of(config)
     dims = family.read_dims(config)
-    if dims.pattern:
-        return family.mappings(dims)
-    return (
-        hybrid_mappings(family.mappings(dims))
-        if dialect == HYBRID
-        else family.dialects.get(dialect, family.mappings)(dims)
-    )
+    if dialect == HYBRID and not dims.pattern:
+        return hybrid_mappings(family.mappings(dims))
+    return (family.mappings if dims.pattern else family.dialects.get(dialect, family.mappings))(dims)
 
 
 def own_dialect(config: Mapping[str, Any]) -> str:
-    """The dialect of a model for which none is asked: that of GPTModel where GPTModel holds it."""
+    """The default dialect of a model: GPTModel's names if GPTModel supports it."""
     return HYBRID if dims_of(config).pattern else MCORE
 
 
 def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
-    """Every rule, expanded over layers and experts, with one HF name an expert. `dialect` as in `mappings_of`."""
+    """Every rule, expanded over layers and experts, with one HF name per expert. `dialect` like in `mappings_of`."""
     experts = dims_of(config).experts
     for mapping in mappings_of(config, dialect):
         for megatron, names in mapping.expand(experts):
@@ -79,59 +75,55 @@ def rules_of(config: Mapping[str, Any], dialect: str = MCORE) -> Iterator[Rule]:
 
 
 def dialect_of(config: Mapping[str, Any], names: Collection[str]) -> str:
-    """The dialect of these Megatron names; that of GPTModel where none fits, so that errors use its names."""
+    """The dialect of these Megatron names, or GPTModel's if none fits, so that errors use its names."""
     if is_hybrid(names) or dims_of(config).pattern:
         return HYBRID
-    if not (own := family_of(config).dialects):
+    if not (dialects := family_of(config).dialects):
         return MCORE
-    candidates = [MCORE, *own]
-    return next(
-        (dialect for dialect in candidates if all(rule.megatron in names for rule in rules_of(config, dialect))), MCORE
-    )
+    fitting = (one for one in (MCORE, *dialects) if all(rule.megatron in names for rule in rules_of(config, one)))
+    return next(fitting, MCORE)
 
 
 def rules_in(config: Mapping[str, Any], names: Collection[str]) -> list[Rule]:
-    """The rules of the model in the dialect that Megatron tensors of these names are in."""
+    """The rules of the model in the dialect of these Megatron names."""
     return list(rules_of(config, dialect_of(config, names)))
 
 
 def expected_hf(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Name and shape of every HF tensor that this config promises, with one name an expert."""
+    """Name and shape of every HF tensor that this config requires, with one name per expert."""
     return {name: shape for rule in rules_of(config) for name, shape in rule.hf.items()}
 
 
 def copies_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """HF tensors that, where a release has them, repeat another one: the name of the other by theirs."""
+    """HF tensors that may repeat another one in a release -> the name of that tensor."""
     return {copy: next(iter(mapping.hf)) for mapping in mappings_of(config) for copy in mapping.copies}
 
 
 def tied_head(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """HF names of output layer and embedding where the config ties them (a release may store both); else None."""
+    """HF names of output layer and embedding if the config ties them (a release may store both), else None."""
     dims = dims_of(config)
     return (dims.head, copies_of(config)[dims.head]) if dims.tied else None
 
 
 def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialect: str = MCORE) -> View:
-    """Views an HF checkpoint, its experts fused or not, as Megatron's global tensors, without passthrough ones.
+    """Views an HF checkpoint, with fused experts or not, as Megatron's global tensors, without passthrough tensors.
 
-    MTP layers of which no tensor is stored are left out, and the view's config does not promise them.
+    MTP layers without any stored tensor are omitted, also from the view's config.
 
-    `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing, left over
-    or of the wrong shape, before anything is read.
+    `dtype` casts floating tensors except fp32 state. Raises CkptkitError naming every tensor that is missing,
+    unexpected or of the wrong shape, before any tensor is read.
     """
     if is_quantized(source.config):
-        raise CkptkitError(
-            f"{where} is quantized (config.json has quantization_config)",
-            "dequantize it first, as `ckptkit convert` does",
-        )
-    named_family_of(source.config)  # raises for one without names in Megatron
+        message = f"{where} is quantized (config.json has quantization_config)"
+        raise CkptkitError(message, "dequantize it first, like `ckptkit convert`")
+    named_family_of(source.config)  # raises for a family without Megatron names
     if is_fused(source.specs):
         source = View(source, unfuse(source.specs, source.config, where))
     config = as_stored(source.config, source.specs)
     rules = list(rules_of(config, dialect))
     require(where, [name for rule in rules for name in rule.hf], source.specs)
-    kept = set(passthrough_names(source))
-    converted = [name for name in source.specs if name not in kept]
+    passthrough = set(passthrough_names(source))
+    converted = [name for name in source.specs if name not in passthrough]
     steps = [_merge_step(rule, source.specs, dtype) for rule in rules]
     return View(source, Plan(tuple(steps), converted, where=where, config=config))
 
@@ -139,11 +131,11 @@ def to_megatron(source: Checkpoint, where: str, dtype: str | None = None, dialec
 def to_hf(
     source: Checkpoint, where: str, *, fused: bool = False, dtype: str | None = None, release: Collection[str] = ()
 ) -> View:
-    """Megatron's global tensors seen as an HF checkpoint; the inverse of `to_megatron`.
+    """Views Megatron's global tensors as an HF checkpoint; the inverse of `to_megatron`.
 
-    `fused` chooses transformers v5's 3-D expert tensors. `release` is the names in the release: tensors that it repeats
-    are repeated, and experts are fused only where it fuses them. MTP layers without any tensor are left out, as in
-    `to_megatron`. The dialect follows from the names. Padded vocabulary rows are cut off. Errors as `to_megatron`.
+    `fused` selects transformers v5's 3-D expert tensors. `release`: the names in the release; tensors that it repeats
+    are repeated, and only experts that it fuses are fused. MTP layers without any tensor are omitted. The dialect
+    follows from the names. Padded vocabulary rows are removed. Raises errors like `to_megatron`.
     """
     refuse_adapters(source.specs, where)
     config = as_stored(source.config, source.specs, release)
@@ -159,33 +151,27 @@ _WIDER = {"bfloat16": "float32", "float16": "float32", "float32": "float64"}
 
 
 def _target(spec: TensorSpec, rule: Rule, dtype: str | None) -> str:
-    """The dtype to write. Raises CkptkitError for one that no model is trained in."""
+    """The dtype to write. Raises CkptkitError for a dtype that models are not trained in."""
     if spec.dtype not in COMPUTED:
-        raise CkptkitError(
-            f"{spec}: a weight must be bfloat16, float16 or float32",
-            "a quantized source must say so in config.json; start from the release",
-        )
+        hint = "a quantized source must declare its quantization in config.json; start from the release"
+        raise CkptkitError(f"{spec}: a weight must be bfloat16, float16 or float32", hint)
     return spec.dtype if dtype is None or rule.mapping.fp32 else dtype
 
 
 def _cast(name: str, tensor: Tensor, target: str) -> Tensor:
-    """The tensor in another dtype. Raises CkptkitError when a finite value does not fit it."""
+    """Casts a tensor. Raises CkptkitError if a finite value does not fit the dtype."""
     result = tensor.to(torch_dtype(target))
     if target == "float16" and tensor.dtype != result.dtype and bool((result.isinf() & tensor.isfinite()).any()):
-        raise CkptkitError(
-            f"{name} holds values beyond float16 (largest {float(tensor.abs().max()):.3g})",
-            "convert with --dtype bfloat16 or float32",
-        )
+        message = f"{name} has values beyond float16 (largest {float(tensor.abs().max()):.3g})"
+        raise CkptkitError(message, "convert with --dtype bfloat16 or float32")
     return result
 
 
 def _check_shape(spec: TensorSpec, expected: Shape, *, may_pad: bool = False) -> None:
     padded = may_pad and spec.shape[:1] > expected[:1] and spec.shape[1:] == expected[1:]
     if spec.shape != expected and not padded:
-        raise CkptkitError(
-            f"{spec}: the config promises shape {list(expected)}",
-            "config.json describes another model, or the shard is wrong",
-        )
+        hint = "config.json describes another model, or the shard is wrong"
+        raise CkptkitError(f"{spec}: the config requires shape {list(expected)}", hint)
 
 
 def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) -> Step:
@@ -224,57 +210,49 @@ def _merge_step(rule: Rule, specs: Mapping[str, TensorSpec], dtype: str | None) 
 
 
 def _passes(rule: Rule, spec: TensorSpec, target: str) -> bool:
-    """Whether a rule leaves the bytes of its HF tensors as they are, one tensor after the other."""
+    """Whether a rule only concatenates the bytes of its HF tensors."""
     return type(rule.mapping.op) in (Copy, GateUp, GateUpInOne) and spec.dtype == target and not rule.mapping.upcast
 
 
 def _check_exact(rule: Rule, parts: Sequence[Tensor], merged: Tensor) -> None:
     for name, part, back in zip(rule.hf, parts, rule.mapping.op.split(merged), strict=True):
         if not back.to(part.dtype).equal(part):
-            hint = (
-                f"{rule.megatron} holds it less one, and a value this close to 0 is lost in that; "
-                "is the checkpoint damaged?"
-            )
-            raise CkptkitError(f"{name} holds values that {rule.megatron} would round", hint)
+            hint = f"{rule.megatron} stores it minus one, which loses values near 0; is the checkpoint damaged?"
+            raise CkptkitError(f"{name} has values that {rule.megatron} would round", hint)
 
 
 def _check_padding(rule: Rule, parts: Sequence[Tensor]) -> None:
     op = rule.mapping.op
     if isinstance(op, ZeroPadded) and not op.is_padded(parts[0]):
         raise CkptkitError(
-            f"{next(iter(rule.hf))}: the values behind the first {op.size} are padding, and are not all 0",
-            f"{rule.megatron} does not hold them; compare the checkpoint with the release",
+            f"{next(iter(rule.hf))}: the values after the first {op.size} are padding, but are not all 0",
+            f"{rule.megatron} does not store them; compare the checkpoint with the release",
         )
 
 
 def _check_copies(tensor: Tensor, copies: Mapping[str, Tensor], name: str) -> None:
     for copy, content in copies.items():
         if content.dtype != tensor.dtype or not content.equal(tensor):
-            hint = (
-                "one of them would be lost: compare both with the release; the one that differs is stale, or was "
-                "trained apart, which Megatron cannot hold"
-            )
+            reason = "it was trained separately, which Megatron does not support"
             if copy.endswith("lm_head.weight"):
-                hint = (
-                    "compare both with the release: either tie_word_embeddings must be false in config.json, "
-                    "or one of the two is stale"
-                )
-            raise CkptkitError(f"{copy} is not the same as {name}, but Megatron holds one tensor for both", hint)
+                reason = "tie_word_embeddings must be false in config.json"
+            hint = f"compare both with the release: one of them is stale, or {reason}"
+            raise CkptkitError(f"{copy} differs from {name}, but Megatron has one tensor for both", hint)
 
 
 def _split_step(rule: Rule, spec: TensorSpec, dtype: str | None, main: str, release: Collection[str]) -> Step:
     expected = rule.megatron_shape
     _check_shape(spec, expected, may_pad=rule.mapping.vocab)
-    # Of a tensor in the next wider dtype, or in the model's own where Megatron saved it.
+    # Megatron may have saved the tensor in the next wider dtype or in the model's dtype.
     narrow = dtype or ("float32" if spec.dtype == "float64" else main)
     target = narrow if rule.mapping.upcast else _target(spec, rule, dtype)
     copies = [name for name in rule.mapping.copies if name in release]
 
     def run(tensors: Sequence[Tensor]) -> list[Tensor]:
-        whole = tensors[0][: expected[0]]
+        tensor = tensors[0][: expected[0]]
         if rule.mapping.upcast:
-            whole = whole.to(torch_dtype(_WIDER.get(spec.dtype, spec.dtype)))
-        parts = [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(whole)]
+            tensor = tensor.to(torch_dtype(_WIDER.get(spec.dtype, spec.dtype)))
+        parts = [_cast(rule.megatron, part, target) for part in rule.mapping.op.split(tensor)]
         return parts + [parts[0]] * len(copies)
 
     shapes = list(rule.hf.items()) + [(name, next(iter(rule.hf.values()))) for name in copies]

@@ -19,47 +19,44 @@ from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedErro
 from ckptkit.core.printable import shortened
 
 
-def _found() -> Iterator[ModelFamily]:
-    """The families of every file in the folder of families."""
+def _import_families() -> Iterator[ModelFamily]:
     for module in pkgutil.iter_modules(families.__path__, f"{families.__name__}."):
         yield from import_module(module.name).FAMILIES
 
 
-def by_model_type(found: Iterable[ModelFamily]) -> dict[str, ModelFamily]:
-    """Families by `model_type`. Raises ValueError where two claim the same."""
-    known: dict[str, ModelFamily] = {}
-    for family in found:
+def by_model_type(model_families: Iterable[ModelFamily]) -> dict[str, ModelFamily]:
+    """Families by `model_type`. Raises ValueError if two families have the same `model_type`."""
+    by_type: dict[str, ModelFamily] = {}
+    for family in model_families:
         for model_type in family.model_types:
-            if known.setdefault(model_type, family) is not family:
+            if by_type.setdefault(model_type, family) is not family:
                 raise ValueError(f"two families claim model_type {model_type!r}")
-    return known
+    return by_type
 
 
-FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(by_model_type(_found()))
-
-
+FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(by_model_type(_import_families()))
 _MAX_NAME = 200  # characters of a class's name
 
-# What a model of another class is, by the name of the class; the first that fits.
+# Unsupported classes: name pattern, description and hint; the first match counts.
 _OTHERS = (
     (
         NAMED,
         "a draft model for speculative decoding",
-        "`ckptkit verify DRAFT --source TARGET` looks at EAGLE's; give the model that it drafts for",
+        "run `ckptkit verify DRAFT --source TARGET` for an EAGLE draft, or give the target model instead",
     ),
     (
         r"(?i).*(classification|reward).*",
         "a classifier or reward model",
-        "Megatron's language model has an output layer over the vocabulary in place of its head",
+        "Megatron's language model has an output layer over the vocabulary instead of its head",
     ),
     (r".*Model", "a model without an output layer", "convert the language model that it was made from"),
 )
 
 
 def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
-    """The family of a config's `model_type`, or one made from transformers' class; None where neither is there.
+    """The family of a config's `model_type`, or one derived from transformers' class, or None if both are missing.
 
-    Raises CkptkitError where transformers refuses the config.
+    Raises CkptkitError if transformers rejects the config.
     """
     check_config(config)
     model_type = config.get("model_type")
@@ -67,9 +64,9 @@ def find_family(config: Mapping[str, Any]) -> ModelFamily | None:
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """The family of a config, or one made from transformers' class, which has names of HF alone.
+    """The family of a config, or one derived from transformers' class, with HF names only.
 
-    Raises CkptkitError as `named_family_of` and `find_family`.
+    Raises CkptkitError like `named_family_of` and `find_family`.
     """
     try:
         return named_family_of(config)
@@ -80,17 +77,17 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
 
 
 def named_family_of(config: Mapping[str, Any]) -> ModelFamily:
-    """The family that has a config's `model_type`.
+    """The registered family of a config's `model_type`.
 
-    Raises UnknownModelError for an unknown `model_type`, naming the known ones, CkptkitError where there is none, and
-    UnsupportedError for a class that is not the family's.
+    Raises UnknownModelError for an unknown `model_type`, CkptkitError if it is missing, and UnsupportedError for a
+    class that the family does not support.
     """
     check_config(config)
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         refuse_draft(config)
-        stated = isinstance(model_type, str) and model_type != ""
-        raise (UnknownModelError if stated else CkptkitError)(
+        has_type = isinstance(model_type, str) and model_type != ""
+        raise (UnknownModelError if has_type else CkptkitError)(
             f"config.json: model_type {shortened(model_type)} is not supported", _nearest(str(model_type))
         )
     _check_architectures(config.get("architectures"), FAMILIES[model_type], model_type)
@@ -98,14 +95,14 @@ def named_family_of(config: Mapping[str, Any]) -> ModelFamily:
 
 
 def refuse_draft(config: Mapping[str, Any]) -> None:
-    """Raises UnsupportedError for a draft model, of any `model_type`, or none as speculators' have."""
+    """Raises UnsupportedError for a draft model, with any `model_type` or none (like speculators')."""
     if is_draft(config):
         what, hint = _OTHERS[0][1:]
         raise UnsupportedError(f"config.json: {config['architectures'][0]} is {what}, which is not supported", hint)
 
 
 def unwitnessed(config: Mapping[str, Any]) -> str | None:
-    """That no released Megatron has loaded this kind of model, and why; None where one has, or it is not known."""
+    """A message that no released Megatron has loaded this kind of model, or None if one has or the kind is unknown."""
     model_type = config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or family.unwitnessed is None:
@@ -114,9 +111,9 @@ def unwitnessed(config: Mapping[str, Any]) -> str | None:
 
 
 def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
-    """Refuses to convert what no released Megatron loads, unless it was asked for and has names in some Megatron.
+    """Rejects a model that no released Megatron loads, unless the user allowed it and some stack defines its names.
 
-    Raises UnsupportedError for that, UsageError where it was asked for without need, and as `named_family_of`.
+    Raises UnsupportedError for such a model, UsageError if the permission is not needed, and like `named_family_of`.
     """
     family, message = named_family_of(config).unwitnessed, unwitnessed(config)
     if family is None or message is None:
@@ -127,25 +124,24 @@ def check_unwitnessed(config: Mapping[str, Any], asked: bool) -> None:
         unlisted = named_family_of(config).release is None
         verbs = "inspect, verify and lint" if unlisted else "inspect, verify, lint and quantize"
         raise UnsupportedError(
-            f"{message}; its names are not settled upstream, and none are invented here",
+            f"{message}; its Megatron names are not settled upstream, and ckptkit does not invent any",
             f"{verbs} take the HF checkpoint",
         )
     elif not asked:
-        raise UnsupportedError(message, f"--unwitnessed converts by the names of {family.names}, at your own risk")
+        raise UnsupportedError(message, f"--unwitnessed uses the names of {family.names}, at your own risk")
 
 
 def _nearest(model_type: str) -> str:
     near = get_close_matches(model_type[:_MAX_NAME], sorted(FAMILIES), 3)
-    listed = f"the nearest that are: {', '.join(near)}; " if near else ""
-    return f"{listed}docs/families.md has all {len(FAMILIES)}, and docs/architecture.md adds one"
+    listed = f"similar and supported: {', '.join(near)}; " if near else ""
+    return f"{listed}docs/families.md lists all {len(FAMILIES)}; docs/architecture.md explains how to add one"
 
 
-def _check_architectures(stated: Any, family: ModelFamily, model_type: str) -> None:
-    """Passes an absent key, and a list with a class of the family in it."""
-    names = [stated] if isinstance(stated, str) else stated or []
+def _check_architectures(value: Any, family: ModelFamily, model_type: str) -> None:
+    names = [value] if isinstance(value, str) else value or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise CkptkitError(
-            f"config.json: architectures is {shortened(stated)}, not a list of class names",
+            f"config.json: architectures is {shortened(value)}, not a list of class names",
             "restore it from the release",
         )
     if not names or set(names) & set(family.architectures):

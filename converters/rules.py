@@ -1,4 +1,4 @@
-"""The nouns of a mapping: a rule between name templates, and where a block of rules stands."""
+"""Mapping rules between HF and Megatron name templates, and the name prefix of a block of rules."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from ckptkit.converters.ops.shapes import Shape, shape_of
 
 @dataclass(frozen=True)
 class ParamMapping:
-    """One rule: a Megatron tensor, the HF tensors it is made of with their shapes, and the op between them.
+    """One rule: a Megatron tensor, its HF tensors with their shapes, and the op between them.
 
-    Templates may hold `{layer}` and `{expert}`; of HybridModel, which has two layers for one, `{2*layer}` and
-    `{2*layer+1}`. `layers` says which layers the rule is for (None: its templates have no layer).
-    Megatron names are those of the global, unstacked tensors: one a layer, and one an expert
-    (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer know how they lie on
-    disk. `fp32` marks state that must never be rounded to a smaller dtype; `indices` marks a table of whole numbers;
-    `vocab` marks rows that Megatron may pad; `upcast` marks a Megatron tensor kept in the next wider dtype, because its
-    op would round in the HF tensor's own.
-    `copies` names HF tensors that, where a release has them, repeat the only tensor of `hf`. `kind`: the class of the
-    HF modules whose weights with two or more axes these are: Linear, Embedding, Router, Conv1d, Experts, or another's
-    name. Only a Linear may become INT4.
+    Templates may contain `{layer}` and `{expert}`, or `{2*layer}` and `{2*layer+1}` for HybridModel, which has two
+    layers for each HF layer. `layers`: the layers of the rule, or None if its templates have no layer.
+    Megatron names are global and unstacked, one per layer and expert
+    (`decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight`); the torch_dist reader and writer handle the layout on
+    disk. `fp32`: must never be rounded to a smaller dtype. `indices`: a table of integers. `vocab`: Megatron may pad
+    the rows. `upcast`: the Megatron tensor has the next wider dtype, because the op would round in the HF dtype.
+    `copies`: HF tensors that may repeat the only tensor of `hf` in a release. `kind`: the class of the HF modules with
+    these weights of two or more axes: Linear, Embedding, Router, Conv1d, Experts, or another class name. Only a Linear
+    may become INT4.
     """
 
     megatron: str
@@ -40,10 +39,7 @@ class ParamMapping:
 
     @cached_property
     def megatron_shape(self) -> Shape:
-        """Shape of the Megatron tensor, from running the op; the same in every layer and expert.
-
-        Raises CkptkitError as `shape_of`.
-        """
+        """Shape of the Megatron tensor in every layer and expert. Raises CkptkitError like `shape_of`."""
         return shape_of(self.op.merge, self.hf.values())
 
     def expand(self, experts: int) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -53,7 +49,7 @@ class ParamMapping:
             yield megatron, tuple(names)
 
     def names_of(self, template: str, experts: int) -> Iterator[str]:
-        """The names that one template of this rule stands for, layer by layer and expert by expert."""
+        """All names of one template of this rule, by layer and expert."""
         for layer in self.layers if self.layers is not None else [0]:
             numbered = template.replace("{layer}", str(layer)).replace("{2*layer}", str(2 * layer))
             before, expert, after = numbered.replace("{2*layer+1}", str(2 * layer + 1)).partition("{expert}")
@@ -62,10 +58,7 @@ class ParamMapping:
 
 @dataclass(frozen=True)
 class NamePrefix:
-    """Where a block of rules stands.
-
-    The prefix of its names on both sides, and its layers (None: one place, no `{layer}`).
-    """
+    """The prefix of a block's names on both sides, and its layers, or None if the prefix has no `{layer}`."""
 
     megatron: str
     hf: str
@@ -82,7 +75,7 @@ class NamePrefix:
         upcast: bool = False,
         kind: str = "Linear",
     ) -> ParamMapping:
-        """The rule between names of this place."""
+        """The rule between names with this prefix."""
         names = {self.hf + name: shape for name, shape in hf.items()}
         return ParamMapping(
             self.megatron + megatron, names, op or Copy(), self.layers, fp32, indices, upcast=upcast, kind=kind
@@ -91,14 +84,14 @@ class NamePrefix:
     def tensors(
         self, shapes: Mapping[str, Shape], *, fp32: bool = False, kind: str = "Linear"
     ) -> tuple[ParamMapping, ...]:
-        """One rule a tensor of a model without Megatron names, for `unnamed`."""
+        """One rule per tensor of a model without Megatron names, for `unnamed`."""
         return tuple(self.rule("", {name: shape}, fp32=fp32, kind=kind) for name, shape in shapes.items())
 
 
 def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
-    """The HF tensors of these rules under HF's names on both sides, for models that have no settled Megatron names.
+    """Rules with HF names on both sides, for models without settled Megatron names.
 
-    `mtp.` stands before those of multi-token prediction layers, as before all of Megatron's.
+    Multi-token prediction layers have the prefix `mtp.`, like Megatron's.
     """
     return tuple(
         replace(rule, megatron="mtp." * rule.megatron.startswith("mtp.") + name, hf={name: shape}, op=Copy())
@@ -108,5 +101,5 @@ def unnamed(rules: Iterable[ParamMapping]) -> tuple[ParamMapping, ...]:
 
 
 def decoder(dims: ModelDims, layers: Sequence[int]) -> NamePrefix:
-    """These layers of the decoder."""
+    """The prefix of these decoder layers."""
     return NamePrefix("decoder.layers.{layer}.", dims.root + "layers.{layer}.", layers)

@@ -1,4 +1,4 @@
-"""What the names of a checkpoint's tensors say that its config leaves open, or says of another save of the model."""
+"""Adjusts a config to a checkpoint's tensor names, where the config is ambiguous or describes another save."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 
 _QUANTIZATION = ("quantization_config", "compression_config")
 _MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# What stands before the names of a language model's layers in the families' releases.
+# Prefixes of the language model in the families' releases.
 _ROOTS = sorted({one.release.root for one in FAMILIES.values() if one.release and one.release.root})
 _HEADS = {f"{family.release.head}.weight" for family in FAMILIES.values() if family.release}
-_INNER = "model."  # what transformers has since 4.52 before the names of a language model and a vision tower
+_INNER = "model."  # transformers' prefix for language model and vision tower since 4.52
 _OUTSIDE_LAYERS = ("embed_tokens.weight", "norm.weight")
-_MTP_NORM = ".enorm.weight"  # on Megatron's side; in HF, where a family has no names of Megatron's
+_MTP_NORM = ".enorm.weight"  # Megatron's name; HF's if a family has no Megatron names
 
 
 def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collection[str] = ()) -> Mapping[str, Any]:
-    """The config of the model as these tensors hold it. `names` are HF's, or Megatron's with HF names as in `release`.
+    """The config that matches the stored tensors. `names` are HF's, or Megatron's with the HF names in `release`.
 
-    Drops multi-token prediction layers from the config when no tensor of one is stored: pruned or requantized releases
-    leave them out and keep config.json. Keeps those that no reader uses in the
-    config where any is stored. Otherwise as `as_spelled`. Raises CkptkitError as `family_of` and
-    `ModelFamily.read_dims`.
+    Removes multi-token prediction layers if none of their tensors is stored: pruned or requantized releases omit them
+    but keep config.json. Adds unused tensors if any of them is stored. Otherwise like `as_spelled`. Raises CkptkitError
+    like `family_of` and `ModelFamily.read_dims`.
     """
     config = with_unused(as_spelled(config, chain(names, release)), names)
     if not lacks_mtp(config, names):
@@ -37,36 +36,35 @@ def as_stored(config: Mapping[str, Any], names: Collection[str], release: Collec
 
 
 def as_spelled(config: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """The multimodal model's config where a `…_text` config comes with its names; any other config as it is.
+    """The multimodal model's config if a `…_text` config comes with its names; any other config is unchanged.
 
-    Raises CkptkitError as `family_of`.
+    Raises CkptkitError like `family_of`.
     """
-    whole = family_of(config).language_models.get(config["model_type"])
-    return (
-        _nested(config, whole) if whole is not None and any(name.startswith(NESTED_ROOT) for name in names) else config
-    )
+    model_type = family_of(config).language_models.get(config["model_type"])
+    if model_type is None or not any(name.startswith(NESTED_ROOT) for name in names):
+        return config
+    return _nested(config, model_type)
 
 
 def with_unused(config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """The config with the tensors that no reader uses, where any of them is among these names; else as it is.
+    """Adds the tensors that no engine uses to the config, if any of them is among these names.
 
-    Raises CkptkitError as `unused_names`.
+    Raises CkptkitError like `unused_names`.
     """
     stored = any(name in names for name in unused_names(config))
     return family_of(config).with_unused(config) if stored else config
 
 
 def unused_names(config: Mapping[str, Any]) -> frozenset[str]:
-    """Names of tensors that some releases of the model store and no reader uses; none where this config has them.
+    """Names of tensors that some releases store although no engine uses them, or empty if this config has them.
 
-    Raises CkptkitError as `family_of` and `ModelFamily.read_dims`.
+    Raises CkptkitError like `family_of` and `ModelFamily.read_dims`.
     """
-    family = family_of(config)
-    whole = family.with_unused(config)
-    return frozenset[str]() if whole is config else _promised(whole) - _promised(config)
+    extended = family_of(config).with_unused(config)
+    return frozenset[str]() if extended is config else _expected_names(extended) - _expected_names(config)
 
 
-def _promised(config: Mapping[str, Any]) -> frozenset[str]:
+def _expected_names(config: Mapping[str, Any]) -> frozenset[str]:
     family = family_of(config)
     dims = family.read_dims(config)
     return frozenset(
@@ -76,10 +74,10 @@ def _promised(config: Mapping[str, Any]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class OtherSpelling:
-    """The layers that a config's class reads under `expected` are stored under `found`, as another class names them.
+    """The config's class reads layers under `expected`, but they are stored under `found`, the prefix of another class.
 
-    `renamed`: transformers renames them while it loads. `towers`: how its names begin for a vision tower that has
-    others in the release.
+    `renamed`: transformers renames them while loading. `towers`: transformers' prefixes of a vision tower that the
+    release names differently.
     """
 
     expected: str
@@ -88,17 +86,20 @@ class OtherSpelling:
     towers: tuple[str, ...] = ()
 
     def explains(self, name: str, stored: Collection[str], promised: Collection[str]) -> bool:
-        """Whether a stored name is a promised one in the other spelling, or a promised name is stored in it."""
+        """Whether a stored or promised name is explained by the other spelling."""
         if name.startswith(self.towers) or (name in _HEADS and any(head in stored for head in _HEADS)):
             return True
-        other = f"{self.expected}{name.removeprefix(self.found)}"
-        if name.startswith(self.found) and name not in promised and other in promised:
+        renamed = f"{self.expected}{name.removeprefix(self.found)}"
+        if name.startswith(self.found) and name not in promised and renamed in promised:
             return True
         return name.startswith(self.expected) and f"{self.found}{name.removeprefix(self.expected)}" in stored
 
 
 def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSpelling | None:
-    """Of a config as its file states it. Raises CkptkitError as `family_of` and `ModelFamily.read_dims`."""
+    """The mismatch between names and an unmodified config, or None.
+
+    Raises CkptkitError like `family_of` and `ModelFamily.read_dims`.
+    """
     family = family_of(config)
     root = family.read_dims(config).root
     if any(root + tensor in names for tensor in _OUTSIDE_LAYERS):
@@ -112,19 +113,19 @@ def other_spelling(config: Mapping[str, Any], names: Collection[str]) -> OtherSp
 
 
 def refuse_older(config: Mapping[str, Any], names: Collection[str], where: object) -> None:
-    """Raises UnsupportedError where all layers have older names of the family. Raises CkptkitError as `family_of`."""
+    """Raises UnsupportedError if all layers have the family's older names, and CkptkitError like `family_of`."""
     release = family_of(config).release
     if not release or not release.older or any(name.startswith(f"{release.root}layers.") for name in names):
         return
     if any(name.startswith(release.older) for name in names):
         raise UnsupportedError(
-            f"{where} holds layers under older names, {release.older}*, which engines rename and which are not judged",
+            f"{where} has layers under older names, {release.older}*, which engines rename but ckptkit does not check",
             f"rename them to {release.root}layers.* in the files, the index and the list of unquantized modules",
         )
 
 
 def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether the config promises MTP layers and none of these names, HF's or Megatron's, belongs to one."""
+    """Whether the config declares MTP layers but none of these names, HF's or Megatron's, belongs to one."""
     family = family_of(config)
     dims = family.read_dims(config)
     if not dims.mtp_layers:
@@ -135,30 +136,27 @@ def lacks_mtp(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 
 def require_mtp(config: Mapping[str, Any], names: Collection[str], release: Collection[str], where: str) -> None:
-    """Raises CkptkitError where these Megatron names lack the MTP layers that the release has."""
+    """Raises CkptkitError if these Megatron names lack the release's MTP layers."""
     if lacks_mtp(config, names) and not lacks_mtp(config, release):
         raise CkptkitError(
-            f"{where} lacks all tensors of multi-token prediction, and the release that it is to become has them",
-            "if they are left out on purpose (training without --mtp-num-layers), "
-            "name with --hf a directory that has no weights: "
-            "config.json, tokenizer and code of the release alone",
+            f"{where} has no multi-token prediction tensors, but the release has them",
+            "if they are omitted on purpose (training without --mtp-num-layers), name with --hf a directory without "
+            "weights: only config.json, tokenizer and code of the release",
         )
 
 
 def remarks(config: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """What a user should know of a checkpoint with these names that is not wrong."""
+    """Notes for users of a checkpoint with these names; none of them is an error."""
     dims = family_of(config).read_dims(config)
-    found = [message] if (message := unwitnessed(config)) else []
+    notes = [message] if (message := unwitnessed(config)) else []
     if dims.query_scale_from is not None:
         length = f"{dims.query_scale_from:,} tokens"
-        found.append(f"megatron-core computes this model up to {length}: beyond, it does not scale queries by position")
-    if not lacks_mtp(config, names):
-        return found
-    count = dims.mtp_layers
-    message = (
-        f"config.json promises {count} multi-token prediction layer{'s' * (count > 1)}, and no tensor of one is stored"
-    )
-    return [*found, f"{message}: taken for a model without, which cannot draft for itself"]
+        notes.append(f"megatron-core computes this model up to {length}: beyond, it does not scale queries by position")
+    if lacks_mtp(config, names):
+        count = f"{dims.mtp_layers} multi-token prediction layer{'s' * (dims.mtp_layers > 1)}"
+        message = f"config.json declares {count}, but none of their tensors is stored"
+        notes.append(f"{message}: treated as a model without, which cannot draft its own tokens")
+    return notes
 
 
 def _nested(config: Mapping[str, Any], model_type: str) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def subject_of(
     if hf is not None:
         refuse_url(hf)
         if not (Path(hf) / "config.json").exists():
-            hint = "--hf names the HF directory of the model; leave it out to take the config stored beside the weights"
+            hint = (
+                "--hf names the HF directory of the model; leave it out to take the config stored next to the weights"
+            )
             raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
     if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):

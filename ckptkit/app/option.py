@@ -48,7 +48,7 @@ def together(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 EXCLUDES = (
     (("quiet", "verbose"), "one says less, the other more: give one of them"),
     (("every", "as_json"), "--json has every check and all details as it is: leave --all out"),
-    (("resume", "overwrite"), "--resume goes on with what is there, --overwrite replaces it: give one of them"),
+    (("resume", "overwrite"), "--resume continues the earlier run, --overwrite replaces its output: give one of them"),
     (("trained", "adapter"), "what an adapter adds is compared bit for bit: leave --trained out"),
-    (("like", "preset"), "both say what is packed: give one of them"),
+    (("like", "preset"), "both choose the packed weights: give one of them"),
 )

@@ -124,7 +124,7 @@ class RunOptions:
     )
     scheme: Scheme | None = None
     like: str | None = _quantizing(
-        "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack what it has packed."
+        "--like", type=PATH_OR_URL, help="A checkpoint of the same model in the same scheme: pack the same weights."
     )
     preset: Literal["rl"] | None = _quantizing(
         "--preset",
@@ -144,7 +144,7 @@ class RunOptions:
         otherwise=ALL_READERS,
         multiple=True,
         type=click.Choice(ALL_READERS),
-        help="Who must agree on what is packed. Repeatable. [default: all]",
+        help="A reader that must agree on the packed weights. Repeatable. [default: all]",
     )
     device: str = _quantizing(
         "--device",
@@ -181,16 +181,16 @@ class RunOptions:
         metavar="[ADDRESS]",
         help="Work on a Ray cluster: the one at ADDRESS or at hand, or a new one on this machine.",
     )
-    resume: bool = _resource("--resume", is_flag=True, help="Go on with what a run that was cut off has finished.")
+    resume: bool = _resource("--resume", is_flag=True, help="Continue an interrupted run.")
     overwrite: bool = _resource(
         "--overwrite",
         is_flag=True,
-        help="Replace what is at DST, once the new one is whole; at a URL, once its first file is.",
+        help="Replace DST once the new checkpoint is complete; at a URL, once its first file is.",
     )
     dry_run: bool = _resource(
         "--dry-run",
         is_flag=True,
-        help="Check everything; print the plan and what it will take. "
+        help="Check everything; print the plan, its time and its memory. "
         "Writes only a file to measure the disk with, which is removed at once.",
     )
 
@@ -212,7 +212,7 @@ class RunOptions:
             raise UsageError(message, "copy the adapter here; convert the merged checkpoint to Megatron after that")
         quantizing = [_word(name) for name in _FIELDS if _row(name).get("needs") and self._is_given(name)]
         if quantizing and self.scheme is None:
-            hint = "; what is converted to Megatron is not cut, and loads at any parallel size"
+            hint = "; a Megatron checkpoint is not cut, and loads at any parallel size"
             message = f"{', '.join(quantizing)} is about quantized weights, and has no effect where none are written"
             raise UsageError(message, _NOT_QUANTIZED + hint * ("--tp" in quantizing))
         for names, hint in EXCLUDES:

@@ -35,7 +35,7 @@ _SECRET = re.compile(
 _ACCOUNT = re.compile(
     r"^(AWS|AZURE|GOOGLE|GCP|OPENAI|ANTHROPIC|WANDB|GITHUB|GITLAB|SSH|KUBERNETES|FSSPEC)_|_URL$|_PROXY$", re.IGNORECASE
 )
-HIDDEN = "a variable whose value may be a secret"
+HIDDEN = "a variable that may hold a secret"
 
 
 def is_secret(name: str, value: str = "") -> bool:

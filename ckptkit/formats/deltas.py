@@ -239,7 +239,7 @@ def _stated_faults(number: int, stated: Mapping[str, Any]) -> Iterator[Fault]:
     wrong = [key for key, true in order.items() if not str(stated.get(key)).isdecimal() or int(stated[key]) != true]
     if wrong:
         said = ", ".join(f"{key} {shortened(stated.get(key))}" for key in order)
-        hint = "a copy of another version stands here, or one of another run: restore what the trainer published"
+        hint = "this is a copy of another version or of another run: restore the file that the trainer published"
         yield Fault(f"version {number}, based on {number - 1}", said, hint=hint)
     known = {"delta_encoding": ENCODINGS, "compression_format": ("zstd",), "checksum_format": CHECKSUMS}
     for key, values in known.items():

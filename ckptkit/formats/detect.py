@@ -18,7 +18,7 @@ from ckptkit.storage.tree import files_below
 
 _RUNTIME = "{{}} is the format of {}: take the safetensors of the release"
 _PICKLE = "{} is a pickle: convert .bin weights to safetensors first: load with transformers and save_pretrained"
-_NEMO = "{} is of NeMo 1, whose weights ckptkit does not read: export them to HF with the NeMo that wrote them"
+_NEMO = "{} is a NeMo 1 checkpoint, which ckptkit does not read: export it to HF with the NeMo that wrote them"
 # What lies where safetensors with an index should, the most telling first, and the way out.
 _INDEX, _SINGLE, _SHARDS = "model.safetensors.index.json", "model.safetensors", "*.safetensors"
 _ADAPTER_FILE = "adapter_model.safetensors"
@@ -69,7 +69,7 @@ def other_weights(root: Path) -> str | None:
     if (root / "original").is_dir():
         return (
             "only original/ holds weights, in the format of the model's authors: "
-            "download the *.safetensors beside it too"
+            "download the *.safetensors next to it too"
         )
     return None
 
@@ -108,7 +108,7 @@ def _hint_below(root: Path) -> str | None:
 
     folders = islice(chain(root.glob("*/"), root.glob("*/*/")), _LOOKED_AT)
     found = sorted(str(one) for one in folders if is_checkpoint(one))
-    return f"a checkpoint lies further down: give {' or '.join(found[:_NAMED])}" if found else None
+    return f"a checkpoint is further down: give {' or '.join(found[:_NAMED])}" if found else None
 
 
 def _found(root: Path) -> tuple[str, str] | None:
@@ -325,7 +325,7 @@ def iteration_of(root: Path) -> Path:
         hint = (
             "load it with its own NeMo and save it as torch_dist (zarr was its format before 2.1), or export it to HF"
         )
-        raise UnsupportedError(f"{root} is a checkpoint of NeMo 2 whose weights are not in torch_dist", hint)
+        raise UnsupportedError(f"{root} is a NeMo 2 checkpoint with weights in another format than torch_dist", hint)
     return root / "weights"
 
 

@@ -56,7 +56,7 @@ def files_below(root: Path, within: Path | None = None) -> list[Path]:
                 found.append(relative)
             if len(relative.parts) > MAX_DEPTH or count > MAX_FILES:
                 much = f"more than {MAX_FILES} files" if count > MAX_FILES else f"folders more than {MAX_DEPTH} deep"
-                raise CkptkitError(f"{root} holds {much}", "move what is not part of the checkpoint out of it")
+                raise CkptkitError(f"{root} holds {much}", "move everything else out of the checkpoint's directory")
     return sorted(found)
 
 

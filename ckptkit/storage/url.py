@@ -292,7 +292,7 @@ def _raised() -> tuple[type[Exception], ...]:
 def _next(url: str, error: Exception) -> str:
     scheme = _scheme(url)
     if isinstance(error, ImportError):
-        return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install what it names"
+        return f"pip install {_LIBRARY[scheme]}" if scheme in _LIBRARY else "install the packages that it names"
     if isinstance(error, NotImplementedError):
         return "this kind of store cannot do that; use another, or a local directory"
     login = _LOGIN.get(scheme, _OTHER_LOGIN)
@@ -307,7 +307,7 @@ def _next(url: str, error: Exception) -> str:
     if type(error).__name__ == "OfflineModeIsEnabled":
         return "HF_HUB_OFFLINE is set: unset it, or name a local directory"
     if isinstance(error, ValueError):
-        return "check the URL: what stands behind :// is not as this store has it"
+        return "check the URL: the part after :// is not in the form of this store"
     endpoint = f", and {_ENDPOINT[scheme]} if it is set" if scheme in _ENDPOINT else ""
     account = f"; if it is not public, {login}" if isinstance(error, TimeoutError) else ""
     return f"check the network{endpoint}{account}; then run again"

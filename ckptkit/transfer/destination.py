@@ -59,7 +59,7 @@ def _check_name(path: Path, target: Path) -> None:
 
 
 def _overlap(path: Path, source: Path) -> CkptkitError:
-    return CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination beside it")
+    return CkptkitError(f"{path} overlaps {source}, which is read", "choose a destination next to it")
 
 
 def _check_asked(target: Path, overwrite: bool, resume: bool) -> None:
@@ -76,7 +76,7 @@ def _check_asked(target: Path, overwrite: bool, resume: bool) -> None:
         hint = "go on with it (--resume), replace it (--overwrite), or choose another destination"
         raise CkptkitError(f"{partial} exists already: a run was cut off", hint)
     if (aside / _OLD).exists():
-        message = f"{aside / _OLD} is what a run was replacing at {target} when it was cut off"
+        message = f"{aside / _OLD} holds the old files that a run was replacing at {target} when it was cut off"
         raise CkptkitError(message, f"rename it to {target.name} to keep it, or replace it with --overwrite")
 
 
@@ -181,15 +181,15 @@ def _remove_old(path: Path, before: _Listed) -> None:
     """Removes what was moved aside for a `path` that is whole, unless it is not as it was `before`."""
     aside = _aside(path)
     if (aside / _OLD).exists() and (changed := _changed(before, aside / _OLD)):
-        message = f"{path} is whole, but what it replaced was written meanwhile ({changed}), so it is not removed"
-        raise CkptkitError(message, f"it is in {aside / _OLD}: move out what is needed, and remove {aside}")
+        message = f"{path} is complete, but the old files were written meanwhile ({changed}), so it is not removed"
+        raise CkptkitError(message, f"it is in {aside / _OLD}: move out the files you need, and remove {aside}")
     try:
         _recover(path)
     except OSError as error:
-        message = f"{path} is whole, but what it replaced cannot be removed: {error}"
+        message = f"{path} is complete, but the old files cannot be removed: {error}"
         raise CkptkitError(message, f"remove {aside} yourself") from error
     except BaseException as error:
-        error.add_note(f"{path} is whole; what is left of {aside} can be removed")
+        error.add_note(f"{path} is complete; the rest of {aside} can be removed")
         raise
 
 
@@ -199,7 +199,7 @@ def _whole(partial: Path, path: Path) -> str:
         return f"{path} is whole"
     first = f", after you move {path} away" if path.exists() else ""
     old = _aside(path) / _OLD
-    more = f"; what it was to replace is in {old}" if old.exists() else ""
+    more = f"; the files to be replaced are in {old}" if old.exists() else ""
     return f"{partial} is whole: rename it to {path.name}{first}{more}"
 
 
@@ -313,7 +313,7 @@ def _require_own_aside(aside: Path) -> None:
     names = {entry.name for entry in aside.iterdir()} if aside.is_dir() and not aside.is_symlink() else {""}
     if not names <= {_MARK, _OLD, _GONE} or (names and _MARK not in names):
         raise CkptkitError(
-            f"{aside} is in the way: what is replaced is kept there until the new output is whole",
+            f"{aside} is in the way: the old files are kept there until the new output is complete",
             "move it away, or choose another destination",
         )
     if (aside / _OLD).exists():

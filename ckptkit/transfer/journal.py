@@ -113,7 +113,7 @@ class Journal:
         if not self._goes_on:
             raise CkptkitError(
                 f"{self._root}: the run that this task was part of has ended",
-                "what the task wrote is not used; see how that run ended",
+                "the task's output is not used; see how that run ended",
             )
 
     @property

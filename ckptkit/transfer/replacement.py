@@ -137,7 +137,7 @@ def require_checkpoint(what: object, names: Collection[str], there: Contents) ->
     unknown |= {name for name in names if listed and _AS_LISTED.fullmatch(name)}
     unknown -= {name for name in unknown if name.endswith("/") and any(one.startswith(name) for one in listed)}
     if others := sorted(hidden | unknown - listed.keys()):
-        message = f"{what} holds what is not part of a checkpoint, so it is not replaced: {summarize(others)}"
+        message = f"{what} contains other files than a checkpoint's, so it is not replaced: {summarize(others)}"
         raise CkptkitError(message, _OUT)
     if changed := sorted(name for name in unknown if there.digest(name) != listed[name]):
         message = (

@@ -130,7 +130,7 @@ def check_upload(url: str, overwrite: bool, sources: Iterable[str | Path | None]
     store = Store(url)
     for source in sources:
         if source is not None and is_url(source) and store.overlaps(Store(source)):
-            raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination beside it")
+            raise CkptkitError(f"{url} overlaps {source}, which is read", "choose a destination next to it")
     sizes = {name: int(entry["size"]) for name, entry in store.files().items()} if store.top() else {}
     if sizes and not overwrite:
         what = "holds an upload that did not finish, or is not finished yet" if _PARTIAL in sizes else "exists already"

@@ -1,4 +1,4 @@
-"""Rules of ordinary decoder layers. Megatron names are those that the Transformer Engine spec asks for."""
+"""Rules of ordinary decoder layers, with the Megatron names of the Transformer Engine spec."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ckptkit.converters.hf_names import GATE_UP_DOWN, QKV
 from ckptkit.converters.ops.basic import Copy, GatedQkv, GateUp, GateUpInOne, Op, Qkv, QkvInOne
 from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 
-# An expert's gate, up and down projection as Mixtral names them.
+# Mixtral's names for an expert's gate, up and down projection.
 W1_W3_W2 = ("w1", "w3", "w2")
-# Some releases store these in each layer (Moonlight, Kimi K2, saves by transformers before 4.32); every reader computes
-# them itself.
+# Some releases store these in each layer (Moonlight, Kimi K2, saves by transformers before 4.32), but every engine
+# computes them.
 ROTARY_FREQUENCIES = (".self_attn.rotary_emb.inv_freq",)
 
 
@@ -30,11 +30,11 @@ def embeddings(
 ) -> tuple[ParamMapping, ...]:
     """Token embedding, final norm, and the output layer unless it is tied to the embedding.
 
-    `name` is the HF module of the embedding, `norm` Megatron's and HF's of the norm. The copies name further tensors
-    that a release may repeat embedding and output layer under.
+    `name`: the embedding's HF module; `norm`: Megatron's and HF's module of the norm. The copies are further tensors
+    in which a release may repeat embedding and output layer.
     """
     table = (dims.vocab, dims.hidden)
-    # Some releases of tied models ship the output layer all the same.
+    # Some releases of tied models store the output layer anyway.
     embed_copies += (dims.head, *head_copies) if dims.tied else ()
     head = ParamMapping("output_layer.weight", {dims.head: table}, Copy(0), vocab=True, copies=head_copies)
     return (
@@ -61,10 +61,9 @@ def attention(
     out: str = "o_proj",
     head_norms: tuple[str, str] = ("q_norm", "k_norm"),
 ) -> tuple[ParamMapping, ...]:
-    """Pre-norm grouped-query attention.
+    """Pre-norm grouped-query attention, with optional biases, q/k norms per head, and an output gate from q_proj.
 
-    With or without biases, q/k norms of one head's width, and an output gate from q_proj. The names are HF's: of the
-    norm before it, of the block, of queries, keys and values where one matrix has all three, and of what is behind.
+    HF names: `norm` before it, `block`, `joined` for one matrix with queries, keys and values, `out` projection.
     """
     at = at or decoder(dims, dims.softmax_layers)
     width, groups = dims.heads * dims.head_dim, dims.groups * dims.head_dim
@@ -89,7 +88,7 @@ def attention(
 
 
 def full_qk_norms(dims: ModelDims, norm: str = "{}_layernorm", axis: int | None = 0) -> tuple[ParamMapping, ...]:
-    """Norms of queries and keys over all heads at once, called `norm` and cut along `axis` over ranks."""
+    """Norms of queries and keys over all heads at once, called `norm` and sharded along `axis`."""
     at, heads = decoder(dims, dims.all_layers), {"q": dims.heads, "k": dims.groups}
     return tuple(
         at.rule(
@@ -104,10 +103,7 @@ def full_qk_norms(dims: ModelDims, norm: str = "{}_layernorm", axis: int | None 
 def gated_mlp(
     at: NamePrefix, megatron: str, hf: str, hidden: int, ffn: int, names: tuple[str, str, str] = GATE_UP_DOWN
 ) -> tuple[ParamMapping, ...]:
-    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2.
-
-    `names` are those of the three.
-    """
+    """A SwiGLU block: gate and up projection into linear_fc1, down projection into linear_fc2."""
     gate, up, down = (f"{hf}{name}.weight" for name in names)
     return (
         at.rule(megatron + "linear_fc1.weight", {gate: (ffn, hidden), up: (ffn, hidden)}, GateUp()),
@@ -116,7 +112,7 @@ def gated_mlp(
 
 
 def mlp_in_one(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """A SwiGLU block with the norm before it, whose gate and up projection are one matrix."""
+    """A SwiGLU block with the preceding norm and one matrix for gate and up projection."""
     return (
         at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
         at.rule("mlp.linear_fc1.weight", {"mlp.gate_up_proj.weight": (2 * dims.ffn, dims.hidden)}, GateUpInOne()),
@@ -125,7 +121,7 @@ def mlp_in_one(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
 
 
 def dense_mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    """The MLP of the dense layers with the norm before it, and with biases where the model has them."""
+    """The MLP of the dense layers with the preceding norm, and with biases if the model has them."""
     at = at or decoder(dims, dims.dense)
     rules = [
         at.rule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": (dims.hidden,)}),
@@ -134,13 +130,13 @@ def dense_mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMappi
     if dims.mlp_bias:
         gate, up = "mlp.gate_proj.bias", "mlp.up_proj.bias"
         rules.append(at.rule("mlp.linear_fc1.bias", {gate: (dims.ffn,), up: (dims.ffn,)}, GateUp()))
-        # Added once, so every rank holds all of it.
+        # Every rank holds the complete bias, because it is added once.
         rules.append(at.rule("mlp.linear_fc2.bias", {"mlp.down_proj.bias": (dims.hidden,)}))
     return tuple(rules)
 
 
 def dense_model(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a model whose layers are attention and a gated MLP, and nothing else."""
+    """All rules of a model with only attention and a gated MLP in each layer."""
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims))
 
 
@@ -156,8 +152,8 @@ def moe_mlp(
 ) -> tuple[ParamMapping, ...]:
     """The MLP of the mixture-of-experts layers: norm, router (with its fp32 selection bias), routed and shared experts.
 
-    `shared` is the HF module name of the shared experts, `block` that of the whole, `router` that of the router, `bias`
-    that of the selection bias, and `names` those of an expert's gate, up and down projection.
+    HF names: `shared` experts, the complete `block`, `router`, its selection `bias`, and an expert's gate, up and down
+    projection in `names`.
     """
     at = at or decoder(dims, dims.moe)
     rules = [
@@ -179,10 +175,10 @@ def moe_mlp(
 def joining_rules(
     dims: ModelDims, at: NamePrefix, names: tuple[str, str, str, str], op: Op | None = None
 ) -> list[ParamMapping]:
-    """What joins embedding and hidden state for a multi-token prediction layer, and the norm before the output layer.
+    """The input projection of a multi-token prediction layer with its norms, and the norm before the output layer.
 
-    `names`: HF's of the norms of both, of their projection (of [embedding, hidden state], unless `op` says otherwise),
-    and of the last norm.
+    `names`: HF names of the norms of embedding and hidden state, of their projection (of [embedding, hidden state],
+    unless `op` changes that), and of the last norm.
     """
     embedding, state, joint, last = names
     size = (dims.hidden,)
@@ -197,10 +193,10 @@ def joining_rules(
 def multi_token_prediction(
     dims: ModelDims, depth: int, *, norm: str = "shared_head.norm"
 ) -> tuple[NamePrefix, tuple[ParamMapping, ...]]:
-    """Multi-token prediction layer `depth` as DeepSeek and GLM ship it, as decoder layer `layers + depth`.
+    """Multi-token prediction layer `depth` of DeepSeek and GLM, stored as decoder layer `layers + depth`.
 
-    Returns the place of its transformer layer, and the rules around that: norms of embedding and hidden state, their
-    projection eh_proj (which takes [embedding, hidden state]), and the norm before the output layer, called `norm`.
+    Returns the prefix of its transformer layer, and the rules around that: norms of embedding and hidden state, their
+    projection eh_proj (input [embedding, hidden state]), and the norm before the output layer, called `norm`.
     """
     hf = f"{dims.root}layers.{dims.layers + depth}."
     around = joining_rules(dims, NamePrefix(f"mtp.layers.{depth}.", hf, None), ("enorm", "hnorm", "eh_proj", norm))
@@ -217,9 +213,9 @@ def moe_model(
 ) -> tuple[ParamMapping, ...]:
     """All rules of a mixture of experts with the multi-token prediction layers of DeepSeek and GLM.
 
-    `attention` and `experts` give the rules of a layer's halves from the sizes, and of a place that follows them.
-    `embedding` is the HF module of the embedding, `mtp_norm` that before a further layer's output. Those layers repeat
-    embedding and output layer in some releases.
+    `attention` and `experts` return the rules of a layer's halves, from the sizes and an optional prefix. `embedding`:
+    the embedding's HF module; `mtp_norm`: the norm before a multi-token prediction layer's output. In some releases
+    these layers repeat embedding and output layer.
     """
     at = [f"{dims.root}layers.{dims.layers + depth}." for depth in range(dims.mtp_layers)]
     embeds, heads = (tuple(f"{place}{one}.weight" for place in at) for one in ("embed_tokens", "shared_head.head"))
@@ -236,19 +232,19 @@ shared_experts_mlp = partial(moe_mlp, shared="shared_experts")
 
 
 def appended_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """The multi-token prediction layers as DeepSeek and GLM ship them, numbered after the decoder layers."""
+    """The multi-token prediction layers of DeepSeek and GLM, numbered after the decoder layers."""
     first, count = layer_count(text, "num_hidden_layers"), layer_count(text, "num_nextn_predict_layers")
     return tuple(_appended_draft(layer, root) for layer in range(first, first + count))
 
 
 def _appended_draft(layer: int, root: str) -> Draft:
-    # SGLang reads them as the model `model.decoder`.
+    # SGLang loads them as the model `model.decoder`.
     escaped, own = re.escape(root), f"{root}layers.{layer}."
     names = rf"model\.(layers\.{layer}|decoder)" if root == "model." else rf"({escaped}layers\.{layer}|model\.decoder)"
     return Draft(own, "model.decoder.", rf"re:{names}\..*", own, f"{own}eh_proj")
 
 
 def layer_count(text: Mapping[str, Any], key: str, default: int = 0) -> int:
-    """A number of layers in a config that nobody has checked yet; `default` where the key is absent."""
+    """A number of layers in an unchecked config, or `default` if the key is absent."""
     value = text.get(key, default)
     return value if isinstance(value, int) else 0

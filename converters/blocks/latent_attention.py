@@ -1,9 +1,8 @@
 """Multi-head latent attention of DeepSeek V2 and V3, Kimi and GLM-4.7-Flash.
 
-Queries and keys with values are compressed, then expanded a head.
-
-Everything is copied as it is: Megatron takes the rotary dimensions in pairs, as these releases have them (its
-`multi_latent_attention.py`), and keeps all key and value heads in one matrix as they do.
+Queries, and keys with values, are compressed, then expanded for each head. All tensors are copied unchanged: like these
+releases, Megatron rotates dimensions in pairs (its `multi_latent_attention.py`) and has all key and value heads in one
+matrix.
 """
 
 from __future__ import annotations
@@ -19,34 +18,30 @@ from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 
-# What yarn needs and no flag of Megatron-LM says, with the defaults of its MLATransformerConfig.
+# Settings of yarn without a flag in Megatron-LM, with the defaults of its MLATransformerConfig.
 WITHOUT_FLAG: Mapping[str, float] = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
-    """Ranks and head sizes under the names that DeepSeek gave them. `rotary`: some dimensions have rotary embedding.
+    """Ranks and head sizes under DeepSeek's keys. `rotary`: some dimensions have rotary embedding.
 
-    Raises CkptkitError for what Megatron's MLA does not do.
+    Raises CkptkitError for features that Megatron's MLA does not have.
     """
     if "q_lora_rank" not in config:
-        raise CkptkitError(
-            "config.json has no 'q_lora_rank'",
-            "it must say null where queries are not compressed; compare with the release",
-        )
-    require(
-        config, "latent attention", {"attention_bias": False}, "Megatron's has no biases; no released model has them"
-    )
-    require(config, "latent attention", {"rope_interleave": True}, "Megatron's turns the rotary dimensions in pairs")
+        hint = "it must be null if queries are not compressed; compare it with the release"
+        raise CkptkitError("config.json has no 'q_lora_rank'", hint)
+    why = "Megatron's has no biases; no released model has them"
+    require(config, "latent attention", {"attention_bias": False}, why)
+    require(config, "latent attention", {"rope_interleave": True}, "Megatron's rotates dimensions in pairs")
     heads = integer(config, "num_attention_heads")
     if integer(config, "num_key_value_heads", heads) != heads:
         raise CkptkitError(
-            f"config.json: num_key_value_heads is not the {heads} of num_attention_heads",
-            "latent attention has one key and value head a query head",
+            f"config.json: num_key_value_heads is not {heads}, the value of num_attention_heads",
+            "latent attention has one key and value head per query head",
         )
     if number(rope_of(config), "partial_rotary_factor", number(config, "partial_rotary_factor", 1.0)) != 1:
-        raise unsupported(
-            "partial_rotary_factor with latent attention", "qk_rope_head_dim says how many dimensions turn"
-        )
+        hint = "qk_rope_head_dim is the number of rotary dimensions"
+        raise unsupported("partial_rotary_factor with latent attention", hint)
     rope = integer(config, "qk_rope_head_dim")
     if rotary != (rope != 0):
         raise unsupported(f"qk_rope_head_dim {rope}", "compare it with the release")
@@ -60,10 +55,7 @@ def read_mla(config: Mapping[str, Any], *, rotary: bool = True) -> Mla:
 
 
 def mla_attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, ...]:
-    """Pre-norm latent attention.
-
-    `dims.mla` must be set. Down projections are whole on every rank, up projections cut by heads.
-    """
+    """Pre-norm latent attention; every rank holds the complete down projections, and a part of the up projections."""
     mla, at = dims.mla, at or decoder(dims, dims.softmax_layers)
     assert mla is not None, "a family without latent attention has no such rules"
 
@@ -90,26 +82,24 @@ def mla_attention(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamM
 
 
 def refuse_scaling(rope: Mapping[str, Any]) -> None:
-    """Raises CkptkitError for a rope scaling that Megatron's latent attention does not know, which is all but yarn.
+    """Raises CkptkitError for a rope scaling other than yarn, which Megatron's latent attention does not support.
 
-    Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core
+    transformers and Megatron multiply cosines and sines by the same number only if both of mscale and mscale_all_dim
+    are present, or neither. Sources: transformers `_compute_yarn_parameters` and `DeepseekV3Attention`, megatron-core
     `yarn_rotary_pos_embedding.py`.
-
-    The two multiply cosines and sines by the same number only where both of mscale and mscale_all_dim are there, or
-    neither.
     """
     kind = rope["rope_type"]
     if kind != "yarn":
         raise CkptkitError(
             f"config.json: rope scaling {shortened(kind)} with latent attention has no Megatron arguments",
-            "Megatron only knows yarn there",
+            "Megatron only supports yarn",
             code="unsupported",
         )
     for key, only in (("attention_factor", None), ("truncate", True)):
         if rope.get(key, only) not in (only, None):
             raise CkptkitError(
                 f"config.json: yarn with {key} {shortened(rope[key])} has no Megatron arguments",
-                "training would run another model than this one",
+                "training would run a different model",
                 code="unsupported",
             )
     mscale, all_dim = number(rope, "mscale", 0.0), number(rope, "mscale_all_dim", 0.0)

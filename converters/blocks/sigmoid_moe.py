@@ -1,7 +1,4 @@
-"""Mixture of experts as DeepSeek V3, Kimi and GLM have it.
-
-Sigmoid scores, an fp32 bias that only helps to select, shared experts.
-"""
+"""Mixture of experts of DeepSeek V3, Kimi and GLM: sigmoid scores, an fp32 bias for selection only, shared experts."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from ckptkit.converters.config.dims import first_layers, read_experts
 from ckptkit.converters.config.values import integer, kinds_of_layers, number, places, require, unsupported
 from ckptkit.core.errors import CkptkitError
 
-# What transformers' classes of GLM and others take absent keys for.
+# Defaults of absent keys in transformers' classes of GLM and others.
 ABSENT = {"n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 # Megatron's sigmoid router always normalizes.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "norm_topk_prob": True}
@@ -20,9 +17,7 @@ _FIRST = "first_k_dense_replace"
 
 
 def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes and routing as arguments of `base_dims`.
-
-    `absent` says what absent and null keys mean where that is not an error.
+    """Sizes and routing as arguments of `base_dims`. `absent`: values of absent and null keys that are no error.
 
     Raises CkptkitError for routing that Megatron does not compute (its `moe_utils.py`:
     `topk_routing_with_score_function`).
@@ -46,17 +41,17 @@ def read_sigmoid_moe(config: Mapping[str, Any], absent: Mapping[str, Any]) -> di
 def _groups(config: Mapping[str, Any], experts: int, top_k: int) -> dict[str, Any]:
     """Group-limited routing.
 
-    The models score a group by its best two experts, Megatron by its best (experts a token / groups a token).
+    The models score a group by its best two experts, Megatron by its best (experts per token / groups per token).
     """
     groups, top_groups = integer(config, "n_group"), integer(config, "topk_group")
     if not 0 < top_groups <= groups or experts % groups:
         raise CkptkitError(
-            f"config.json: {top_groups} of {groups} groups of {experts} experts cannot be right",
+            f"config.json: {top_groups} of {groups} groups of {experts} experts is invalid",
             "compare n_group and topk_group with the release",
         )
     if groups > 1 and top_k // top_groups != 2:
         raise unsupported(
-            f"{top_k} experts a token out of {top_groups} groups",
+            f"{top_k} experts per token out of {top_groups} groups",
             f"Megatron would score a group by its best {top_k // top_groups} experts, not by its best 2; "
             "no released model needs that",
         )
@@ -64,24 +59,23 @@ def _groups(config: Mapping[str, Any], experts: int, top_k: int) -> dict[str, An
 
 
 def dense_of_kinds(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """The dense layers by `mlp_layer_types`, which transformers reads, or None without that key."""
+    """The dense layers in `mlp_layer_types`, which transformers reads, or None without that key."""
     kinds = kinds_of_layers(config, "mlp_layer_types", ("dense", "sparse"))
     return None if kinds is None else places(kinds, "dense")
 
 
 def dense_layers(config: Mapping[str, Any], without_kinds: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """The dense layers: `mlp_layer_types`, which transformers reads, and `first_k_dense_replace`, which engines read.
+    """The dense layers, from `mlp_layer_types` (read by transformers) and `first_k_dense_replace` (read by engines).
 
-    `without_kinds`: what transformers takes without the first; None: the second. Raises CkptkitError where both are
-    there and disagree.
+    `without_kinds`: transformers' default without the first key, or None for the second key. Raises CkptkitError if
+    both are present and differ.
     """
     first, dense = first_layers(config, _FIRST, 1), dense_of_kinds(config)
     if dense is None:
         dense = first if without_kinds is None else without_kinds
     if config.get(_FIRST) is not None and dense != first:
         raise CkptkitError(
-            f"config.json: {_FIRST} says {len(first)} dense layers, but by mlp_layer_types layers {list(dense)} are",
-            "engines read the first, transformers the second (without it the first layers that its class has); "
-            "make them agree",
+            f"config.json: the first {len(first)} layers are dense ({_FIRST}), but mlp_layer_types has {list(dense)}",
+            "make them agree: engines read the first key, transformers the second, or a default of its class",
         )
     return dense

@@ -1,4 +1,4 @@
-"""Refuses an HF config whose values no model has, before anything is counted, built or allocated by them."""
+"""Rejects implausible values of an HF config before code loops over them or allocates memory."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 
-MAX_KEYS = 2_000  # of one part; those of transformers have about a hundred
+MAX_KEYS = 2_000  # per part; transformers' have about a hundred
 MAX_LAYERS = 1_000  # the deepest released models have 126
-MAX_EXPERTS = 128_000  # of all layers together: Kimi K2 has 23,424
+MAX_EXPERTS = 128_000  # in all layers together: Kimi K2 has 23,424
 MAX_SIZE = 1 << 31  # of any size
 MAX_RANKS = 1_000_000  # of nodes, GPUs and parallel sizes
 _LAYERS = ("num_hidden_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "depth")
@@ -31,7 +31,7 @@ _DTYPES = re.compile(r"(torch\.)?(auto|half|double|b?float\d*(_e\dm\d\w*)?|[bm]?
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Raises CkptkitError naming the key of a config that no reader can make sense of, or only at any cost."""
+    """Raises CkptkitError, naming the key, for values that are invalid or implausibly large."""
     for where, part in _parts(config):
         if len(part) > MAX_KEYS:
             raise _wrong(where.rstrip(".") or "the top", f"{len(part)} keys", f"at most {MAX_KEYS:,}")
@@ -40,7 +40,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The config and the parts for language and vision, each with what stands before its keys."""
+    """The config and its parts for language and vision, each with the prefix of its keys."""
     thinker = config.get("thinker_config")
     for where, holder in (("", config), ("thinker_config.", thinker if isinstance(thinker, Mapping) else {})):
         yield where, holder
@@ -57,8 +57,8 @@ def _check_kinds(where: str, part: Mapping[str, Any]) -> None:
     for key in _LISTS:
         if (value := part.get(key)) is None:
             continue
-        few = isinstance(value, list) and len(value) <= MAX_LAYERS
-        if not few or not all(type(one) in (str, int) for one in value):
+        is_short = isinstance(value, list) and len(value) <= MAX_LAYERS
+        if not is_short or not all(type(one) in (str, int) for one in value):
             raise _wrong(where + key, part[key], f"a list of at most {MAX_LAYERS:,} words or numbers")
     if not isinstance(part.get("index_topk_pattern"), (str, list, type(None))):
         raise _wrong(where + "index_topk_pattern", part["index_topk_pattern"], "a word of F and S, or a list")

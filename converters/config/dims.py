@@ -10,19 +10,17 @@ from ckptkit.converters.config.bounds import MAX_LAYERS
 from ckptkit.converters.config.values import flag, integer, number, places, require, rope_of, wrong
 from ckptkit.core.errors import CkptkitError
 
-# Letters of `--hybrid-layer-pattern`, where a layer of Megatron's HybridModel is one block alone.
+# Letters of `--hybrid-layer-pattern`; each layer of Megatron's HybridModel is a single block.
 # Source: megatron-core 0.19 `models/hybrid/hybrid_layer_allocation.py`.
 MIXER, ATTENTION, LATENT, SPARSE, LINEAR, DENSE, EXPERTS = "M", "*", "+", "D", "G", "-", "E"
 
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention.
+    """Multi-head latent attention: ranks of the two compressions and head sizes.
 
-    Ranks of the two compressions (`q_rank` None: queries are not compressed) and head sizes.
-
-    `nope`: dimensions of a query or key head without rotary embedding; `rope`: those with (0: none); `value`: size of a
-    value head.
+    `q_rank`: None if queries are not compressed. `nope`: dimensions of a query or key head without rotary embedding;
+    `rope`: dimensions with it (may be 0); `value`: size of a value head.
     """
 
     q_rank: int | None
@@ -39,10 +37,10 @@ class Mla:
 class Indexer:
     """The indexer of DeepSeek sparse attention: its heads, their size, and how many keys a query attends to.
 
-    `layers` have an indexer of their own; the others use that of the layer before. `every` and `first` say the same as
-    Megatron does (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every so many.
-    `rope_interleaved`: its rotary dimensions turn in pairs, not as two halves. `pool`: how many keys it pools with
-    learned weights; 0: it does not.
+    `layers` have an indexer; the other layers use the previous indexer. `every` and `first` describe the same in
+    Megatron's terms (`dsa_indexer_topk_freq`, `dsa_indexer_skip_topk_offset`): the first layers, then every n-th.
+    `rope_interleaved`: its rotary dimensions rotate in pairs, not as two halves. `pool`: number of keys that it pools
+    with learned weights, or 0.
     """
 
     heads: int
@@ -60,10 +58,7 @@ class Indexer:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """Gated delta net.
-
-    Heads and head sizes of keys (queries have the same) and values, convolution kernel, and its layers.
-    """
+    """Gated delta net: heads and head sizes of keys (and queries) and values, convolution kernel, and its layers."""
 
     key_heads: int
     value_heads: int
@@ -93,10 +88,7 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class Mamba:
-    """A Mamba-2 mixer (megatron-core `ssm/mamba_mixer.py`).
-
-    Its heads and their size, groups of heads that share B and C, state size, convolution kernel.
-    """
+    """A Mamba-2 mixer (megatron-core `ssm/mamba_mixer.py`); the heads of a group share B and C."""
 
     heads: int
     head_dim: int
@@ -139,22 +131,22 @@ class Kda:
 
 @dataclass(frozen=True)
 class ModelDims:
-    """What a rule or a Megatron model needs to know of an HF config. Sizes are in elements; 0 experts means dense.
+    """The facts of an HF config that rules and Megatron models need. Sizes are in elements; 0 experts means dense.
 
-    `root` and `head` are HF names: what stands before `layers.0.`, and the output embedding. `dense_layers`: layers of
-    an MoE model with a plain MLP. `window_layers`: layers whose attention sees `window` tokens and, where given, turns
-    with `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all
+    `root`: HF prefix of `layers.0.`. `head`: HF name of the output embedding. `dense_layers`: layers of an MoE model
+    with a plain MLP. `window_layers`: layers with attention over `window` tokens and, if set, the rotary base
+    `local_rope_theta`. `norm_offset`: norm weights are stored minus one. `qk_norm_full`: q and k norms over all
     heads at once. `sandwich`: norms also after attention and MLP, which in Megatron are modules of the "layer" (slime's
-    patch) or inside the "linear" before them (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or quick_geglu,
-    which is x sigmoid(1.702 x) with gate and up clamped and 1 added to up, as GPT-OSS has it; or relu2, the squared
-    ReLU of an MLP without a gate. `attention_gate`: q_proj also makes an output gate. `query_scale_from`: from this
-    position on queries are multiplied by a factor that grows with their position. `sinks`: a learned logit a head in
-    the softmax. `mtp_layers`: multi-token prediction layers after the last. `pattern`: one letter of Megatron's layer
-    pattern a layer, where a layer is a mixer, attention, an MLP or experts alone; `mtp_pattern`: the same of one
-    multi-token prediction layer. `mixer_layers`: those with a Mamba mixer or with KDA in the place of softmax
-    attention, where a layer also has an MLP or experts. `rotary`: attention has rotary embedding, but in `nope_layers`.
-    `expert_hidden`: the size that routed experts work in; None: the hidden size. `own`: what only the rules of the
-    model's own family read.
+    patch) or inside the preceding "linear" (Megatron-Bridge). `activation`: silu, gelu_pytorch_tanh, or GPT-OSS's
+    quick_geglu, which is x sigmoid(1.702 x) with gate and up clamped and 1 added to up; or relu2, the squared
+    ReLU of an MLP without a gate. `attention_gate`: q_proj also computes an output gate. `query_scale_from`: from this
+    position on, queries are multiplied by a factor that grows with the position. `sinks`: a learned softmax logit per
+    head. `mtp_layers`: multi-token prediction layers after the last. `pattern`: one letter of Megatron's layer
+    pattern per layer, if each layer is only a mixer, attention, an MLP or experts; `mtp_pattern`: the same for one
+    multi-token prediction layer. `mixer_layers`: layers with a Mamba mixer or KDA instead of softmax attention, in
+    models where each layer also has an MLP or experts. `rotary`: attention has rotary embedding, except in
+    `nope_layers`. `expert_hidden`: hidden size inside routed experts, or None for `hidden`. `own`: values that only the
+    family's rules read.
     """
 
     layers: int
@@ -230,14 +222,14 @@ class ModelDims:
                 "compare num_experts_per_tok and moe_intermediate_size with the release",
             )
         if self.heads % self.groups:
-            what = f"{self.heads} attention heads do not divide into {self.groups} key-value heads"
-            raise CkptkitError(f"config.json: {what}")
+            message = f"{self.heads} attention heads do not divide into {self.groups} key-value heads"
+            raise CkptkitError(f"config.json: {message}")
         if set(self.dense_layers) - set(range(self.layers)):
             raise CkptkitError(f"config.json: {len(self.dense_layers)} dense layers of {self.layers} layers")
 
     @property
     def all_layers(self) -> tuple[int, ...]:
-        """Every layer but those for multi-token prediction."""
+        """All layers except multi-token prediction layers."""
         return tuple(range(self.layers))
 
     @property
@@ -257,11 +249,11 @@ class ModelDims:
 
     @property
     def softmax_layers(self) -> tuple[int, ...]:
-        """Layers with softmax attention: all but those with linear attention or a mixer, an MLP or experts alone."""
+        """Layers with softmax attention: not those with linear attention or a mixer, or only an MLP or experts."""
         if self.pattern:
             return places(self.pattern, ATTENTION)
-        others = {*(self.linear.layers if self.linear else ()), *self.mixer_layers}
-        return tuple(layer for layer in self.all_layers if layer not in others)
+        excluded = {*(self.linear.layers if self.linear else ()), *self.mixer_layers}
+        return tuple(layer for layer in self.all_layers if layer not in excluded)
 
     @property
     def mixers(self) -> tuple[int, ...]:
@@ -269,7 +261,7 @@ class ModelDims:
         return places(self.pattern, MIXER) if self.pattern else self.mixer_layers
 
 
-# The usual keys of config.json for sizes that are called otherwise here.
+# The usual keys of config.json for fields with different names.
 _KEYS = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
@@ -288,7 +280,7 @@ _MAY_BE_ZERO = ("mtp_layers", "experts", "top_k", "expert_ffn", "shared_ffn")
 
 
 def require_positive(sizes: object, *may_be_zero: str) -> None:
-    """Raises CkptkitError for a whole number that is negative, or 0 and not among these."""
+    """Raises CkptkitError for an integer that is negative, or 0 and not in `may_be_zero`."""
     for name, size in vars(sizes).items():
         if type(size) is int and size < (name not in may_be_zero):
             key = _KEYS.get(name, name)
@@ -296,7 +288,7 @@ def require_positive(sizes: object, *may_be_zero: str) -> None:
 
 
 def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int, ...]:
-    """Layers 0 to n - 1, where the config says n under `key`: the dense layers at the start of an MoE model."""
+    """Layers 0 to n - 1, where n is the value of `key`: the dense layers at the start of an MoE model."""
     count = integer(config, key, default)
     if not 0 <= count <= MAX_LAYERS:
         raise wrong(key, count, f"a number of layers up to {MAX_LAYERS:,}")
@@ -304,9 +296,7 @@ def first_layers(config: Mapping[str, Any], key: str, default: int) -> tuple[int
 
 
 def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The dense layers of a Qwen MoE model.
-
-    Those in `mlp_only_layers`, and all whose number from 1 `decoder_sparse_step` does not divide.
+    """The dense layers of a Qwen MoE model: `mlp_only_layers`, and all but every `decoder_sparse_step`-th from 1.
 
     Source: transformers `Qwen2MoeDecoderLayer`, `Qwen3MoeDecoderLayer`.
     """
@@ -323,7 +313,7 @@ def layers_without_experts(config: Mapping[str, Any]) -> tuple[int, ...]:
 def read_experts(
     config: Mapping[str, Any], count: str = "num_experts", ffn: str = "moe_intermediate_size"
 ) -> dict[str, Any]:
-    """Sizes of a mixture of experts as arguments of `base_dims`, with the keys of their number and of their size."""
+    """Sizes of a mixture of experts as arguments of `base_dims`; `count` and `ffn` are keys of the config."""
     return {
         "experts": integer(config, count),
         "top_k": integer(config, "num_experts_per_tok"),
@@ -334,15 +324,15 @@ def read_experts(
 def base_dims(
     config: Mapping[str, Any], *, activation: str = "silu", default_theta: float = 10000.0, **more: Any
 ) -> ModelDims:
-    """The part of ModelDims that every decoder-only family spells the same way, and `more` of its fields.
+    """ModelDims from the keys that all decoder-only families share, and from the fields in `more`.
 
-    `activation`: what `hidden_act` must say; `default_theta`: the rotary base of a config that states none. A `window`
-    is one of all layers, unless `window_layers` are given.
+    `activation`: the required `hidden_act`; `default_theta`: the rotary base of a config without one. A `window`
+    applies to all layers unless `window_layers` are given.
     """
     require(config, str(config.get("model_type")), {"hidden_act": activation}, strict=True)
     hidden, heads = integer(config, "hidden_size"), integer(config, "num_attention_heads")
     rope = rope_of(config, default_theta)
-    given: dict[str, Any] = {
+    shared: dict[str, Any] = {
         "layers": integer(config, "num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
@@ -359,5 +349,5 @@ def base_dims(
         "initializer_range": number(config, "initializer_range", 0.02),
     }
     if more.get("window"):
-        given["window_layers"] = tuple(range(given["layers"]))
-    return ModelDims(**(given | {"activation": activation} | more))
+        shared["window_layers"] = tuple(range(shared["layers"]))
+    return ModelDims(**(shared | {"activation": activation} | more))

@@ -1,4 +1,4 @@
-"""Reads values of an HF config, under every spelling that transformers v4 and v5 use, and refuses the rest."""
+"""Reads values of an HF config under all spellings of transformers v4 and v5, and rejects invalid ones."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from ckptkit.core.printable import shortened
 
 _REQUIRED: Any = object()
 _MAX_NUMBER = 1e300
-
-# What stands before the names of the language model in a multimodal one.
-NESTED_ROOT = "model.language_model."
+NESTED_ROOT = "model.language_model."  # prefix of the language model in a multimodal model
 
 
 def integer(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
-    """A whole number of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
+    """An integer of the config; absent and null mean `default`. Raises CkptkitError naming the key."""
     value = _value(config, key, default)
     if type(value) is not int:
         raise wrong(key, value, "a whole number")
@@ -46,53 +44,54 @@ def flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 def require(
     config: Mapping[str, Any], model: str, only: Mapping[str, Any], why: str = "", strict: bool = False
 ) -> None:
-    """Raises CkptkitError for a key with another value than `only` has for it: the one that a model's rules stand for.
+    """Raises CkptkitError for a key with a different value than in `only`, which the model's rules require.
 
-    A tuple is several such values. Absent and null mean the value of `only`; with `strict` null is another value.
+    A tuple lists several allowed values. Absent and null mean the value in `only`; with `strict`, null does not.
     """
     for key, value in only.items():
-        known = value if isinstance(value, tuple) else (value,)
-        found = config.get(key, known[0])
-        if found is None and not strict:
+        allowed = value if isinstance(value, tuple) else (value,)
+        actual = config.get(key, allowed[0])
+        if actual is None and not strict:
             continue
-        if isinstance(value, bool) and not isinstance(found, bool) and found is not None:
-            raise wrong(key, found, "true or false")
-        if found not in known or isinstance(found, bool) != isinstance(known[0], bool):
-            raise unsupported(f"{model} with {key} {as_json(found)}", why or f"the releases have {as_json(known[0])}")
+        if isinstance(value, bool) and not isinstance(actual, bool) and actual is not None:
+            raise wrong(key, actual, "true or false")
+        if actual not in allowed or isinstance(actual, bool) != isinstance(allowed[0], bool):
+            hint = why or f"the releases have {as_json(allowed[0])}"
+            raise unsupported(f"{model} with {key} {as_json(actual)}", hint)
 
 
 def unsupported(what: str, why: str) -> CkptkitError:
-    """The refusal of something in a config that no rule here stands for, with the reason or the next move."""
+    """The error for a config feature without rules, with the reason or the fix."""
     return CkptkitError(f"config.json: {what} is not supported", why, code="unsupported")
 
 
 def wrong(key: str, value: Any, allowed: str) -> CkptkitError:
-    """The refusal of a value that no reader can make sense of."""
+    """The error for an invalid value."""
     return CkptkitError(f"config.json: {key} is {shortened(value)}, not {allowed}", "compare it with the release")
 
 
 def as_json(value: Any) -> str:
-    """A value as config.json spells it, cut short."""
+    """A value in JSON, shortened."""
     return json.dumps(value) if value is None or isinstance(value, bool) else shortened(value)
 
 
 def agreed(
     config: Mapping[str, Any], keys: Sequence[str], default: Any = _REQUIRED, read: Callable[..., Any] = integer
 ) -> Any:
-    """A value that readers or releases know under several keys. Raises CkptkitError where two of them disagree."""
-    stated = {key: read(config, key) for key in keys if config.get(key) is not None}
-    if len(set(stated.values())) > 1:
+    """A value that engines or releases have under several keys. Raises CkptkitError if two of them differ."""
+    values = {key: read(config, key) for key in keys if config.get(key) is not None}
+    if len(set(values.values())) > 1:
         raise CkptkitError(
-            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in stated.items())}",
-            "readers look at one or the other; make them equal",
+            f"config.json: {' but '.join(f'{key} is {value:g}' for key, value in values.items())}",
+            "make them equal: each engine reads one of them",
         )
-    return next(iter(stated.values())) if stated else read(config, keys[0], default)
+    return next(iter(values.values())) if values else read(config, keys[0], default)
 
 
 def kinds_of_layers(config: Mapping[str, Any], key: str, known: Collection[Any]) -> list[Any] | None:
-    """The list of one word or number a layer under a key, or None where it is absent or null.
+    """The list under a key with one word or number per layer, or None if it is absent or null.
 
-    Raises CkptkitError for a list of another length, and for what is not among the known.
+    Raises CkptkitError for a list of another length, and for values not in `known`.
     """
     kinds, layers = config.get(key), integer(config, "num_hidden_layers")
     if kinds is None:
@@ -107,25 +106,25 @@ def kinds_of_layers(config: Mapping[str, Any], key: str, known: Collection[Any])
 
 
 def agreed_by_layer(config: Mapping[str, Any], spellings: Mapping[str, Mapping[Any, Any]]) -> tuple[Any, ...] | None:
-    """What each layer is, by lists under one key or several, each with its own words for it; None without any.
+    """The kind of each layer, from lists under one or several keys, or None if all are absent.
 
-    Raises CkptkitError as `kinds_of_layers`, and where two lists disagree.
+    `spellings`: for each key, its words -> kinds. Raises CkptkitError like `kinds_of_layers`, and if two lists differ.
     """
-    found = {}
+    lists = {}
     for key, words in spellings.items():
         if (kinds := kinds_of_layers(config, key, tuple(words))) is not None:
-            found[key] = tuple(words[kind] for kind in kinds)
-    if len(set(found.values())) > 1:
+            lists[key] = tuple(words[kind] for kind in kinds)
+    if len(set(lists.values())) > 1:
         raise CkptkitError(
-            f"config.json: {' and '.join(found)} name different layers",
-            "readers look at one or the other; make them agree",
+            f"config.json: {' and '.join(lists)} name different layers",
+            "make them agree: each engine reads one of them",
         )
-    return next(iter(found.values()), None)
+    return next(iter(lists.values()), None)
 
 
-def places(kinds: Iterable[Any], *wanted: Any) -> tuple[int, ...]:
-    """The numbers, from 0, of the layers that are of these kinds."""
-    return tuple(layer for layer, kind in enumerate(kinds) if kind in wanted)
+def places(kinds: Iterable[Any], *selected: Any) -> tuple[int, ...]:
+    """The numbers, from 0, of the layers of the selected kinds."""
+    return tuple(layer for layer, kind in enumerate(kinds) if kind in selected)
 
 
 def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
@@ -133,24 +132,22 @@ def _value(config: Mapping[str, Any], key: str, default: Any) -> Any:
     if value is None and default is _REQUIRED:
         raise CkptkitError(
             f"config.json has no {key!r}",
-            f"a {config.get('model_type', 'rope')} config must state it; compare with the release",
+            f"a {config.get('model_type', 'rope')} config requires it; compare it with the release",
         )
     return default if value is None else value
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """The class that a config.json states first; empty where it states none."""
-    stated = config.get("architectures")
-    return stated[0] if isinstance(stated, list) and stated and isinstance(stated[0], str) else ""
+    """The first class in `architectures` of a config.json, or empty."""
+    classes = config.get("architectures")
+    return classes[0] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
 
 
 def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The language model's part of a config, and the HF prefix of its names.
+    """The language model's config (`text_config`, or the config of a `…_text` model), and the HF prefix of its names.
 
-    That of a multimodal model, or the config itself.
-
-    Whether embeddings are tied is said at the top, beside `text_config`, where transformers reads it; without it they
-    are not, whatever `text_config` says. Raises CkptkitError when a multimodal config has no such part.
+    `tie_word_embeddings` is read from the top level only, like in transformers. Raises CkptkitError if a multimodal
+    config has no `text_config`.
     """
     if str(config.get("model_type")).endswith("_text"):
         return config, "model."
@@ -162,7 +159,7 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
 
 
 def text_config_of(config: Mapping[str, Any], *model_types: str) -> Mapping[str, Any]:
-    """The `text_config` of a multimodal config, which must be of one of these kinds where any are given."""
+    """The `text_config` of a multimodal config. Raises CkptkitError if it is missing or not of these `model_types`."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or (model_types and text.get("model_type") not in model_types):
         kinds = f" of {' or '.join(model_types)}" if model_types else ""
@@ -173,10 +170,7 @@ def text_config_of(config: Mapping[str, Any], *model_types: str) -> Mapping[str,
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config says of the language model: its `text_config`, of the thinker where it has one, or the config.
-
-    Checks nothing, so that it can be asked of any config.
-    """
+    """The language model's config: `text_config`, also inside `thinker_config`, or the config. Accepts any config."""
     thinker = config.get("thinker_config")
     inner = thinker if isinstance(thinker, Mapping) else config
     text = inner.get("text_config")
@@ -184,10 +178,10 @@ def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | None:
-    """How many tokens attention sees, the query's own among them (`sliding_window`); None where that is all of them.
+    """The number of tokens that attention sees, including the query's (`sliding_window`), or None for all.
 
-    null means all, and so does a window as long as the model's context; `absent` is what a config without the key
-    means. Raises CkptkitError naming the key.
+    null and a window as long as the model's context mean all; `absent` is the value for a config without the key.
+    Raises CkptkitError naming the key.
     """
     window = config.get("sliding_window", absent)
     if window is None:
@@ -198,9 +192,7 @@ def window_of(config: Mapping[str, Any], absent: int | None = None) -> int | Non
 
 
 def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
-    """Layers with a sliding window: those that `layer_types` calls so.
-
-    Where it is absent, all but each `every`-th, counted from 1.
+    """Layers with a sliding window: from `layer_types`, or if that is absent all but every `every`-th from 1.
 
     Raises CkptkitError for a list of another length, and for a kind of attention that is neither sliding nor full.
     """
@@ -213,10 +205,7 @@ def sliding_layers(config: Mapping[str, Any], every: int) -> tuple[int, ...]:
 
 
 def without_windows(config: Mapping[str, Any]) -> None:
-    """Raises CkptkitError where a Qwen config turns sliding windows on.
-
-    `sliding_window` alone, as in all releases, does not.
-    """
+    """Raises CkptkitError if a Qwen config enables sliding windows, which `sliding_window` does not do by itself."""
     if flag(config, "use_sliding_window", False) or "sliding_attention" in (config.get("layer_types") or ()):
         raise unsupported(
             f"{config['model_type']} with use_sliding_window or such layers in layer_types",
@@ -225,12 +214,10 @@ def without_windows(config: Mapping[str, Any]) -> None:
 
 
 def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[str, Any]:
-    """Rotary settings under either spelling.
+    """Rotary settings, from `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
 
-    `rope_parameters` (transformers v5) or `rope_theta` and `rope_scaling` (v4).
-
-    `default_theta` is what a config means that states none. Raises CkptkitError when both are there and disagree on
-    theta: readers of v4 and v5 would then run different models.
+    `default_theta`: the base for a config without one. Raises CkptkitError if both spellings are present with different
+    theta: transformers v4 and v5 would run different models.
     """
     v5, v4 = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for key, value in (("rope_parameters", v5), ("rope_scaling", v4)):
@@ -239,7 +226,7 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
     theta4, theta5 = config.get("rope_theta"), v5.get("rope_theta")
     if theta4 is not None and theta5 is not None and number(config, "rope_theta") != number(v5, "rope_theta"):
         raise CkptkitError(
-            f"config.json: rope_theta is {theta4} but rope_parameters says {theta5}",
+            f"config.json: rope_theta is {theta4} but {theta5} in rope_parameters",
             "transformers v4 reads the first and v5 the second; make them equal",
         )
     rope = {**v4, **v5}
@@ -251,17 +238,15 @@ def rope_of(config: Mapping[str, Any], default_theta: float = 10000.0) -> dict[s
 def rotary_fraction(config: Mapping[str, Any], head_dim: int) -> float:
     """The rotary part of a head: `rotary_dim` in the releases, `partial_rotary_factor` in transformers v5.
 
-    Raises CkptkitError where they disagree.
-
-    transformers 5.12 takes no notice of `rotary_dim`: it runs a release's own config.json with rope over whole heads.
+    Raises CkptkitError if they differ. transformers 5.12 ignores `rotary_dim`: it applies rope to complete heads.
     """
     key = "partial_rotary_factor"
-    stated = {number(place, key) for place in (rope_of(config), config) if place.get(key) is not None}
-    stated |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
-    if len(stated) > 1:
+    fractions = {number(part, key) for part in (rope_of(config), config) if part.get(key) is not None}
+    fractions |= {integer(config, "rotary_dim") / max(head_dim, 1)} if config.get("rotary_dim") is not None else set()
+    if len(fractions) > 1:
         raise CkptkitError(
-            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} says otherwise: "
-            f"{sorted(stated)} of a head",
+            f"config.json: rotary_dim is {config.get('rotary_dim')} of {head_dim} but {key} differs: "
+            f"{sorted(fractions)} of a head",
             "SGLang reads the first and transformers v5 the second; make them equal",
         )
-    return stated.pop() if stated else 1.0
+    return fractions.pop() if fractions else 1.0

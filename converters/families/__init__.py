@@ -1,4 +1,4 @@
-"""One file a family of models, with everything that is particular to it, and no file beside them.
+"""One file per model family, with all facts that are specific to it. The folder has no other files.
 
 Each lists its kinds of models in `FAMILIES`, where the registry finds them.
 """

@@ -1,6 +1,6 @@
 """Ling 2.0 and Ring 2.0 (Bailing MoE V2): first layers dense, q, k and v in one matrix, rotary over half of a head.
 
-Sigmoid router with groups and an fp32 selection bias, a shared expert, and where the config says so an MTP layer.
+Sigmoid router with groups and an fp32 selection bias, a shared expert, and optionally an MTP layer.
 transformers has no such class; the published modeling code computes what its GLM-4.5 does.
 """
 
@@ -17,7 +17,7 @@ from ckptkit.converters.config.values import agreed, integer, require, without_w
 from ckptkit.converters.family import ModelFamily
 from ckptkit.converters.rules import ParamMapping
 
-# What the published modeling code does whatever these keys say.
+# Behaviour of the published modeling code, which ignores these keys.
 _ONLY = {
     "moe_router_enable_expert_bias": True,
     "norm_head": False,
@@ -31,7 +31,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a Bailing MoE V2 config. Source: the published `BailingMoeV2Config` and `BailingMoeV2SparseMoeBlock`."""
     without_windows(config)
     require(config, "bailing_moe", _ONLY)
-    # Where it is absent, the published code has the norms and SGLang has not.
+    # If the key is absent, the published code has the norms but SGLang does not.
     require({"use_qk_norm": None, **config}, "bailing_moe", {"use_qk_norm": True}, strict=True)
     counts = {"n_routed_experts": integer(config, "num_experts")}
     counts |= {"n_shared_experts": integer(config, "num_shared_experts")}
@@ -59,7 +59,6 @@ _experts = partial(moe_mlp, shared="shared_experts", bias="gate.expert_bias")
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a Bailing MoE V2 model."""
     return moe_model(dims, _attention, _experts, embedding="word_embeddings", mtp_norm="final_layernorm")
 
 
@@ -69,6 +68,6 @@ FAMILIES = (
         ("BailingMoeV2ForCausalLM",),
         read_dims,
         mappings,
-        release=None,  # no INT4: transformers has no class to hold the list of Linear layers against
+        release=None,  # no INT4: transformers has no class to compare the list of Linear layers with
     ),
 )

@@ -1,6 +1,6 @@
-"""DeepSeek V3 and R1, Moonlight, Kimi K2, and Kimi K2.5, which is a Kimi K2 beside a vision tower and its projector.
+"""DeepSeek V3 and R1, Moonlight, Kimi K2, and Kimi K2.5, which is a Kimi K2 with a vision tower and its projector.
 
-Latent attention, first layers dense, experts chosen by groups, one MTP layer in DeepSeek's own.
+Latent attention, first layers dense, experts selected by groups, one MTP layer in DeepSeek's models.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
     return moe_model(dims, mla_attention, shared_experts_mlp)
 
 
-# Kimi K2 Thinking, whose config.json calls it a DeepSeek V3.
+# Kimi K2 Thinking; its config.json has DeepSeek V3's model_type.
 _IGNORE = frozenset(
     {"lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"}
 )
-# Those of Kimi K2.5 and 2.6: with the language model's alone, and with what is beside it.
+# Kimi K2.5 and 2.6: the language model's entries only, and with those of the vision tower.
 _K25_IGNORE = _IGNORE | {"re:vision_tower.*", "re:mm_projector.*"}
 _RELEASE = Release(
     drafts=appended_drafts,

@@ -1,11 +1,11 @@
 """DeepSeek V3.2, and GLM-5, 5.1 and 5.2.
 
-DeepSeek V3 with an indexer in every layer, the MTP layer too, that chooses the tokens attention sees. In GLM-5 it turns
-rotary dimensions in pairs, and in GLM-5.2 most layers share one.
+DeepSeek V3 with an indexer in every layer (also MTP) that selects the tokens for attention. In GLM-5 it rotates
+dimensions in pairs, and in GLM-5.2 most layers share an indexer.
 
-A head of it is [rotary dimensions | the rest] in the releases. Megatron's own indexer takes both orders as they are
-from megatron-core 0.19 on. Before, it turned the last dimensions, in pairs, so those versions compute another model
-from the same tensors (lab/mappings.md).
+An indexer head is [rotary dimensions | other dimensions] in the releases. From megatron-core 0.19 on, Megatron's
+indexer accepts both rotations. Older versions rotated the last dimensions, in pairs, so they compute another model from
+the same tensors (lab/mappings.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckptkit.core.errors import CkptkitError
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Keys that make another indexer of it, and what they mean where they change nothing.
+# Keys that change the indexer, with the values that have no effect.
 _ONLY = {
     "index_k_norm_type": "layer",
     "index_init_tokens": 0,
@@ -42,37 +42,32 @@ _KINDS = {"F": True, "full": True, "S": False, "shared": False}
 
 @dataclass(frozen=True)
 class RotaryLast(OneToOne):
-    """Rows of indexer heads, `head_dim` each: the first `rope` of every head go behind its others in Megatron.
-
-    No rank cuts them.
-    """
+    """Rows of indexer heads, `head_dim` each: Megatron has the first `rope` of every head last. Not sharded."""
 
     head_dim: int
     rope: int
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return self._rolled(tensor, -self.rope)
+        return self._roll(tensor, -self.rope)
 
     def back(self, tensor: Tensor) -> Tensor:
-        return self._rolled(tensor, self.rope)
+        return self._roll(tensor, self.rope)
 
-    def _rolled(self, tensor: Tensor, by: int) -> Tensor:
+    def _roll(self, tensor: Tensor, by: int) -> Tensor:
         return tensor.reshape(-1, self.head_dim, *tensor.shape[1:]).roll(by, dims=1).reshape(tensor.shape)
 
 
 def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | None) -> Indexer:
-    """Sizes and layers of the indexer.
+    """Sizes and layers of the indexer. `interleaved`: default of `indexer_rope_interleave`, or None if it is required.
 
-    `interleaved` is what a config means without `indexer_rope_interleave`; None: it must say.
-
-    Raises CkptkitError for an indexer that Megatron does not have, and for one that readers disagree on.
+    Raises CkptkitError for an indexer that Megatron does not support, or that transformers and SGLang read differently.
     """
-    require(config, "an indexer", _ONLY, "Megatron's indexer does not know it")
+    require(config, "an indexer", _ONLY, "Megatron's indexer does not support it")
     if interleaved is None and config.get("indexer_rope_interleave") is None:
         raise CkptkitError(
             "config.json has no 'indexer_rope_interleave'",
-            "without it SGLang turns the indexer's heads as halves, newer transformers in pairs; "
-            "GLM-5's releases say true",
+            "without it SGLang rotates the indexer's heads as halves, newer transformers in pairs; "
+            "GLM-5's releases have true",
         )
     if mla.q_rank is None:
         raise unsupported("q_lora_rank null with an indexer", "the indexer reads the compressed queries")
@@ -96,10 +91,7 @@ def read_indexer(config: Mapping[str, Any], mla: Mla, *, interleaved: bool | Non
 
 
 def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """For every layer whether it has an indexer of its own.
-
-    Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`.
-    """
+    """Whether each layer has an indexer. Sources: transformers `GlmMoeDsaConfig`, SGLang `dsa_layer_skips_topk`."""
     layers, key = integer(config, "num_hidden_layers"), "index_topk_freq"
     given = dict(config)
     if isinstance(pattern := config.get("index_topk_pattern"), str):
@@ -108,7 +100,7 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
         every, first = integer(config, key), integer(config, "index_skip_topk_offset", 2)
         if every < 1 or first < 1 < every:
             raise CkptkitError(
-                f"config.json: an indexer every {every} layers from layer {first} on cannot be right",
+                f"config.json: an indexer every {every} layers from layer {first} on is invalid",
                 "compare it with the release",
             )
         given[key] = ["FS"[max(layer + 1 - first, 0) % every != 0] for layer in range(layers)]
@@ -116,16 +108,13 @@ def _own(config: Mapping[str, Any]) -> tuple[bool, ...]:
     own = (True,) * layers if own is None else own
     if own and not own[0]:
         raise CkptkitError(
-            "config.json: the first layer shares an indexer, but there is none before it", "compare it with the release"
+            "config.json: the first layer shares an indexer, but no layer precedes it", "compare it with the release"
         )
     return own
 
 
 def _schedule(own: Sequence[bool]) -> tuple[int, int]:
-    """Megatron's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset` for these layers.
-
-    Raises CkptkitError when there are none.
-    """
+    """Megatron's `dsa_indexer_topk_freq` and `dsa_indexer_skip_topk_offset`. Raises CkptkitError if none fit."""
     if all(own):
         return 1, 0
     first = own.index(False)
@@ -133,16 +122,16 @@ def _schedule(own: Sequence[bool]) -> tuple[int, int]:
     every = (later[0] if later else len(own)) + 1 - first
     if any(full != (max(layer + 1 - first, 0) % every == 0) for layer, full in enumerate(own)):
         raise unsupported(
-            "an indexer in layers that do not follow one another at one distance",
+            "an indexer in layers without a fixed distance",
             "Megatron has no arguments for such a pattern",
         )
     return every, first
 
 
 def _indexer(dims: ModelDims, at: NamePrefix | None, *, slime: bool) -> tuple[ParamMapping, ...]:
-    """The indexer in megatron-core's own modules (from 0.19 on), copied as it is, or in slime's attention module.
+    """The indexer in megatron-core's modules (from 0.19 on), copied unchanged, or in slime's attention module.
 
-    Every rank holds all of it. slime's turns the last dimensions of a head. Source: slime
+    Every rank holds all of it. slime's rotates the last dimensions of a head. Source: slime
     `slime_plugins/models/glm5/glm5.py`, `hf_to_megatron/deepseek.py` and `megatron_to_hf/deepseekv3.py`, which move the
     dimensions in every model, also where the release turns them as halves (their sizes of 128 and 64 are all models'
     own).
@@ -167,7 +156,7 @@ def _indexer(dims: ModelDims, at: NamePrefix | None, *, slime: bool) -> tuple[Pa
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a deepseek_v32 or glm_moe_dsa config. Source: transformers `DeepseekV32Config`, `GlmMoeDsaConfig`.
 
-    The indexer of the first turns the rotary dimensions as halves, the config of the second must say.
+    The indexer of the first rotates dimensions as halves; the config of the second must contain the rotation.
     """
     mla, is_glm = read_mla(config), config["model_type"] == "glm_moe_dsa"
     first = {"first_k_dense_replace": integer(config, "first_k_dense_replace", 3)}

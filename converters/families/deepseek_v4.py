@@ -1,6 +1,6 @@
-"""DeepSeek-V4: compressed attention, several residual streams, and first layers whose experts a table chooses.
+"""DeepSeek-V4: compressed attention, several residual streams, and a table that selects experts in the first layers.
 
-The table `tid2eid` says by a token's id which experts it goes to: it is part of the model, and nothing computes it.
+The table `tid2eid` maps a token's id to experts; it is part of the model and cannot be computed.
 Megatron-LM has these modules only after its release 0.19. Megatron-Bridge and miles name them differently and cut
 `wo_a` differently, so the rules have HF's names on both sides.
 """
@@ -19,8 +19,8 @@ from ckptkit.converters.ops.shapes import Shape
 from ckptkit.converters.rules import NamePrefix, ParamMapping, decoder, unnamed
 from ckptkit.core.errors import CkptkitError
 
-_WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens behind one compressed key; 0: attention sees a window alone
-# transformers' words for them.
+_WINDOW, _SPARSE, _DENSE = 0, 4, 128  # tokens per compressed key; 0: attention sees only a window
+# transformers' names for them.
 _KINDS = {"sliding_attention": _WINDOW, "compressed_sparse_attention": _SPARSE, "heavily_compressed_attention": _DENSE}
 
 
@@ -29,7 +29,7 @@ class _Own:
     """Ranks of both compressed projections, groups of heads in the output projection, the indexer's heads, and the
     residual streams, which hyper-connections mix.
 
-    `ratios`: for each layer how many tokens are behind a compressed key. `hashed`: the layers with a table.
+    `ratios`: tokens per compressed key for each layer. `hashed`: the layers with a table.
     """
 
     query_rank: int
@@ -49,7 +49,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a deepseek_v4 config. Source: transformers `DeepseekV4Config`, SGLang `models/deepseek_v4.py`."""
     require(config, "deepseek_v4", {"n_shared_experts": 1, "num_nextn_predict_layers": (1, 0)})
     if drafts := sorted(key for key in config if key.startswith("dspark_")):
-        why = "multi-token prediction layers of DSpark are others than those of the first releases"
+        why = "multi-token prediction layers of DSpark differ from those of the first releases"
         raise unsupported(f"deepseek_v4 with {drafts[0]}", why)
     layers, expert_ffn = integer(config, "num_hidden_layers"), integer(config, "moe_intermediate_size")
     hashed = min(integer(config, "num_hash_layers", 3), layers)
@@ -78,16 +78,15 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _ratios(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
-    """`compress_ratios` of the releases, or `layer_types` of transformers, without the layer behind the others."""
+    """`compress_ratios` of the releases, or `layer_types` of transformers, without the layer after the others."""
     for key, known in (("compress_ratios", {ratio: ratio for ratio in _KINDS.values()}), ("layer_types", _KINDS)):
         if isinstance(stated := config.get(key), list):
             kinds = kinds_of_layers({**config, key: stated[:layers]}, key, tuple(known)) or ()
             return tuple(known[kind] for kind in kinds)
-    raise CkptkitError("config.json has no 'compress_ratios'", "a deepseek_v4 config must state it")
+    raise CkptkitError("config.json has no 'compress_ratios'", "a deepseek_v4 config requires it")
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All tensors of a deepseek_v4 model."""
     own: _Own = dims.own
     sparse, dense = (decoder(dims, places(own.ratios, ratio)) for ratio in (_SPARSE, _DENSE))
     rules = [
@@ -109,7 +108,7 @@ def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
 
 
 def _layer(dims: ModelDims, at: NamePrefix) -> list[ParamMapping]:
-    """What every layer has: attention over a window, experts, and how both read and write the residual streams."""
+    """Tensors of every layer: attention over a window, experts, and their access to the residual streams."""
     own: _Own = dims.own
     hidden, rank, width = dims.hidden, own.query_rank, dims.heads * dims.head_dim
     joined, ffn = own.output_groups * own.output_rank, "ffn."
@@ -135,9 +134,9 @@ def _layer(dims: ModelDims, at: NamePrefix) -> list[ParamMapping]:
 
 
 def _streams(dims: ModelDims, at: NamePrefix, prefix: str, each: int, scales: int) -> tuple[ParamMapping, ...]:
-    """Hyper-connections: `each` weights a residual stream, made of all streams, their offsets and factors.
+    """Hyper-connections: `each` weights per residual stream, computed from all streams, with offsets and factors.
 
-    With one weight each, streams become one before the final norm.
+    With one weight each, the streams are joined before the final norm.
     """
     rows = each * dims.own.streams
     shapes = {"fn": (rows, dims.own.streams * dims.hidden), "base": (rows,), "scale": (scales,)}
@@ -145,7 +144,7 @@ def _streams(dims: ModelDims, at: NamePrefix, prefix: str, each: int, scales: in
 
 
 def _compressor(dims: ModelDims, at: NamePrefix, place: str, ratio: int, width: int) -> tuple[ParamMapping, ...]:
-    """What makes one key of `ratio` tokens; where the windows of two keys overlap, it is twice as wide."""
+    """Compresses `ratio` tokens to one key; twice as wide if the windows of two keys overlap."""
     rows, name = 2 * width if ratio == _SPARSE else width, f"{place}compressor."
     weights = {"wkv": (rows, dims.hidden), "wgate": (rows, dims.hidden), "norm": (width,)}
     return (
@@ -155,7 +154,6 @@ def _compressor(dims: ModelDims, at: NamePrefix, place: str, ratio: int, width: 
 
 
 def _indexer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """What chooses among the compressed keys, by keys of its own."""
     name, own = "attn.indexer.", dims.own
     queries = {f"{name}wq_b.weight": (own.index_heads * own.index_dim, own.query_rank)}
     return (
@@ -165,12 +163,11 @@ def _indexer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
 
 
 def _bias(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """Of a router that no table replaces."""
     return at.tensors({"ffn.gate.bias": (dims.experts,)}, fp32=True)
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """The multi-token prediction layer, where the config promises one. Its joining projections are in FP8 too."""
+    """The multi-token prediction layer, if the config declares one. Its joining projections are also in FP8."""
     at = "mtp.0."
     own = (f"{at}e_proj", f"{at}h_proj")
     return (Draft(at, "model.decoder.", r"re:mtp\..*", at, "", own=own),) * bool(
@@ -178,7 +175,7 @@ def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
     )
 
 
-# What compresses keys, and weighs heads of the indexer: in BF16 in every release, and engines ask no list about it.
+# Modules that compress keys or weight indexer heads: BF16 in every release, never looked up in `ignore`.
 _KEPT = (".compressor.wkv", ".compressor.wgate", ".indexer.weights_proj")
 FAMILIES = (
     ModelFamily(

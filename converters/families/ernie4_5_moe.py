@@ -1,7 +1,7 @@
-"""ERNIE 4.5, its mixtures of experts: softmax router that selects with an fp32 bias, shared experts, rope in pairs.
+"""ERNIE 4.5 MoE: softmax router that selects with an fp32 bias, shared experts, rope in pairs.
 
-Megatron's router has such a bias beside sigmoid scores alone. Megatron-Bridge builds a sigmoid router for these models,
-which sends tokens elsewhere than the softmax of the release. The first layers are dense.
+Megatron's router supports such a bias only with sigmoid scores. Megatron-Bridge builds a sigmoid router for these
+models, which routes tokens differently from the release's softmax. The first layers are dense.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """K-EXAONE: three of four layers have a sliding window, and the others no rotary embedding.
 
-First layer dense, sigmoid router with an fp32 selection bias beside it, a shared expert. The multi-token prediction
-layer is dense: no released megatron-core builds such a one behind layers with experts, so it is carried along.
+First layer dense, sigmoid router with an fp32 selection bias, a shared expert. The multi-token prediction layer is
+dense: no released megatron-core builds that after layers with experts, so it is passed through.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _sliding_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers with a sliding window, which are those with rotary embedding.
+    """The layers with a sliding window and rotary embedding.
 
-    Raises CkptkitError for a config without such layers, and for what only later releases have.
+    Raises CkptkitError for a config without such layers, and for features that only later releases have.
     """
     layers = integer(config, "num_hidden_layers")
-    found = sliding_layers({**config, "layer_types": config.get("layer_types") or ()}, 4)
-    if config.get("sliding_window") is None or not found:
+    sliding = sliding_layers({**config, "layer_types": config.get("layer_types") or ()}, 4)
+    if config.get("sliding_window") is None or not sliding:
         raise unsupported(
             "exaone_moe without layers with a sliding window (sliding_window, layer_types)",
             "transformers then leaves rotary embedding out of every layer, SGLang out of none",
         )
-    windows = [config["sliding_window"] if layer in found else 0 for layer in range(layers)]
+    windows = [config["sliding_window"] if layer in sliding else 0 for layer in range(layers)]
     only = {"sliding_windows": windows, "swiglu_limits": ([0] * layers, [], None)}
     require(config, "exaone_moe", only, "Megatron has one window and one limit for all layers", strict=True)
-    return found
+    return sliding
 
 
 def dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
@@ -69,13 +69,12 @@ def dense_layers(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of an exaone_moe model."""
     experts = moe_mlp(dims, shared="shared_experts", bias="e_score_correction_bias")
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *experts)
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    # SGLang builds it under the names of the model's own first layer.
+    # SGLang builds it under the names of the model's first layer.
     root, joint, own = "mtp.layers.0.", "mtp.fc", "model."
     draft = Draft("mtp.", None, r"re:mtp\..*", root, joint, vllm_joint=True, sglang_own=own, like=0)
     return (draft,) if layer_count(text, "num_nextn_predict_layers") else ()

@@ -1,8 +1,6 @@
-"""Gemma 3 (270M to 27B), its language model: four norms a layer, all stored minus one.
+"""The language model of Gemma 3 (270M to 27B): four norms per layer, all stored minus one.
 
-Five layers with a sliding window, then a full one.
-
-The larger releases come with a vision tower, which is carried along.
+Five layers with a sliding window, then a full one. The vision tower of the larger releases is passed through.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from ckptkit.converters.config.values import (
 from ckptkit.converters.family import ModelFamily, Release
 from ckptkit.converters.rules import ParamMapping, decoder
 
-# What the releases with a vision tower leave out of their text_config; transformers `Gemma3TextConfig`.
+# Defaults of transformers' `Gemma3TextConfig` that releases with a vision tower omit in their text_config.
 _DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -92,7 +90,7 @@ def _ropes(text: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
             "releases scale linearly, and only the full layers; Megatron-Bridge's model cannot do anything else",
         )
     if full["rope_type"] == "linear":
-        number(full, "factor")  # raises where there is none
+        number(full, "factor")  # raises if it is missing
     return full, local["rope_theta"]
 
 

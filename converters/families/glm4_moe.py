@@ -44,7 +44,6 @@ def read_lite_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of either model."""
     return moe_model(dims, mla_attention if dims.mla else attention, shared_experts_mlp)
 
 

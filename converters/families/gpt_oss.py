@@ -2,8 +2,8 @@
 
 Every layer routed, with biases everywhere, attention sinks, every other layer with a sliding window, YaRN.
 
-The experts of a layer lie in one tensor, transposed, gate and up taking turns; the HF names below that have an expert's
-number in them are what `converters/experts.py` makes of it.
+Experts are fused and transposed, with gate and up interleaved; the HF names below with an expert's number are those of
+`converters/experts.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ckptkit.converters.family import FusedExperts, ModelFamily
 from ckptkit.converters.ops.basic import Copy, GateUp
 from ckptkit.converters.rules import ParamMapping, decoder
 
-# What transformers takes a config without rope settings to say.
+# transformers' default for a config without rope settings.
 _YARN = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -38,12 +38,10 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
     require(
         config, "gpt_oss", {"attention_bias": True}, "Megatron has one switch for the biases of attention and experts"
     )
-    require(config, "gpt_oss", {"swiglu_limit": 7.0}, "transformers clamps at 7.0 whatever it says")
-    given = dict(config)
-    if not config.get("rope_parameters") and not config.get("rope_scaling"):
-        given["rope_scaling"] = _YARN
+    require(config, "gpt_oss", {"swiglu_limit": 7.0}, "transformers always clamps at 7.0")
+    has_rope = config.get("rope_parameters") or config.get("rope_scaling")
     dims = base_dims(
-        given,
+        config if has_rope else {**config, "rope_scaling": _YARN},
         qkv_bias=True,
         default_theta=150000.0,
         out_bias=True,
@@ -52,14 +50,13 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         window=window_of(config, absent=128),
         **read_experts(config, "num_local_experts", "intermediate_size"),
     )
-    # hidden_act says silu, but the gate is x sigmoid(1.702 x).
+    # hidden_act is silu, but the gate is x sigmoid(1.702 x).
     return replace(
         dims, activation="quick_geglu", window_layers=() if dims.window is None else sliding_layers(config, 2)
     )
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a gpt_oss model."""
     at, hidden, ffn = decoder(dims, dims.all_layers), dims.hidden, dims.expert_ffn
     megatron, hf = "mlp.experts.experts.{expert}.", "mlp.experts.{expert}."
     return (

@@ -1,4 +1,4 @@
-"""Hunyuan 3 (Hy3): first layer dense, sigmoid router with an fp32 bias beside it, a shared expert, one MTP layer."""
+"""Hunyuan 3 (Hy3): first layer dense, sigmoid router with an fp32 bias, a shared expert, one MTP layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.converters.config.values import agreed, integer, number, require
 from ckptkit.converters.family import FusedExperts, ModelFamily, Release
 from ckptkit.converters.rules import ParamMapping
 
-# What transformers does whatever these keys of the releases say.
+# Behaviour of transformers, which ignores these keys of the releases.
 _ONLY = {
     "attention_bias": False,
     "mlp_bias": False,
@@ -47,7 +47,6 @@ _experts = partial(moe_mlp, shared="shared_mlp", router="router.gate", bias="exp
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a hy_v3 model."""
     return moe_model(dims, attention, _experts, mtp_norm="final_layernorm")
 
 

@@ -23,7 +23,7 @@ from ckptkit.core.errors import CkptkitError
 
 
 def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMapping, ...]:
-    """Everything of a KDA layer's attention.
+    """All attention tensors of a KDA layer.
 
     `full_gate`: its output gate is one projection, not two with a head's size between them. `padding`: zeros behind the
     heads' values in HF's `A_log`.
@@ -54,7 +54,7 @@ def kda(dims: ModelDims, *, full_gate: bool, padding: int = 0) -> tuple[ParamMap
 
 # The release stores `A_log` of its 96 heads for 128; how it would pad another number is not published.
 _HEADS, _STORED = 96, 128
-# What the release says; neither the rules nor Megatron-Bridge's layers do anything else.
+# Values in the release, which the rules and Megatron-Bridge's layers require.
 _FIXED: Mapping[str, Any] = {
     "hidden_act": "situ",
     "latent_moe_use_norm": True,
@@ -67,7 +67,7 @@ _FIXED: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "use_grouped_topk": True,
 }
-# Names of DeepSeek's for keys that this config has under others.
+# DeepSeek's names of keys that differ in this config.
 _DEEPSEEK = {
     "n_routed_experts": "num_experts",
     "num_experts_per_tok": "num_experts_per_token",
@@ -79,7 +79,7 @@ _DEEPSEEK = {
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of the language model of a kimi_k3 config. Source: the release's own config.json.
 
-    Raises CkptkitError for what the release does not have.
+    Raises CkptkitError for features that the release does not have.
     """
     text = text_config_of(config)
     require({**dict.fromkeys(_FIXED), **text}, "kimi_k3", _FIXED, strict=True)
@@ -112,7 +112,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 def _linear_attention(text: Mapping[str, Any]) -> tuple[Kda, tuple[int, ...]]:
     """Sizes of KDA, and its layers from 0. The config counts them from 1.
 
-    Raises CkptkitError where its two lists of layers are not all layers, each once.
+    Raises CkptkitError unless its two lists together contain each layer once.
     """
     given, count = text.get("linear_attn_config"), integer(text, "num_hidden_layers")
     if not isinstance(given, dict):

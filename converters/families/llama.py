@@ -25,7 +25,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         raise unsupported(
             f"llama with {with_bias} but without {without}",
             "Megatron has one switch for the biases of attention's output and MLP (--disable-bias-linear); "
-            "no training run could say this model",
+            "Megatron has no arguments for this model",
         )
     return base_dims(config, qkv_bias=attention_bias, out_bias=attention_bias, mlp_bias=mlp_bias)
 

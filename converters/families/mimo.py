@@ -1,4 +1,4 @@
-"""MiMo-7B: Qwen2 with multi-token prediction layers, whose input projection takes [hidden state, embedding]."""
+"""MiMo-7B: Qwen2 with multi-token prediction layers; their input projection takes [hidden state, embedding]."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.converters.family import Draft, ModelFamily, Release
 from ckptkit.converters.ops.basic import SwapHalves
 from ckptkit.converters.rules import NamePrefix, ParamMapping
 
-# What the published modeling code does whatever these keys say; Megatron and SGLang do the same.
+# Behaviour of the published modeling code, Megatron and SGLang, which ignore these keys.
 _ONLY = {"attention_bias": True, "use_mrope": False}
 
 
@@ -24,7 +24,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a mimo model."""
     rules = [*embeddings(dims), *attention(dims), *dense_mlp(dims)]
     for depth in range(dims.mtp_layers):
         rules += _mtp_layer(dims, depth)
@@ -44,7 +43,7 @@ def _mtp_layer(dims: ModelDims, depth: int) -> tuple[ParamMapping, ...]:
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    # SGLang's class gives the modules of the layer no prefix at all, and vLLM's numbers the layer after the model's.
+    # SGLang's class gives the layer's modules no prefix, and vLLM numbers the layer after the model's.
     first, count = layer_count(text, "num_hidden_layers"), layer_count(text, "num_nextn_predict_layers")
     numbers = "|".join(map(str, range(first, first + count)))
     entry = rf"re:(model\.mtp_layers|model\.layers\.({numbers})|self_attn|mlp)\..*"

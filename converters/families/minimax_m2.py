@@ -2,9 +2,8 @@
 
 Every layer routed, sigmoid router with an fp32 selection bias, q/k norms over all heads at once, partial rope.
 
-Their config.json speaks of multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights
-hold none: there is nothing to convert, and Megatron is told of none. A checkpoint with tensors of such modules is
-refused by their names.
+config.json declares multi-token prediction modules (`use_mtp`, `num_mtp_modules`), but the published weights have none,
+so the rules and Megatron's arguments have none. A checkpoint with tensors of such modules is rejected.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ckptkit.converters.family import FusedExperts, ModelFamily, Release
 from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.printable import shortened
 
-# What every release says, and the only thing that the rules and Megatron's arguments below stand for.
+# Values in every release, which the rules and Megatron's arguments below require.
 _FIXED = {
     "use_qk_norm": True,
     "qk_norm_type": "per_layer",
@@ -56,8 +55,8 @@ def _mappings(dims: ModelDims, *, norm: str, axis: int | None) -> tuple[ParamMap
     return (*embeddings(dims), *attention(dims), *norms, *experts)
 
 
-# Two stacks train these models, each with a norm of its own in Megatron's attention: Megatron-Bridge where Megatron has
-# its norms of one head's width, cut with the heads; slime under another name, whole on every rank.
+# Two stacks train these models, with different norms in Megatron's attention: Megatron-Bridge under the names of
+# Megatron's norms per head, sharded like the heads; slime under another name, complete on every rank.
 mappings = partial(_mappings, norm="{}_layernorm", axis=0)
 
 

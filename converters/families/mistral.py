@@ -2,7 +2,7 @@
 
 Dense, in the first 7B with a sliding window on every layer. Ministral 3 has YaRN, and queries scaled by their position
 beyond the length that YaRN starts from: megatron-core has no such scale, so up to that length (16,384 tokens in the
-releases) it computes the same model, beyond it another one. `mistral3` is one of both under `language_model.`, beside a
+releases) it computes the same model, beyond it another one. `mistral3` is one of both under `language_model.`, with a
 vision tower.
 """
 
@@ -21,7 +21,7 @@ _ROOT = "language_model.model."
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a mistral config. Source: transformers `MistralConfig`, whose window is 4096 where the key is absent."""
+    """Sizes of a mistral config. Source: transformers `MistralConfig` (the default window is 4096)."""
     require(config, "mistral", {"layer_types": None}, "attention that differs by layer makes it a ministral model")
     return base_dims(config, window=window_of(config, absent=4096))
 

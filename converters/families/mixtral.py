@@ -25,7 +25,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a mixtral model."""
     return (*embeddings(dims), *attention(dims), *moe_mlp(dims, block="block_sparse_moe.", names=W1_W3_W2))
 
 

@@ -37,10 +37,10 @@ _WORDS = {
 
 
 def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent: str | None = None) -> str:
-    """One letter a layer, from a list of words under `as_list` or a string of letters under `as_string`.
+    """One letter per layer, from a list of words under `as_list` or a string of letters under `as_string`.
 
-    `absent`: what a config without either means. Raises CkptkitError where both are there and disagree, and for words
-    and letters that are not known.
+    `absent`: the default without either. Raises CkptkitError if both are present and differ, and for unknown words and
+    letters.
     """
     words, letters = config.get(as_list), config.get(as_string)
     found = {key: value for key, value in ((as_list, words), (as_string, letters)) if value is not None}
@@ -53,19 +53,21 @@ def read_pattern(config: Mapping[str, Any], as_list: str, as_string: str, absent
         raise unsupported(f"{as_string} {shortened(letters)}", f"each layer must be one of {' '.join(sorted(known))}")
     if len(set(found.values())) > 1:
         raise CkptkitError(
-            f"config.json: {as_list} and {as_string} name other layers",
-            "readers look at one or the other; take both from the release",
+            f"config.json: {as_list} and {as_string} describe different layers",
+            "take both from the release: each engine reads one of them",
         )
     if not found and absent is None:
         raise CkptkitError(f"config.json has neither {as_list!r} nor {as_string!r}", "compare it with the release")
     pattern = next(iter(found.values()), absent) or ""
     if not 0 < len(pattern) <= MAX_LAYERS:
-        raise CkptkitError(f"config.json: {len(pattern)} layers cannot be right", f"compare {as_list} with the release")
+        raise CkptkitError(
+            f"config.json: invalid number of layers: {len(pattern)}", f"compare {as_list} with the release"
+        )
     return pattern
 
 
 def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
-    """Raises CkptkitError for a limit of the time steps, which neither Megatron's mixer nor SGLang's has."""
+    """Raises CkptkitError for a limit of the time steps, which Megatron's and SGLang's mixers do not support."""
     limit = config.get("time_step_limit")
     if limit is None:
         return
@@ -80,7 +82,7 @@ def refuse_time_step_limit(config: Mapping[str, Any]) -> None:
 
 
 def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
-    """A multi-token prediction layer, whose blocks the release numbers on through all of them.
+    """A multi-token prediction layer; the release numbers the blocks of all such layers consecutively.
 
     The first has the norms of embedding and hidden state and their projection (of [embedding, hidden state]), the last
     the norm before the output layer. Source: SGLang `nemotron_h_mtp.py`.
@@ -97,7 +99,7 @@ def _mtp(dims: ModelDims, depth: int) -> list[ParamMapping]:
 
 
 def mixer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution alone."""
+    """A Mamba-2 mixer. Tensor parallelism cuts each kind of row of its input projection and convolution separately."""
     net = dims.mamba
     assert net is not None, "a family without Mamba layers has no such rules"
     inputs, conv = StackedRows((sum(net.in_proj),), net.in_proj), StackedRows((sum(net.conv),), net.conv)
@@ -116,7 +118,7 @@ def mixer(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
 
 
 def mlp(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
-    """An MLP without a gate: linear_fc1 is the up projection alone."""
+    """An MLP without a gate: linear_fc1 is only the up projection."""
     return (
         at.rule("mlp.linear_fc1.layer_norm_weight", {"norm.weight": (dims.hidden,)}),
         *_up_down(at, "mlp.", "mixer.", dims.hidden, dims.ffn),
@@ -126,7 +128,7 @@ def mlp(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
 def experts(dims: ModelDims, at: NamePrefix) -> tuple[ParamMapping, ...]:
     """Experts without a gate, a router with an fp32 selection bias, and a shared expert.
 
-    Routed experts may work in a smaller size, between two projections that every tensor-parallel rank holds whole.
+    Routed experts may have a smaller hidden size, between two projections that are complete on every rank.
     """
     inner = dims.expert_hidden or dims.hidden
     latent = {"fc1_latent_proj": (inner, dims.hidden), "fc2_latent_proj": (dims.hidden, inner)}
@@ -159,7 +161,7 @@ _BLOCKS: Mapping[str, Callable[..., tuple[ParamMapping, ...]]] = {
 }
 
 
-# What every release says; neither the rules nor Megatron's mixer do anything else.
+# Values in every release, which the rules and Megatron's mixer require.
 _FIXED: Mapping[str, Any] = {
     "attention_bias": False,
     "conv_kernel": 4,
@@ -172,7 +174,7 @@ _FIXED: Mapping[str, Any] = {
     "use_bias": False,
     "use_conv_bias": True,
 }
-# The norm behind Megatron's mixer has it whatever the arguments say.
+# The norm after Megatron's mixer always has it.
 _EPSILON = 1e-5
 _UP_DOWN = ("up_proj", "down_proj")
 _PATTERN = ("layers_block_type", "hybrid_override_pattern")
@@ -190,7 +192,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
         raise wrong("num_hidden_layers", config["num_hidden_layers"], f"the {len(pattern)} that the pattern names")
     if not set(mtp_pattern) <= set(pattern):
         raise unsupported(
-            f"a multi-token prediction layer of other kinds ({mtp_pattern}) than the model's layers are",
+            f"a multi-token prediction layer with kinds ({mtp_pattern}) that the model's layers do not have",
             "no released model has one",
         )
     text = {
@@ -217,7 +219,7 @@ def _epsilon(config: Mapping[str, Any], *, mixers: bool) -> float:
     epsilon = float(agreed(config, ("layer_norm_epsilon", "norm_eps", "rms_norm_eps"), _EPSILON, number))
     if mixers and epsilon != _EPSILON:
         raise unsupported(
-            f"nemotron_h with an epsilon of {epsilon:g}", f"the norm behind Megatron's mixer always has {_EPSILON:g}"
+            f"nemotron_h with an epsilon of {epsilon:g}", f"the norm after Megatron's mixer always has {_EPSILON:g}"
         )
     return epsilon
 
@@ -233,7 +235,7 @@ def _mamba(config: Mapping[str, Any]) -> Mamba:
 
 
 def _drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """Every layer of the multi-token prediction layers, which the release numbers through."""
+    """Every layer of the multi-token prediction layers, which the release numbers consecutively."""
     count = integer(text, "num_nextn_predict_layers", 0)
     if not count:
         return ()
@@ -256,7 +258,6 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a nemotron_h model."""
     kinds = ((MIXER, dims.mixers), (ATTENTION, dims.softmax_layers), (DENSE, dims.dense), (EXPERTS, dims.moe))
     rules = [*embeddings(dims, name="embeddings", norm=("decoder.final_norm", "norm_f"))]
     rules += (rule for kind, layers in kinds if layers for rule in _BLOCKS[kind](dims, decoder(dims, layers)))

@@ -13,7 +13,7 @@ from ckptkit.converters.rules import ParamMapping, decoder
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a phi3 config. Source: transformers `Phi3Config`, `Phi3Attention`, whose biases no config turns on."""
+    """Sizes of a phi3 config. Source: transformers `Phi3Config`, `Phi3Attention` (no config enables its biases)."""
     kind = rope_of(config)["rope_type"]
     if kind != "default":  # "su" and "yarn" are its older names of longrope
         raise unsupported(
@@ -25,7 +25,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a phi3 model."""
     return (*embeddings(dims), *attention(dims, joined="qkv_proj"), *mlp_in_one(dims, decoder(dims, dims.all_layers)))
 
 

@@ -36,7 +36,6 @@ def read_moe_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def moe_mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a qwen2_moe model."""
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *moe_mlp(dims, shared="shared_expert"))
 
 

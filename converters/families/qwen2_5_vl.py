@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (3B, 7B, 72B): the language part is that of Qwen2, the vision tower is carried along.
+"""Qwen2.5-VL (3B, 7B, 72B): the language model is Qwen2's, the vision tower is passed through.
 
 Multimodal rotary embedding is the plain one wherever there is only text: all three axes of a text token's position are
 the same.
@@ -27,7 +27,7 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
-    """The Linear layers of the vision tower, as released and as transformers' `Qwen2_5_VisionTransformer` has them."""
+    """The Linear layers of the vision tower, by names of releases and transformers' `Qwen2_5_VisionTransformer`."""
     blocks = range(integer(config["vision_config"], "depth", 32))
     parts = ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     for root in ("visual.", "model.visual."):

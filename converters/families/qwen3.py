@@ -1,8 +1,8 @@
 """Qwen3, dense and MoE, and the language models of Qwen3-VL and Qwen3-Omni: q/k norms, no biases, no shared expert.
 
-What is beside the language model (towers, talker, vocoder) is carried along. Multimodal rotary embedding is the plain
-one wherever there is only text, since all three axes of a text token's position are the same; `interleaved` in its
-settings says how the axes take turns, not that dimensions turn in pairs.
+Other parts (towers, talker, vocoder) are passed through. Multimodal rotary embedding equals the plain one for text,
+since all three axes of a text token's position are the same; `interleaved` in its settings is the order of the axes,
+not a rotation in pairs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ckptkit.converters.family import FusedExperts, ModelFamily, Release
 from ckptkit.converters.rules import ParamMapping
 from ckptkit.core.errors import CkptkitError
 
-_THINKER = "thinker."  # before all names of Qwen3-Omni's thinker in the whole model
+_THINKER = "thinker."  # prefix of Qwen3-Omni's thinker in the complete model
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a qwen3 config. Source: transformers `Qwen3Config`, whose heads are 128 wide where nothing is said."""
+    """Sizes of a qwen3 config. Source: transformers `Qwen3Config` (the default head size is 128)."""
     without_windows(config)
     require(config, "qwen3", {"attention_bias": False}, "Megatron has no bias on o_proj without biases in the MLP")
     return base_dims({**config, "head_dim": integer(config, "head_dim", 128)}, qk_norm=True)
@@ -70,7 +70,6 @@ def read_omni_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All rules of a language model of Qwen3."""
     return (*embeddings(dims), *attention(dims), *dense_mlp(dims), *(moe_mlp(dims) if dims.experts else ()))
 
 
@@ -87,7 +86,7 @@ def qwen_vision(config: Mapping[str, Any], mergers: int = 0) -> Iterator[str]:
 
 
 def _linears_outside(config: Mapping[str, Any]) -> Iterator[str]:
-    """The Linear layers of Qwen3-VL's vision tower, which has a merger for every layer that it also hands on."""
+    """The Linear layers of Qwen3-VL's vision tower, with a merger for every layer in `deepstack_visual_indexes`."""
     indexes = config["vision_config"].get("deepstack_visual_indexes")
     return qwen_vision(config, mergers=3 if indexes is None else len(indexes))
 

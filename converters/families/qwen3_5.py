@@ -1,9 +1,7 @@
 """Qwen3.5 and Qwen3.6, dense and MoE.
 
-As Qwen3-Next, with linear attention's input projection in four tensors and a vision tower.
-
-The vision tower is carried along. Its multimodal rotary embedding is the plain one wherever there is only text, since
-all three axes of a text token's position are the same.
+Like Qwen3-Next, with linear attention's input projection in four tensors, and a vision tower, which is passed through.
+Multimodal rotary embedding equals the plain one for text, since all three axes of a text token's position are the same.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ from ckptkit.converters.family import ModelFamily, Release
 
 
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
-    """Sizes of a qwen3_5 or qwen3_5_moe config, or of its text part alone.
+    """Sizes of a qwen3_5 or qwen3_5_moe config, or of only its text part.
 
     Source: transformers `Qwen3_5TextConfig`, `Qwen3_5MoeTextConfig`.
-
-    `mtp_num_hidden_layers` says whether there is an MTP layer.
     """
     text, root = text_part(config)
     refuse_unsupported(text)
@@ -79,7 +75,7 @@ def _family(model_type: str, release: Release, language_models: Mapping[str, str
     )
 
 
-# transformers loads the language model alone under either spelling (its conversion mapping of `qwen3_5_text`).
+# transformers loads a separate language model under both spellings (its conversion mapping of `qwen3_5_text`).
 FAMILIES = tuple(
     family
     for whole, text in (("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text"))

@@ -33,7 +33,7 @@ def read_linear_attention(config: Mapping[str, Any]) -> LinearAttention:
     kinds = kinds_of_layers({**config, "layer_types": config.get("layer_types") or by_interval}, "layer_types", _KINDS)
     if "full_attention_interval" in config and kinds != by_interval:
         raise CkptkitError(
-            f"config.json: layer_types is not what full_attention_interval {interval} makes of {count} layers",
+            f"config.json: layer_types differs from full_attention_interval {interval} for {count} layers",
             "transformers reads the first and SGLang the second; make them agree",
         )
     return LinearAttention(
@@ -53,12 +53,10 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
 
 
 def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default: int) -> int:
-    """Multi-token prediction layers, 0 or 1, as Qwen3.5's configs say it or vLLM reads it.
+    """The number of multi-token prediction layers, 0 or 1, under Qwen3.5's or vLLM's key, or `default`.
 
-    `default`: what a config means that does not say.
-
-    Raises CkptkitError for more than one, since HF's `mtp` has one projection and Megatron one a layer, and where the
-    last decoder layer is not of the kind that `mtp` has, since Megatron builds the two alike.
+    Raises CkptkitError for more than one, since HF's `mtp` has one projection but Megatron one per layer, and if the
+    last decoder layer has another kind of attention than `mtp`, since Megatron builds both with the same.
     """
     count = int(agreed(config, ("mtp_num_hidden_layers", "num_nextn_predict_layers"), default))
     if count not in (0, 1):
@@ -66,8 +64,8 @@ def read_mtp_layers(config: Mapping[str, Any], linear: LinearAttention, default:
     last = integer(config, "num_hidden_layers") - 1
     if count and last in linear.layers:
         raise unsupported(
-            f"a multi-token prediction layer, where decoder layer {last}, the last, has linear attention,",
-            "Megatron builds the two alike, and `mtp` has full attention; "
+            f"a multi-token prediction layer after a last decoder layer ({last}) with linear attention",
+            "Megatron builds both with the same attention, but `mtp` has full attention; "
             "set mtp_num_hidden_layers to 0 and leave out the mtp tensors",
         )
     return count
@@ -142,10 +140,10 @@ def _shapes(dims: ModelDims, by_key_head: bool) -> dict[str, tuple[int, ...]]:
 
 
 def linear_model(dims: ModelDims, *, by_key_head: bool, slime: bool = False) -> tuple[ParamMapping, ...]:
-    """All rules of a model with gated delta nets, which in `slime` are the HF module. `by_key_head` as in these.
+    """All rules of a model with gated delta nets, which are the HF module in `slime`. `by_key_head`: see those.
 
-    `fc` of the multi-token prediction layer takes [embedding, hidden state], as Megatron's eh_proj does and as SGLang's
-    `Qwen3NextForCausalLMMTP` feeds it.
+    `fc` of the multi-token prediction layer takes [embedding, hidden state], like Megatron's eh_proj and SGLang's
+    `Qwen3NextForCausalLMMTP`.
     """
     linear = (hf_linear_attention if slime else gated_delta_net)(dims, by_key_head=by_key_head)
     rules = [*linear, *embeddings(dims), *attention(dims), *_mlp(dims)]
@@ -162,15 +160,12 @@ def _mlp(dims: ModelDims, at: NamePrefix | None = None) -> tuple[ParamMapping, .
 
 
 def qwen_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """The multi-token prediction layer of Qwen3.5, where the config promises one."""
+    """The multi-token prediction layer of Qwen3.5, if the config declares one."""
     return _qwen_draft("mtp.", layer_count(text, "mtp_num_hidden_layers"), unfuses=False)
 
 
 def qwen_next_drafts(text: Mapping[str, Any], root: str) -> tuple[Draft, ...]:
-    """That of Qwen3-Next, whose releases have no key for it.
-
-    SGLang builds it under the names of the model's own first layer.
-    """
+    """The multi-token prediction layer of Qwen3-Next, which has no key; SGLang uses the first layer's names for it."""
     return _qwen_draft(None, layer_count(text, "mtp_num_hidden_layers", 1), unfuses=True)
 
 
@@ -183,7 +178,7 @@ def _qwen_draft(sglang: str | None, count: int, *, unfuses: bool) -> tuple[Draft
 def read_dims(config: Mapping[str, Any]) -> ModelDims:
     """Sizes of a qwen3_next config. Source: transformers `Qwen3NextConfig`.
 
-    The releases have an MTP layer and no key that says so; a config for weights without it must say
+    The releases have an MTP layer without a key for it; a config for weights without it requires
     `mtp_num_hidden_layers` 0.
     """
     refuse_unsupported(config)

@@ -1,4 +1,4 @@
-"""Seed-OSS-36B: dense, heads wider together than the hidden size, biases on queries, keys and values alone."""
+"""Seed-OSS-36B: dense, heads wider together than the hidden size, biases only on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.converters.config.dims import ModelDims, base_dims
 from ckptkit.converters.config.values import require
 from ckptkit.converters.family import ModelFamily
 
-# vLLM's class has these biases whatever the config says.
+# vLLM's class always has these biases.
 _BIASES = {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
 
 

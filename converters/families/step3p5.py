@@ -1,10 +1,10 @@
 """Step-3.5-Flash, and Step-3.7-Flash with a vision tower: more heads in layers with a window, a gate for each head.
 
-Norms are stored minus one. All experts of a layer lie in one tensor a projection. Multi-token prediction layers are
-dense, and each has an output layer of its own.
+Norms are stored minus one. All experts of a layer are in one tensor per projection. Multi-token prediction layers are
+dense, and each has a separate output layer.
 
-No released megatron-core has such layers. Megatron-Bridge has one output layer for all, and writes that of the model in
-the place of the others, so its names cannot hold a release.
+No released megatron-core has such layers. Megatron-Bridge has one output layer for all, and writes the model's instead
+of the others, so its names cannot represent a release.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ def read_dims(config: Mapping[str, Any]) -> ModelDims:
 
 
 def mappings(dims: ModelDims) -> tuple[ParamMapping, ...]:
-    """All tensors of the language model."""
     rules = [*embeddings(dims)]
     for one in dims.own:
         if layers := tuple(layer for layer in one.layers if layer < dims.layers):
@@ -103,7 +102,6 @@ def _expert_rules(dims: ModelDims) -> Iterator[ParamMapping]:
 
 
 def _draft(dims: ModelDims, one: _Heads, layer: int) -> Iterator[ParamMapping]:
-    """A multi-token prediction layer, numbered after the decoder layers."""
     at, hidden = NamePrefix("mtp.", f"{dims.root}layers.{layer}.", None), dims.hidden
     yield from at.tensors(
         {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}

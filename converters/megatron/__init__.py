@@ -1,1 +1,1 @@
-"""What Megatron makes of a model: its arguments, pipelines, tensor-parallel cuts, module names and legacy files."""
+"""A model in Megatron: arguments, pipelines, tensor-parallel cuts, module names and legacy files."""

@@ -1,7 +1,7 @@
-"""Every Megatron-LM argument that this program stores, prints, compares or reads: one row each.
+"""The table of Megatron-LM arguments that ckptkit stores, prints, compares or reads, in printed order.
 
-The order is that of `inspect --megatron-args`. Stored arguments, printed options, the comparison with config.json, the
-options that preflight reads and the settings of the Megatron witness all follow from it.
+It determines stored arguments, printed options, the comparison with config.json, the options that preflight reads, and
+the settings of the Megatron witness.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ckptkit.converters.megatron.argument_values import (
     yarn,
 )
 
-# What is stored for other programs: it follows from the other arguments.
+# Stored for other programs; it follows from the other arguments.
 _stored = partial(Argument, compared=never, printed="never")
 _latent = partial(Argument, when="mla")
 _linear = partial(Argument, when="linear", own_modules=True)
 _indexer = partial(Argument, when="indexer", own_modules=True)
 _mamba = partial(Argument, when="mamba")
 _moe = partial(Argument, when="experts")
-# YaRN with latent attention, without, and either.
+# YaRN with latent attention, without, and both.
 _latent_yarn = partial(Argument, when=latent_scaled)
 _yarn = partial(Argument, when=yarn)
 _any_yarn = partial(Argument, when=lambda dims: latent_scaled(dims) or yarn(dims))
-# What few models have inside a layer; stored where it departs from Megatron's default, and compared in all.
+# Rare features inside a layer; stored if they differ from Megatron's default, and compared for all models.
 _layer = partial(Argument, compared=inside_layer)
 _window = partial(_layer, when=lambda dims: dims.window is not None)
 _clamped = partial(_layer, when=lambda dims: dims.activation == "quick_geglu")
 _sandwich = partial(_layer, when=lambda dims: dims.sandwich == "layer")
-# As `not_latent`, but two runs are not compared by it.
+# Like `not_latent`, but two runs are not compared by it.
 _llama3 = partial(Argument, when=llama3, compared=lambda dims: not_latent(dims))
 
 ARGUMENTS = (
@@ -75,10 +75,10 @@ ARGUMENTS = (
     Argument("swiglu", bool, lambda dims: dims.activation == "silu", config="gated_linear_unit"),
     Argument("squared_relu", bool, squared_relu, compared=squared_relu),
     Argument("apply_query_key_layer_scaling", None, fixed(False), compared=never),
-    # Megatron's own default is 0.1.
+    # Megatron's default is 0.1.
     Argument("attention_dropout", float, fixed(0.0), compared=never, of_run=True),
     Argument("hidden_dropout", float, fixed(0.0), compared=never, of_run=True),
-    # One switch for attention and MLP; families refuse a model with biases in only one of them.
+    # One switch for attention and MLP; families reject a model with biases in only one of them.
     Argument("add_bias_linear", bool, "mlp_bias", switches={"--disable-bias-linear": False}),
     Argument(
         "add_qkv_bias",
@@ -105,10 +105,10 @@ ARGUMENTS = (
     _latent("qk_pos_emb_head_dim", int, "mla.rope", 64),
     _latent("v_head_dim", int, "mla.value", 128),
     _latent("rope_type", str, lambda dims: "yarn" if dims.rope_scaling else "rope", read=reading.latent_rope),
-    # Megatron's latent attention looks at it whatever the type is, and its own default is 40.
+    # Megatron's latent attention reads it for every type, and its default is 40.
     Argument("rotary_scaling_factor", float, values.scaling_factor, 1.0, when=lambda dims: dims.mla or yarn(dims)),
     _llama3("use_rope_scaling", bool, fixed(True)),
-    # No builder of Megatron hands it to the model: `unsaid` has it.
+    # No Megatron builder passes it to the model; see `unsaid`.
     _llama3("rope_scaling_factor", float, rope_number("factor"), read=reading.llama3_factor, printed="never"),
     Argument(
         "rotary_seq_len_interpolation_factor",
@@ -177,7 +177,7 @@ ARGUMENTS = (
     _indexer("dsa_indexer_topk_freq", int, "indexer.every", 1),
     _indexer("dsa_indexer_skip_topk_offset", int, "indexer.first", read=reading.indexer_first),
     _indexer("dsa_indexer_rope_interleaved", bool, "indexer.rope_interleaved", read=reading.indexer_rope),
-    # transformers and SGLang norm the keys with this epsilon, whatever rms_norm_eps is.
+    # transformers and SGLang normalize the keys with this epsilon and ignore rms_norm_eps.
     _indexer(
         "dsa_indexer_k_norm_epsilon",
         float,
@@ -201,7 +201,7 @@ ARGUMENTS = (
     _moe("moe_shared_expert_gate", bool, "shared_gate"),
     _moe("moe_router_topk", int, "top_k", 2),
     _moe("moe_router_score_function", str, lambda dims: "sigmoid" if dims.router_sigmoid else "softmax", "softmax"),
-    # Softmax before or after top-k: a sigmoid router does not look at it.
+    # Softmax before or after top-k; a sigmoid router ignores it.
     _moe(
         "moe_router_pre_softmax",
         bool,
@@ -215,7 +215,7 @@ ARGUMENTS = (
     _moe("moe_router_dtype", str, fixed("fp32"), compared=never, of_run=True),
     _moe("moe_grouped_gemm", bool, fixed(True), compared=never, of_run=True),
     Argument("moe_permute_fusion", bool, compared=never, of_run=True),
-    # HybridModel's: `hybrid_model.py` makes the value, and says what it stands for.
+    # HybridModel's; see `hybrid_model.py`.
     Argument("hybrid_layer_pattern", str, compared=never),
     Argument("hybrid_override_pattern", str, compared=never),
 )

@@ -1,4 +1,4 @@
-"""Which models a Megatron-LM argument is for, and what it is for them where it is more than one field of ModelDims."""
+"""Conditions and values of Megatron-LM arguments that are more than a field of ModelDims."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ckptkit.core.printable import shortened
 
 
 def inside_layer(dims: ModelDims) -> bool:
-    """Every model, for what few of them have inside a layer; two runs are not compared by it."""
+    """Every model, for rare features inside a layer; two runs are not compared by it."""
     return True
 
 
 def not_latent(dims: ModelDims) -> bool:
-    """Models without latent attention, in which query groups and a head size mean nothing."""
+    """Models without latent attention, which ignores query groups and head size."""
     return dims.mla is None
 
 
 def latent_scaled(dims: ModelDims) -> bool:
-    """Models with latent attention and a rope scaling, which there is YaRN."""
+    """Models with latent attention and rope scaling (always YaRN)."""
     return dims.mla is not None and dims.rope_scaling is not None
 
 
 def yarn(dims: ModelDims) -> bool:
     """Models with other attention and a YaRN that Megatron-LM has arguments for, from 0.19 on.
 
-    Source: Megatron-LM 0.19 `_apply_yarn_config_from_args`. Before, only Megatron-Bridge's model provider can say it.
+    Source: Megatron-LM 0.19 `_apply_yarn_config_from_args`. Before, only Megatron-Bridge's model provider supports it.
     """
     return dims.mla is None and _scaling(dims) == "yarn" and _plain_yarn(dims)
 
@@ -41,10 +41,7 @@ def llama3(dims: ModelDims) -> bool:
 
 
 def linear_rope(dims: ModelDims) -> bool:
-    """Models with linear rope scaling in all layers.
-
-    Where it is in some layers only, Megatron-LM has no word for it, but Megatron-Bridge's model provider has.
-    """
+    """Models with linear rope scaling in all layers; only Megatron-Bridge's model provider has it in some layers."""
     return dims.mla is None and _scaling(dims) == "linear" and dims.local_rope_theta is None
 
 
@@ -68,8 +65,8 @@ def refuse_inexpressible(dims: ModelDims) -> None:
         return
     hint = "remove the scaling if it is only for longer contexts than you train with"
     raise CkptkitError(
-        f"config.json: rope scaling {shortened(kind)} as it stands there has no Megatron arguments",
-        f"training would run another model than this one; {hint}",
+        f"config.json: rope scaling {shortened(kind)} with these values has no Megatron arguments",
+        f"training would run a different model; {hint}",
         code="unsupported",
     )
 
@@ -79,9 +76,9 @@ def _scaling(dims: ModelDims) -> Any:
 
 
 def _plain_yarn(dims: ModelDims) -> bool:
-    """Whether Megatron computes this YaRN: over whole heads, from a stated length, with the usual attention factor.
+    """Whether Megatron computes this YaRN: over complete heads, from a given length, with the usual attention factor.
 
-    Readers differ on the length where it is absent.
+    Engines use different lengths if it is absent.
     """
     rope = _rope(dims)
     return (
@@ -111,17 +108,17 @@ def positions(dims: ModelDims) -> str:
 
 
 def squared_relu(dims: ModelDims) -> bool:
-    """Whether the MLPs are of a squared ReLU, without a gate."""
+    """Whether the MLPs use a squared ReLU without a gate."""
     return dims.activation == "relu2"
 
 
 def rotary_base(dims: ModelDims) -> float | int:
-    """Whole where it can be, as Megatron's option is."""
+    """The base, as an integer if possible, like Megatron's option."""
     return int(dims.rope_theta) if float(dims.rope_theta).is_integer() else dims.rope_theta
 
 
 def scaling_factor(dims: ModelDims) -> float:
-    """1 where there is no scaling."""
+    """The factor, or 1 without scaling."""
     return number(_rope(dims), "factor") if dims.rope_scaling is not None else 1.0
 
 
@@ -131,18 +128,18 @@ def original_positions(dims: ModelDims) -> int:
 
 
 def mscales(dims: ModelDims) -> tuple[float, float]:
-    """YaRN's `mscale` and `mscale_all_dim`; transformers takes them only together, and 1 and 0 say neither."""
+    """YaRN's `mscale` and `mscale_all_dim`, or 1 and 0; transformers ignores one without the other."""
     scales = number(_rope(dims), "mscale", 0.0), number(_rope(dims), "mscale_all_dim", 0.0)
     return scales if all(scales) else (1.0, 0.0)
 
 
 def window_size(dims: ModelDims) -> tuple[int, int]:
-    """Megatron counts the tokens before and after a query's own, an HF config counts its own too."""
+    """The tokens before and after the query's; an HF config also counts the query's token."""
     return (dims.window or 0) - 1, 0
 
 
 def window_layers(dims: ModelDims) -> list[int] | None:
-    """1 for each layer with a window; None: every layer has one."""
+    """1 for each layer with a window, or None if every layer has one."""
     pattern = ones(dims, dims.window_layers)
     return None if all(pattern) else pattern
 

@@ -1,4 +1,4 @@
-"""The Megatron-LM arguments that a model's dimensions amount to, and their words in a launch script.
+"""Computes the Megatron-LM arguments of a model, and formats them for a launch script.
 
 Source of the flags: Megatron-LM `megatron/training/arguments.py`.
 """
@@ -20,13 +20,12 @@ from ckptkit.core.errors import CkptkitError
 
 
 def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
-    """Megatron-LM arguments (argparse names) of this model, as a training run of it would have stored them.
+    """Megatron-LM arguments (argparse names) of this model, like a training run stores them.
 
-    Only plain values, so that the restricted loaders of every Megatron version accept them. In a `dialect` other than
-    megatron-core's, linear and sparse attention have none: slime's modules take their sizes from the HF config. Raises
-    CkptkitError for a model whose arguments Megatron has no words for, such as a rope scaling that it does not know,
-    and in the dialect "hybrid" for one that HybridModel cannot hold. A model that only HybridModel holds has its
-    arguments in every dialect.
+    Only plain values, which the restricted loaders of every Megatron version accept. Linear and sparse attention have
+    no arguments in slime's dialect: its modules read their sizes from the HF config. A model that only HybridModel
+    supports has HybridModel's arguments in every dialect. Raises CkptkitError for a model that Megatron has no
+    arguments for, such as an unknown rope scaling, and in the dialect "hybrid" if HybridModel does not support it.
     """
     refuse_inexpressible(dims)
     args = {
@@ -38,7 +37,7 @@ def megatron_args(dims: ModelDims, dialect: str = "mcore") -> dict[str, Any]:
 
 
 def comparable_args(dims: ModelDims) -> dict[str, Any]:
-    """As `megatron_args`, but leaves out a rope scaling that has no arguments: for comparing two models."""
+    """Like `megatron_args`, but omits a rope scaling without arguments; for comparing two models."""
     try:
         return megatron_args(dims)
     except CkptkitError:
@@ -46,9 +45,9 @@ def comparable_args(dims: ModelDims) -> dict[str, Any]:
 
 
 def launch_flags(args: Mapping[str, Any]) -> list[str]:
-    """Each argument as one line (`--num-layers 48`), quoted for a shell, without what is off or None by default.
+    """Each argument as one line (`--num-layers 48`), quoted for a shell, without switches that are off and None values.
 
-    Comments say what no flag can: what `unsaid` lists, and arguments without a flag.
+    Arguments without a flag and the lines of `unsaid` are comments.
     """
     flags = [" ".join([flag, *map(shlex.quote, values)]) for flag, values in _flags(args)]
     lines = [
@@ -77,7 +76,7 @@ def _flags(args: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 
 def pattern(values: Sequence[int]) -> str:
-    """One number a layer as the expression that Megatron evaluates, the shortest repetition: `([1]*3+[0]*1)*12`."""
+    """One number per layer as Megatron's expression with the shortest repetition: `([1]*3+[0]*1)*12`."""
     count = len(values)
     sizes = (size for size in range(1, count + 1) if count % size == 0)
     period = next(size for size in sizes if list(values[:size]) * (count // size) == list(values))
@@ -90,17 +89,17 @@ def pattern(values: Sequence[int]) -> str:
 
 # The name under which `model_arguments` lists these lines.
 UNSAID = "no_argument_for"
-# slime, miles and Megatron-LM 0.13 to 0.19 build GPTModel without --rope-scaling-factor, whose default this is.
+# The default factor. slime, miles and Megatron-LM 0.13 to 0.19 do not pass --rope-scaling-factor to GPTModel.
 # Source: slime and miles `megatron_utils/model_provider.py`, Megatron-LM `gpt_builders.py`.
 LLAMA3_FACTOR = 8.0
 
 
 def unsaid(dims: ModelDims) -> list[str]:
-    """A line for each such part, with what builds it instead.
+    """A line for each feature of the model without Megatron-LM arguments, and the way to build it.
 
     Source: `training/arguments.py` of Megatron-LM 0.16 to 0.19, which has no option for `activation_func`,
-    `gated_linear_unit` and `softmax_scale` of `TransformerConfig`; and `gpt_builders.py`, which hands `GPTModel` no
-    `rope_scaling_factor`, so that it takes 8.
+    `gated_linear_unit` and `softmax_scale` of `TransformerConfig`; and `gpt_builders.py`, which does not pass
+    `rope_scaling_factor` to `GPTModel`, which then uses 8.
     """
     return [*_gate(dims), *_rope(dims), *_attention(dims), *_modules(dims)]
 

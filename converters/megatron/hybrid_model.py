@@ -1,8 +1,8 @@
 """Megatron's HybridModel as a dialect: its names for the tensors of a GPTModel, its layer pattern, its arguments.
 
-A layer of GPTModel is two of HybridModel: attention is layer 2i, MLP or experts are layer 2i + 1. Everything else is a
-renaming too, so no tensor is computed anew. A model whose layers are one block each (`ModelDims.pattern`) is a
-HybridModel alone, and its family's own rules have these names. Source: megatron-core 0.16 `ssm/mamba_block.py` (where
+A GPTModel layer is two HybridModel layers: attention is layer 2i, MLP or experts are layer 2i + 1. All other
+differences are also renamings, so tensors do not change. A model with one block per layer (`ModelDims.pattern`) exists
+only as a HybridModel, and its family's rules have these names. Source: megatron-core 0.16 `ssm/mamba_block.py` (where
 the class is called MambaModel), 0.19 `models/hybrid/` and `transformer/multi_token_prediction.py`.
 """
 
@@ -26,73 +26,72 @@ _MTP = re.compile(r"(mtp\.layers\.\d+)\.transformer_layer\.(.+)")
 _OF_ATTENTION = re.compile(r"(?:input_layernorm|self_attention)\.")
 _NUMBERED = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
-# In `--hybrid-layer-pattern`, `|` stands between pipeline stages, `/` before each multi-token prediction layer.
+# In `--hybrid-layer-pattern`, `|` separates pipeline stages, and `/` precedes each multi-token prediction layer.
 _PAIRS = re.compile(rf"(?:[{re.escape(ATTENTION + LATENT + SPARSE + LINEAR)}][{DENSE}{EXPERTS}])+")
-# With an indexer the norms of latent attention are modules of their own.
+# With an indexer, the norms of latent attention are separate modules.
 _NORMS_OF_SPARSE = re.compile(r"(self_attention\.)linear_(q|kv)_up_proj\.layer_norm_weight")
-# What the pattern says; the first are not given beside it.
+# Arguments that the pattern determines; those in _INSTEAD are not given together with it.
 _INSTEAD = ("moe_layer_freq", "linear_attention_freq", "experimental_attention_variant")
-# Lists of one number a layer of attention.
+# Lists with one number per attention layer.
 _LISTS = ("window_attn_skip_freq", "no_rope_freq")
 SAID_BY_THE_PATTERN = (*_INSTEAD, "num_layers", "mtp_num_layers")
 
 
 def hybrid_mappings(mappings: Sequence[ParamMapping]) -> tuple[ParamMapping, ...]:
-    """The rules of a family with HybridModel's names in the place of GPTModel's."""
+    """The rules of a family with HybridModel's names instead of GPTModel's."""
     sparse = any(".core_attention.indexer." in mapping.megatron for mapping in mappings)
     norms = partial(_NORMS_OF_SPARSE.sub, r"\1\2_layernorm.weight") if sparse else str
-    return tuple(replace(mapping, megatron=_renamed(norms(mapping.megatron))) for mapping in mappings)
+    return tuple(replace(mapping, megatron=_rename(norms(mapping.megatron))) for mapping in mappings)
 
 
-def _renamed(name: str) -> str:
+def _rename(name: str) -> str:
     if name == _FINAL_LAYERNORM:
         return FINAL_NORM
     if name.startswith(_LAYER):
-        rest = name.removeprefix(_LAYER)
-        return f"decoder.layers.{{{'2*layer' if _OF_ATTENTION.match(rest) else '2*layer+1'}}}.{rest}"
+        module = name.removeprefix(_LAYER)
+        return f"decoder.layers.{{{'2*layer' if _OF_ATTENTION.match(module) else '2*layer+1'}}}.{module}"
     if match := _MTP.fullmatch(name):
         return f"{match[1]}.mtp_model_layer.layers.{0 if _OF_ATTENTION.match(match[2]) else 1}.{match[2]}"
     return name
 
 
 def is_hybrid(names: Collection[str]) -> bool:
-    """Whether Megatron tensors of these names are a HybridModel's.
+    """Whether these Megatron names are a HybridModel's.
 
-    The final norm tells; where it is missing, that no layer has both attention and MLP.
+    The final norm's name decides; if it is missing, a HybridModel has no layer with both attention and MLP.
     """
     if FINAL_NORM in names or _FINAL_LAYERNORM in names:
         return FINAL_NORM in names
-    found = [match.groups() for name in names if (match := _NUMBERED.fullmatch(name))]
-    attention = {number for number, rest in found if _OF_ATTENTION.match(rest)}
-    others = {number for number, rest in found if not _OF_ATTENTION.match(rest)}
-    return bool(attention and others) and attention.isdisjoint(others)
+    modules = [match.groups() for name in names if (match := _NUMBERED.fullmatch(name))]
+    attention = {number for number, module in modules if _OF_ATTENTION.match(module)}
+    mlp = {number for number, module in modules if not _OF_ATTENTION.match(module)}
+    return bool(attention and mlp) and attention.isdisjoint(mlp)
 
 
 def refuse_gpt_only(dims: ModelDims) -> None:
-    """Raises CkptkitError for a model that GPTModel holds and HybridModel, as released in 0.19.2, does not."""
+    """Raises CkptkitError for a model that GPTModel supports but HybridModel (0.19.2) does not."""
     for reason in gpt_only(dims):
         raise CkptkitError(
-            f"Megatron's HybridModel cannot hold this model: {reason}",
-            "leave out --dialect hybrid: GPTModel holds it",
+            f"Megatron's HybridModel does not support this model: {reason}",
+            "leave out --dialect hybrid: GPTModel supports it",
             code="unsupported",
         )
 
 
 def refuse_hybrid_only(dims: ModelDims) -> None:
-    """Raises CkptkitError for a model that HybridModel holds and GPTModel does not."""
+    """Raises CkptkitError for a model that HybridModel supports but GPTModel does not."""
     if dims.pattern:
         raise CkptkitError(
-            "Megatron's GPTModel cannot hold this model: each of its layers is a mixer, attention, an MLP or experts "
-            "alone",
-            "leave out --dialect, or give --dialect hybrid: HybridModel holds it",
+            "Megatron's GPTModel does not support this model: each layer is only a mixer, attention, an MLP or experts",
+            "leave out --dialect, or give --dialect hybrid: HybridModel supports it",
             code="unsupported",
         )
 
 
 def gpt_only(dims: ModelDims) -> Iterator[str]:
-    """Why HybridModel cannot hold a model that GPTModel holds; nothing where it can."""
+    """The reasons why HybridModel does not support a model that GPTModel supports, or nothing."""
     if dims.rope_scaling is not None and dims.rope_scaling["rope_type"] == "llama3":
-        yield "it takes no rope scaling of Llama 3 (rope_scaling in config.json)"
+        yield "it has no rope scaling of Llama 3 (rope_scaling in config.json)"
     if dims.sandwich:
         yield "its layers have no norms after attention and MLP"
     if dims.qk_norm_full:
@@ -100,11 +99,11 @@ def gpt_only(dims: ModelDims) -> Iterator[str]:
     if dims.mla is not None and dims.mla.q_rank is None:
         yield "its latent attention puts a norm before linear_q_proj, which a model without q_lora_rank lacks"
     if dims.indexer is not None and len(dims.indexer.layers) < dims.layers:
-        yield "its layers do not share an indexer as this model's do"
+        yield "its layers do not share an indexer, unlike this model's"
 
 
 def needs_release(dims: ModelDims, vpp: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """What a model needs of HybridModel in `vpp` chunks a stage, and the megatron-core that first has it.
+    """The HybridModel features that a model needs with `vpp` chunks per stage, and their first megatron-core release.
 
     Up to 0.17 the class is called MambaModel. By the sources of 0.16.1, 0.17.1, 0.18.2 and 0.19.2.
     """
@@ -135,47 +134,47 @@ def hybrid_pattern(dims: ModelDims) -> str:
 
 
 def hybrid_dims(dims: ModelDims) -> ModelDims:
-    """The sizes of a model with HybridModel's count of layers, by which its pipeline is divided."""
+    """The sizes of a model with HybridModel's number of layers, which its pipeline divides."""
     return dims if dims.pattern else replace(dims, layers=2 * dims.layers)
 
 
 def with_stages(pattern: str, pipeline: Pipeline) -> str:
-    """A layer pattern with `|` between the chunks of a pipeline that counts its letters, as Megatron numbers them."""
+    """A layer pattern with `|` between the chunks of a pipeline over its letters, in Megatron's order."""
     main, *mtp = pattern.split("/")
     chunks = [stage[chunk] for chunk in range(pipeline.vpp) for stage in pipeline.stages]
     return "/".join(["|".join("".join(main[place] for place in chunk) for chunk in chunks), *mtp])
 
 
 def hybrid_args(args: Mapping[str, Any], dims: ModelDims) -> dict[str, Any]:
-    """GPTModel's arguments of a model as HybridModel's. Raises CkptkitError as `refuse_gpt_only`."""
+    """Converts GPTModel's arguments of a model to HybridModel's. Raises CkptkitError like `refuse_gpt_only`."""
     refuse_gpt_only(dims)
     pattern = hybrid_pattern(dims)
     kept = {name: value for name, value in args.items() if name not in _INSTEAD}
-    # One number a layer, of which only those of attention count.
+    # One number per layer; only those of attention layers count.
     twice = {name: [one for one in kept[name] for _ in range(2)] for name in _LISTS if isinstance(kept.get(name), list)}
     return {"hybrid_layer_pattern": pattern, **kept, **twice, "num_layers": hybrid_dims(dims).layers}
 
 
-# The arguments that hold a layer pattern: from megatron-core 0.17 on, and before.
+# The arguments with a layer pattern: from megatron-core 0.17 on, and before.
 PATTERNS = frozenset({"hybrid_layer_pattern", "hybrid_override_pattern"})
 
 
 def stored_pattern(args: Mapping[str, Any]) -> str | None:
-    """The layer pattern in a run's arguments, which makes it one of HybridModel; None for a GPTModel."""
-    found = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
-    return found if isinstance(found, str) else None
+    """The layer pattern in a HybridModel run's arguments, or None for a GPTModel."""
+    pattern = args.get("hybrid_layer_pattern") or args.get("hybrid_override_pattern")
+    return pattern if isinstance(pattern, str) else None
 
 
 def own_layers(args: Mapping[str, Any]) -> str | None:
-    """The main layer pattern of a run whose layers are not those of a GPTModel; None of any other."""
+    """The main layer pattern of a run if it does not consist of a GPTModel's layers, else None."""
     main = (stored_pattern(args) or "").replace("|", "").partition("/")[0]
     return main if main and not _PAIRS.fullmatch(main) else None
 
 
 def as_gpt_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A HybridModel's arguments in GPTModel's terms, to be compared; those of a GPTModel as they are.
+    """Converts a HybridModel's arguments to GPTModel's for a comparison; a GPTModel's arguments are unchanged.
 
-    A pattern that is not made of pairs of attention and MLP has no such terms; there its own layers are counted.
+    If the pattern does not consist of pairs of attention and MLP, each of its layers counts.
     """
     if (pattern := stored_pattern(args)) is None:
         return args
@@ -184,11 +183,11 @@ def as_gpt_args(args: Mapping[str, Any]) -> Mapping[str, Any]:
         freq = [int(one == EXPERTS) for one in main]
         return {**args, "num_layers": len(main), "moe_layer_freq": freq, "mtp_num_layers": len(mtp)}
     attention, mlp = main[::2], main[1::2]
-    found: dict[str, Any] = {"num_layers": len(attention), "moe_layer_freq": [int(one == EXPERTS) for one in mlp]}
+    changes: dict[str, Any] = {"num_layers": len(attention), "moe_layer_freq": [int(one == EXPERTS) for one in mlp]}
     if SPARSE in attention:
-        found["experimental_attention_variant"] = "dsa"
+        changes["experimental_attention_variant"] = "dsa"
     if LINEAR in attention:
-        found["linear_attention_freq"] = [int(one == LINEAR) for one in attention]
-        found["experimental_attention_variant"] = "gated_delta_net"
-    found |= {name: list(args[name][::2]) for name in _LISTS if isinstance(args.get(name), (list, tuple))}
-    return {**args, **found, "mtp_num_layers": len(mtp) or args.get("mtp_num_layers")}
+        changes["linear_attention_freq"] = [int(one == LINEAR) for one in attention]
+        changes["experimental_attention_variant"] = "gated_delta_net"
+    changes |= {name: list(args[name][::2]) for name in _LISTS if isinstance(args.get(name), (list, tuple))}
+    return {**args, **changes, "mtp_num_layers": len(mtp) or args.get("mtp_num_layers")}

@@ -1,4 +1,4 @@
-"""Megatron's parallel sizes, and what of a model does not divide over them."""
+"""Megatron's parallel sizes, and checks that a model divides over them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from ckptkit.core.specs import Sizes
 
 @dataclass(frozen=True)
 class ParallelSizes(Sizes):
-    """All parallel sizes of a Megatron launch: those by which weights are cut, and the rest of its pipeline.
+    """All parallel sizes of a Megatron launch.
 
-    `vpp` is the number of model chunks a rank. `cp`, the context parallel size, cuts no weights: its ranks hold copies.
-    `first`, `last`, `embedding`, `loss` and `layout` distribute the layers over the pipeline as in `Pipeline`; without
-    them every stage has the same number.
+    `vpp`: number of model chunks per rank. `cp`: context parallel size; its ranks hold copies of the weights. `first`,
+    `last`, `embedding`, `loss` and `layout` distribute the layers like in `Pipeline`; by default evenly.
     """
 
     vpp: int = 1
@@ -33,16 +32,15 @@ class ParallelSizes(Sizes):
     def world(self) -> int:
         """The smallest number of ranks that Megatron accepts.
 
-        `initialize_model_parallel` wants a multiple of tp x cp x pp for the dense part and of etp x ep x pp for the
-        experts.
+        `initialize_model_parallel` requires a multiple of tp x cp x pp (dense part) and of etp x ep x pp (experts).
         """
         return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
 
     @property
     def even(self) -> bool:
-        """Whether nothing says otherwise than that every stage has the same number of layers."""
-        given = (self.first, self.last, self.layout)
-        return all(one is None for one in given) and not (self.embedding or self.loss)
+        """Whether every stage has the same number of layers."""
+        uneven = (self.first, self.last, self.layout)
+        return all(one is None for one in uneven) and not (self.embedding or self.loss)
 
     def __str__(self) -> str:
         more = "".join(
@@ -56,7 +54,7 @@ class ParallelSizes(Sizes):
         return f"TP{self.tp} PP{self.pp}{more}{stages}{f', {self.layout}' if self.layout else ''}"
 
     def pipeline(self, dims: ModelDims) -> Pipeline:
-        """How the layers of a model are distributed."""
+        """The distribution of a model's layers."""
         return Pipeline(
             dims.layers,
             self.pp,
@@ -71,15 +69,15 @@ class ParallelSizes(Sizes):
 
 
 def default_etp(tp: int, ep: int) -> int:
-    """Expert tensor parallel size when none is given: Megatron's default, that of `tp`, but 1 with expert parallelism.
+    """The default expert tensor parallel size: `tp` (Megatron's default), but 1 with expert parallelism.
 
-    Launch scripts of MoE models set it to 1 there, and it keeps the number of ranks small.
+    Launch scripts of MoE models then set it to 1, and it keeps the number of ranks small.
     """
     return tp if ep == 1 else 1
 
 
 def with_remainder(sizes: ParallelSizes, layers: int) -> ParallelSizes:
-    """Gives the last pipeline stage what is left over where the layers do not divide, as slime does.
+    """Gives the last pipeline stage fewer layers if the layers do not divide, like slime.
 
     Source: its `tools/convert_hf_to_torch_dist.py`: every stage but the last has ceil(layers / pp) layers.
     """
@@ -89,10 +87,9 @@ def with_remainder(sizes: ParallelSizes, layers: int) -> ParallelSizes:
 
 
 def with_chunks(sizes: ParallelSizes) -> ParallelSizes:
-    """Sets `vpp` to what a layout implies, as Megatron-LM's `validate_args` does: its stages over `pp`.
+    """Sets `vpp` from a layout, like Megatron-LM's `validate_args`: the number of its chunks over `pp`.
 
-    Sizes without a layout, or with one that does not divide, stay as they are. Raises CkptkitError where the layout is
-    none.
+    Sizes without a layout, or with one that does not divide, are unchanged. Raises CkptkitError for an invalid layout.
     """
     if sizes.layout is None or sizes.vpp > 1:
         return sizes
@@ -107,7 +104,7 @@ def padded_vocab(vocab: int, tp: int) -> int:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why Megatron refuses a model at the parallel size `option` (tp, ep or etp), and the next move."""
+    """Why Megatron rejects a model at the parallel size `option` (tp, ep or etp), and the fix."""
 
     option: str
     message: str
@@ -117,10 +114,10 @@ class Refusal:
 
 
 def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
-    """Everything but its layers for which Megatron refuses to share a model out over these sizes.
+    """All reasons except layers why Megatron cannot divide a model over these sizes.
 
-    There may be more tensor parallel ranks than query groups, as a multiple of them: each then holds a part of a
-    group's rows. Source: megatron-core's `TransformerConfig`, `Attention` and parallel linear layers.
+    Tensor parallel ranks may be a multiple of query groups: each rank then holds a part of a group's rows. Source:
+    megatron-core's `TransformerConfig`, `Attention` and parallel linear layers.
     """
     tp, ep, etp = sizes.tp, sizes.ep, sizes.etp
     yield from _undivided("num_attention_heads", "attention heads", dims.heads, "tp", tp)
@@ -131,13 +128,13 @@ def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
         yield from _undivided("num_key_value_heads", "query groups", dims.groups, "tp", tp)
     if dims.linear:
         yield from _undivided("linear_num_key_heads", "key heads of linear attention", dims.linear.key_heads, "tp", tp)
-    if dims.mamba:  # whose heads then divide too, since the groups divide them
+    if dims.mamba:  # the groups divide the heads
         yield from _undivided("n_groups", "groups of the Mamba mixers", dims.mamba.groups, "tp", tp)
     if dims.dense:
         yield from _undivided("intermediate_size", "rows of the dense MLP", dims.ffn, "tp", tp)
     if not dims.experts:
         if ep > 1:
-            message, hint = f"--ep {ep}, but this model has no experts", "a dense model has no experts: leave --ep out"
+            message, hint = f"--ep {ep}, but this model has no experts", "leave --ep out for a dense model"
             yield Refusal(
                 "ep", message, f"the number of experts that divides by ep = {ep}", "the number of experts = 0", hint
             )
@@ -150,11 +147,11 @@ def refusals(dims: ModelDims, sizes: ParallelSizes) -> Iterator[Refusal]:
         yield Refusal("etp", f"--etp {etp}, but {message}", f"etp = 1, because {message}", f"etp = {etp}", hint)
 
 
-_IN_A_LAUNCH = " (in a launch --expert-tensor-parallel-size, which is that of tp where not given)"
+_IN_A_LAUNCH = " (in a launch --expert-tensor-parallel-size, which defaults to tp)"
 
 
 def _undivided(setting: str, what: str, size: int, option: str, ranks: int) -> Iterator[Refusal]:
-    """The refusal of a size, called `setting` in a config and `what` in words, that the ranks do not divide."""
+    """The refusal of a size (`setting` in a config, `what` in messages) that does not divide over the ranks."""
     if size % ranks:
         message = f"{size} {what} do not divide by --{option} {ranks}"
         hint = f"choose a --tp that divides {size}" if option == "tp" else f"choose an --{option} that divides {size}"
@@ -163,7 +160,7 @@ def _undivided(setting: str, what: str, size: int, option: str, ranks: int) -> I
 
 
 def check_sizes(sizes: ParallelSizes, dims: ModelDims) -> None:
-    """Raises CkptkitError where a model cannot be cut into these parts, naming both numbers."""
+    """Raises CkptkitError, naming both numbers, if a model does not divide over these sizes."""
     for refusal in refusals(dims, sizes):
         raise CkptkitError(refusal.message, refusal.hint)
     chunks = sizes.pp * sizes.vpp

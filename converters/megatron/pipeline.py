@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: even, uneven and interleaved pipelines, and layouts, by Megatron's rules.
+"""Assigns layers to pipeline stages by Megatron's rules: even, uneven and interleaved pipelines, and layouts.
 
 Source: megatron-core `get_num_layers_to_build`, `get_transformer_layer_offset`, `pipeline_parallel_layer_layout.py` and
 the checks of `TransformerConfig`.
@@ -20,10 +20,10 @@ from ckptkit.core.printable import shortened
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 _REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,9})"), re.compile(r"(.)\*(\d{1,9})"))
 _MAX_LAYERS = 10_000  # layers or stages
-_MAX_TEXT = 10_000  # characters of a layout as it is given
-_MAX_LAYOUT = 1_000_000  # letters of a layout that is written out
+_MAX_TEXT = 10_000  # characters of a layout string
+_MAX_LAYOUT = 1_000_000  # letters of an expanded layout
 
-# The argument of Megatron-LM that is each field.
+# Field of Pipeline -> argument of Megatron-LM.
 _ARGUMENTS = {
     "layers": "num_layers",
     "pp": "pipeline_model_parallel_size",
@@ -41,9 +41,9 @@ _ARGUMENTS = {
 class Pipeline:
     """`layers` decoder layers over `pp` stages of `vpp` model chunks each.
 
-    `first`, `last`: layers of the first and the last stage, where they differ from the others. `embedding`, `loss`:
-    whether these count as one layer of the stage that has them. `layout` says it all in one string, such as
-    `Et*3|(tt|)*2tmL`, or as Megatron's list of lists; the number of chunks then follows from it. `mtp`: multi-token
+    `first`, `last`: number of layers of the first and last stage, if they differ from the others. `embedding`, `loss`:
+    whether these count as a layer of their stage. `layout`: the complete pipeline as a string, such as
+    `Et*3|(tt|)*2tmL`, or as Megatron's list of lists; it determines the number of chunks. `mtp`: number of multi-token
     prediction layers.
     """
 
@@ -61,55 +61,54 @@ class Pipeline:
     def from_args(args: Mapping[str, Any]) -> Pipeline:
         """The pipeline of Megatron-LM's training arguments; absent and None mean Megatron's defaults.
 
-        Raises CkptkitError for a value of the wrong kind.
+        Raises CkptkitError for a value of the wrong type.
         """
-        given = {field: args[name] for field, name in _ARGUMENTS.items() if args.get(name) is not None}
-        for field, value in given.items():
+        fields = {field: args[name] for field, name in _ARGUMENTS.items() if args.get(name) is not None}
+        for field, value in fields.items():
             kind: type = {"embedding": bool, "loss": bool, "layout": object}.get(field, int)
             if not isinstance(value, kind):
                 hint = "the checkpoint or the launch script is damaged"
                 raise CkptkitError(f"the training argument {_ARGUMENTS[field]} is {shortened(value)}", hint)
-        if "layers" not in given:
-            hint = "without it nobody can tell which layers a pipeline stage holds"
+        if "layers" not in fields:
+            hint = "without it the layers of a pipeline stage are unknown"
             raise CkptkitError("the training arguments have no num_layers", hint)
-        return Pipeline(**given)
+        return Pipeline(**fields)
 
     @cached_property
     def stages(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """Global numbers, from 0, of the layers of every chunk of every stage: `stages[stage][chunk]`.
 
-        Raises CkptkitError where Megatron would refuse these numbers.
+        Raises CkptkitError if Megatron would reject these numbers.
         """
         if not all(0 < size <= _MAX_LAYERS for size in (self.layers, self.pp, self.vpp)):
             raise self._refused("these numbers make no pipeline", "compare them with the launch script")
-        # Chunk by chunk through all the stages, which is the order of the layers.
-        counts = self._counted() if self.layout is None else [letters.count("t") for letters in self._letters]
+        # In the order of the layers: the first chunk of every stage, then the second, and so on.
+        counts = self._count_layers() if self.layout is None else [letters.count("t") for letters in self._letters]
         spans = [tuple(range(start, end)) for start, end in pairwise(accumulate(counts, initial=0))]
         return tuple(tuple(spans[stage :: self.pp]) for stage in range(self.pp))
 
-    def _counted(self) -> list[int]:
+    def _count_layers(self) -> list[int]:
+        """The number of layers of each chunk, in the order of the layers."""
         if self.pp == 1 and (self.vpp > 1 or (self.first and self.last)):
-            raise self._refused("chunks or uneven stages in a pipeline of one", "they need at least two stages")
+            raise self._refused("chunks or uneven stages in a pipeline of one stage", "they need at least two stages")
         only = self.last if self.first is None else self.first
         ends = [self.first, *[None] * (self.pp - 2), self.last] if self.pp > 1 else [only]
         uneven = any(end is not None for end in ends)
         if uneven and (self.embedding or self.loss):
-            message = "first or last stage are given, and embedding or loss count as layers"
-            raise self._refused(message, "Megatron knows either, not both")
+            message = "the first or last stage is given, and embedding or loss count as layers"
+            raise self._refused(message, "Megatron accepts only one of the two")
         left = self.layers + self.embedding + self.loss - sum(end or 0 for end in ends)
         others = ends.count(None)
         if left < 0 or bool(left) != bool(others) or (others and left % others):
-            where = (
-                f"{left} layers do not divide over the {others} other"
-                if uneven
-                else "the layers do not divide over the"
+            subject, stages = (f"{left} layers", f"{others} other stages") if uneven else ("the layers", "stages")
+            hint = "or set the number of layers of the first or last (--decoder-last-pipeline-num-layers)"
+            raise self._refused(
+                f"{subject} do not divide over the {stages}", f"choose another number of stages, {hint}"
             )
-            hint = "or say how many layers the first or last has (--decoder-last-pipeline-num-layers)"
-            raise self._refused(f"{where} stages", f"choose another number of stages, {hint}")
         sizes = [left // others if end is None else end for end in ends]
         if self.vpp > 1 and not others:
-            message = "chunks need a stage between a first and a last one that are given"
-            raise self._refused(message, "Megatron divides by zero there: leave one out")
+            message = "the first and last stage are given, but chunks need a stage between them"
+            raise self._refused(message, "leave one out: Megatron would divide by zero")
         if any(size % self.vpp for size in sizes) or (uneven and 0 in sizes):
             message = f"stages of {', '.join(map(str, sizes))} layers do not divide into {self.vpp} chunks"
             raise self._refused(message, "choose another --vpp")
@@ -120,56 +119,53 @@ class Pipeline:
 
     @cached_property
     def _letters(self) -> list[str]:
-        """The layout as one string of letters a chunk, in the order of the layers."""
+        """The layout as one string of letters per chunk, in the order of the layers."""
         if self.first is not None or self.last is not None or self.embedding or self.loss:
-            hint = "Megatron refuses that: leave the others out"
+            hint = "leave the others out: Megatron rejects them"
             raise self._refused("a layout is given together with other pipeline arguments", hint)
-        chunks = _written_out(self.layout)
+        chunks = _expand_layout(self.layout)
         flat = "".join(chunks)
         if len(chunks) % self.pp or (self.vpp > 1 and len(chunks) != self.pp * self.vpp):
-            raise self._refused(f"the layout has {len(chunks)} stages", "it needs one a stage and chunk")
+            raise self._refused(f"the layout has {len(chunks)} stages", "it needs one per stage and chunk")
         if flat[:1] != "E" or flat[-1:] != "L" or flat.count("E") != 1 or flat.count("L") != 1:
             message = "the layout does not begin with its only E and end with its only L"
             raise self._refused(message, "compare it with the launch script")
         if flat.count("t") != self.layers or flat.count("m") != self.mtp:
-            held = f"{flat.count('t')} layers and {flat.count('m')} for multi-token prediction"
-            message = f"the layout has {held}, the model {self.layers} and {self.mtp}"
+            counts = f"{flat.count('t')} layers and {flat.count('m')} for multi-token prediction"
+            message = f"the layout has {counts}, but the model has {self.layers} and {self.mtp}"
             raise self._refused(message, "compare num_layers and mtp_num_layers")
         if "m" in flat and ("t" in flat[flat.index("m") :] or sum("m" in chunk for chunk in chunks[-self.pp :]) != 1):
-            hint = "Megatron wants them in the last chunk of one stage"
+            hint = "Megatron requires them in the last chunk of one stage"
             raise self._refused("multi-token prediction layers are not together behind all others", hint)
         return chunks
 
-    def _refused(self, what: str, hint: str) -> CkptkitError:
-        given = ((name, getattr(self, field)) for field, name in _ARGUMENTS.items())
-        message = ", ".join(f"{name} {value}" for name, value in given if value not in (None, False, 0))
-        return CkptkitError(f"{what}: {message}", hint)
+    def _refused(self, problem: str, hint: str) -> CkptkitError:
+        arguments = ((name, getattr(self, field)) for field, name in _ARGUMENTS.items())
+        values = ", ".join(f"{name} {value}" for name, value in arguments if value not in (None, False, 0))
+        return CkptkitError(f"{problem}: {values}", hint)
 
 
 def count_chunks(layout: str) -> int:
-    """How many stages a layout has, the chunks of each counted. Raises CkptkitError for what is not a layout."""
-    return len(_written_out(layout))
+    """The number of chunks of all stages in a layout. Raises CkptkitError for an invalid layout."""
+    return len(_expand_layout(layout))
 
 
-def _written_out(layout: Any) -> list[str]:
-    """One string of letters a chunk. Raises CkptkitError for what is not a layout."""
+def _expand_layout(layout: Any) -> list[str]:
+    """One string of letters per chunk. Raises CkptkitError for an invalid layout."""
     if isinstance(layout, (list, tuple)) and all(isinstance(chunk, (list, tuple)) for chunk in layout):
         chunks = ["".join(_LETTERS.get(str(part).strip().lower(), "?") for part in chunk) for chunk in layout]
     elif isinstance(layout, str):
         text = layout.replace(",", "")
         for repeated in _REPEATED:
-            if len(layout) > _MAX_TEXT or _written_length(repeated, text) > _MAX_LAYOUT:
-                message = f"pipeline_model_parallel_layout {shortened(layout)} is too long to be one"
+            size = sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text))
+            if len(layout) > _MAX_TEXT or size > _MAX_LAYOUT:
+                message = f"pipeline_model_parallel_layout {shortened(layout)} is too long"
                 raise CkptkitError(message, "compare it with the launch script")
             text = repeated.sub(lambda match: match[1] * int(match[2]), text)
         chunks = text.split("|")
     else:
         chunks = ["?"]
     if set("".join(chunks)) - set(_LETTERS.values()):
-        hint = "it is made of E, t, m and L, | between stages, *n and parentheses"
+        hint = "it consists of E, t, m and L, | between stages, *n and parentheses"
         raise CkptkitError(f"pipeline_model_parallel_layout {shortened(layout)} is not a layout", hint)
     return chunks
-
-
-def _written_length(repeated: re.Pattern[str], text: str) -> int:
-    return sum(len(match[1]) * int(match[2]) for match in repeated.finditer(text))

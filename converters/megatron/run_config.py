@@ -1,4 +1,4 @@
-"""Training arguments of a run that stored its settings as YAML beside the weights: Megatron-Bridge and NeMo 2.
+"""Training arguments from the YAML settings that Megatron-Bridge and NeMo 2 store next to the weights.
 
 Source: Megatron-Bridge `training/checkpointing.py`, `models/gpt_provider.py` and `models/gpt/model_config.py`; NeMo
 `lightning/io/pl.py`. The names in `_target_` are compared as text, and nothing is imported.
@@ -19,16 +19,16 @@ from ckptkit.storage.regular import read_regular
 
 _AGAIN = "copy it from the run again"
 RUN_CONFIG, NEMO_MODEL = "run_config.yaml", "model.yaml"
-# What a config has that says all of its settings. Another is one of a class whose own settings are not known here.
-_WHOLE = {"num_layers", "normalization", "layernorm_epsilon", "gated_linear_unit"}
-# Their names in a config, where those are others; a row of the table has those of TransformerConfig.
+# A complete config has these keys. Without them, it is of a class with settings that ckptkit does not know.
+_COMPLETE = {"num_layers", "normalization", "layernorm_epsilon", "gated_linear_unit"}
+# Names of arguments in a config that differ from TransformerConfig's, which `ARGUMENTS` has.
 _NAMES = {
     "use_rope_scaling": "rope_scaling",
     "rotary_seq_len_interpolation_factor": "seq_len_interpolation_factor",
     "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
 }
-# Without latent attention, whose config has them by their own names.
+# Names without latent attention; its config uses the arguments' names.
 _YARN = {"rotary_scaling_factor": "yarn_rotary_scaling_factor", "mscale": "yarn_mscale"} | {
     "mscale_all_dim": "yarn_mscale_all_dim"
 }
@@ -45,18 +45,18 @@ _OF_RUN = (
 
 
 def stored_args(weights: Path, args: Args) -> Args:
-    """`args`, Megatron-LM's own; where there are none, those that the run's settings in YAML come to.
+    """`args` (Megatron-LM's), or if that is empty the arguments that follow from the run's YAML settings.
 
-    Raises DamagedError for a file that cannot be read.
+    Raises DamagedError for an unreadable file.
     """
     if args or (file := _settings_file(weights)) is None:
         return args
     settings = model_settings(file)
-    return args_of(settings) if _WHOLE.issubset(settings) else {}
+    return args_of(settings) if _COMPLETE.issubset(settings) else {}
 
 
 def args_file(weights: Path, own: bool) -> Path:
-    """The file that `stored_args` are from; `own`: Megatron-LM's are there."""
+    """The file that contains `stored_args`; `own`: whether Megatron-LM stored its arguments."""
     file = None if own else _settings_file(weights)
     return file or weights / "common.pt"
 
@@ -67,14 +67,14 @@ def _settings_file(weights: Path) -> Path | None:
 
 
 def peft_settings(weights: Path) -> Mapping[str, Any] | None:
-    """What a run's run_config.yaml says of adapters (`dim`, `alpha`); None where it trained none.
+    """The adapter settings in a run's run_config.yaml (`dim`, `alpha`), or None if it trained no adapter.
 
-    Raises DamagedError for a file that cannot be read.
+    Raises DamagedError for an unreadable file.
     """
     file = weights / RUN_CONFIG
     content = _content(file) if file.is_file() else None
-    found = content.get("peft") if isinstance(content, dict) else None
-    return found if isinstance(found, dict) else None
+    settings = content.get("peft") if isinstance(content, dict) else None
+    return settings if isinstance(settings, dict) else None
 
 
 def _content(file: Path) -> Any:
@@ -85,26 +85,26 @@ def _content(file: Path) -> Any:
 
 
 def model_settings(file: Path) -> Mapping[str, Any]:
-    """The settings of the model in a run's YAML file, those of its layers among them. Raises DamagedError."""
+    """The model settings in a run's YAML file, including those of its layers. Raises DamagedError."""
     content = _content(file)
     key = "config" if file.name == NEMO_MODEL else "model"
     model = content.get(key) if isinstance(content, dict) else None
     if not isinstance(model, dict):
-        raise DamagedError(f"{file} has no settings of a model", _AGAIN)
-    # Since 2026 those of the layers are a part of their own.
+        raise DamagedError(f"{file} has no model settings", _AGAIN)
+    # Since 2026 the settings of the layers are in a separate object.
     layers = model.get("transformer")
     return {**model, **layers} if isinstance(layers, dict) else model
 
 
 def args_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron-LM's arguments for a model with these settings of TransformerConfig and of a provider of GPTModel."""
+    """Megatron-LM's arguments for settings of TransformerConfig and of a GPTModel provider."""
     latent = "kv_lora_rank" in settings
     names = {row.name: row.config or row.name for row in ARGUMENTS} | _NAMES | ({} if latent else _YARN)
-    found = {name: settings[config] for name, config in names.items() if config in settings}
-    found |= {name: settings[name] for name in _OF_RUN if name in settings}
+    args = {name: settings[config] for name, config in names.items() if config in settings}
+    args |= {name: settings[name] for name in _OF_RUN if name in settings}
     activation, gated = _named(settings.get("activation_func")), get(settings, "gated_linear_unit", False)
     heads = settings.get("num_attention_heads")
-    return found | {
+    return args | {
         "swiglu": gated and activation in ("silu", "swish"),
         "squared_relu": activation == "squared_relu",
         "quick_geglu": gated and activation == "quick_gelu",
@@ -117,13 +117,13 @@ def args_of(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(value: object) -> str | None:
-    """The last part of what a value names: `silu`, of `_target_: torch.nn.functional.silu` or as it is."""
+    """The last component of a name: `silu` for `_target_: torch.nn.functional.silu`."""
     name = value.get("_target_") if isinstance(value, dict) else value
     return name.rpartition(".")[2] if isinstance(name, str) else None
 
 
 def _padded(settings: Mapping[str, Any]) -> int | None:
-    """Rows of the vocabulary: padded for tensor parallel ranks where the provider is told to."""
+    """Rows of the vocabulary, padded for tensor parallel ranks if `should_pad_vocab` is set."""
     rows, multiple = settings.get("vocab_size"), get(settings, "make_vocab_size_divisible_by", 128)
     ranks = get(settings, "tensor_model_parallel_size", 1)
     if not (isinstance(rows, int) and isinstance(multiple, int) and isinstance(ranks, int)) or multiple * ranks < 1:

@@ -1,7 +1,7 @@
-"""Ops turn HF tensors into a Megatron tensor and back. Each is pure, invertible, and runs on shapes alone too.
+"""Ops convert HF tensors to a Megatron tensor and back. They are pure and invertible, and also run on shapes.
 
-`merge` takes the HF tensors of a rule and gives Megatron's one; `split` is its exact inverse;
-`shard` cuts Megatron's global tensor as tensor-parallel rank `rank` of `size` holds it (only verify needs that).
+`merge` converts the HF tensors of a rule to Megatron's tensor; `split` is its exact inverse; `shard` returns the part
+of Megatron's global tensor on tensor-parallel rank `rank` of `size` (only verify needs that).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Op(Protocol):
 
 
 def chunk(tensor: Tensor, axis: int, rank: int, size: int) -> Tensor:
-    """Part `rank` of `size` equal parts along `axis`. Raises CkptkitError when it does not divide."""
+    """Part `rank` of `size` equal parts along `axis`. Raises CkptkitError if the axis does not divide."""
     if tensor.shape[axis] % size:
         raise CkptkitError(
             f"axis {axis} of {list(tensor.shape)} does not divide over {size} tensor-parallel ranks",
@@ -37,7 +37,7 @@ def chunk(tensor: Tensor, axis: int, rank: int, size: int) -> Tensor:
 
 
 class OneToOne:
-    """An op between one tensor and one: subclasses say what becomes of it. Every rank holds all of it."""
+    """Base of ops between two single tensors. By default every rank holds the complete tensor."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Megatron's tensor, from HF's."""
@@ -60,7 +60,7 @@ class OneToOne:
 
 @dataclass(frozen=True)
 class Copy(OneToOne):
-    """One tensor on both sides. `axis` is the tensor-parallel axis; None means every rank holds all of it."""
+    """The same tensor on both sides. `axis`: the tensor-parallel axis, or None if every rank holds all of it."""
 
     axis: int | None = None
 
@@ -70,7 +70,7 @@ class Copy(OneToOne):
 
 @dataclass(frozen=True)
 class OneRow(OneToOne):
-    """A vector that HF keeps as the only row of a matrix."""
+    """A vector that HF stores as the only row of a matrix."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(-1)
@@ -81,10 +81,7 @@ class OneRow(OneToOne):
 
 @dataclass(frozen=True)
 class SwapHalves(OneToOne):
-    """A matrix [rows, 2 x columns] over two input vectors that Megatron takes in the other order.
-
-    Its rows are cut over tensor-parallel ranks.
-    """
+    """A matrix [rows, 2 x columns] over two input vectors that Megatron has in reverse order; ranks share its rows."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         first, second = tensor.chunk(2, dim=1)
@@ -98,9 +95,9 @@ class SwapHalves(OneToOne):
 
 @dataclass(frozen=True)
 class GateUp:
-    """SwiGLU: gate_proj and up_proj, each [ffn, hidden], one above the other as linear_fc1 [2 ffn, hidden].
+    """SwiGLU: gate_proj above up_proj, each [ffn, hidden], as linear_fc1 [2 ffn, hidden].
 
-    The global tensor is independent of tensor parallelism; a rank's own linear_fc1 is its gate rows above its up rows.
+    The global tensor is independent of tensor parallelism; a rank's linear_fc1 is its gate rows above its up rows.
     """
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -116,7 +113,7 @@ class GateUp:
 
 @dataclass(frozen=True)
 class GateUpInOne(OneToOne):
-    """Gate above up in one matrix [2 ffn, hidden], in the release as in linear_fc1. Ranks hold it as with `GateUp`."""
+    """Gate above up in one matrix [2 ffn, hidden], in the release and in linear_fc1. Sharded like `GateUp`."""
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         return GateUp().shard(tensor, rank, size)
@@ -134,21 +131,21 @@ class Qkv:
     head_dim: int
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        query, *others = (one.reshape(self.groups, -1, self.head_dim, *one.shape[1:]) for one in tensors)
-        return cat([self._turned(query, back=False), *others], dim=1).reshape(-1, *tensors[0].shape[1:])
+        query, *keys_values = (one.reshape(self.groups, -1, self.head_dim, *one.shape[1:]) for one in tensors)
+        return cat([self._reorder(query, back=False), *keys_values], dim=1).reshape(-1, *tensors[0].shape[1:])
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        rest = tensor.shape[1:]
-        grouped = tensor.reshape(self.groups, -1, self.head_dim, *rest)
-        query, *others = grouped.split_with_sizes([grouped.shape[1] - 2, 1, 1], dim=1)
-        return tuple(part.reshape(-1, *rest) for part in (self._turned(query, back=True), *others))
+        columns = tensor.shape[1:]
+        grouped = tensor.reshape(self.groups, -1, self.head_dim, *columns)
+        query, *keys_values = grouped.split_with_sizes([grouped.shape[1] - 2, 1, 1], dim=1)
+        return tuple(part.reshape(-1, *columns) for part in (self._reorder(query, back=True), *keys_values))
 
-    def _turned(self, query: Tensor, *, back: bool) -> Tensor:
-        """What a group has of q_proj, in Megatron's order, or `back` in HF's."""
+    def _reorder(self, query: Tensor, *, back: bool) -> Tensor:
+        """A group's part of q_proj in Megatron's order, or in HF's if `back`."""
         return query
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        # More ranks than groups: each holds a part of a group's rows (megatron-core `Attention`).
+        # With more ranks than groups, each holds a part of a group's rows (megatron-core `Attention`).
         if self.groups % size and size % self.groups:
             raise CkptkitError(
                 f"{self.groups} query groups do not divide over {size} tensor-parallel ranks",
@@ -159,7 +156,7 @@ class Qkv:
 
 @dataclass(frozen=True)
 class QkvInOne(Qkv):
-    """As Qkv, where the release has the rows of all queries, keys and values one above the other in one tensor."""
+    """Like Qkv, if the release has all queries, keys and values in one tensor, in this order."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
@@ -172,20 +169,20 @@ class QkvInOne(Qkv):
 
 @dataclass(frozen=True)
 class GatedQkv(Qkv):
-    """As Qkv, with an output gate in q_proj [2 x heads x head_dim, ...]: each head's q rows, then its gate rows.
+    """Like Qkv, with an output gate in q_proj [2 x heads x head_dim, ...]: each head's q rows, then its gate rows.
 
-    Megatron keeps for every query group its q heads, then their gates, then its k, then its v (megatron-core
-    `attention.py`, `get_query_key_value_tensors` with `output_gate`).
+    Megatron stores for every query group its q heads, their gates, its k, and its v (megatron-core `attention.py`,
+    `get_query_key_value_tensors` with `output_gate`).
     """
 
-    def _turned(self, query: Tensor, *, back: bool) -> Tensor:
+    def _reorder(self, query: Tensor, *, back: bool) -> Tensor:
         sizes = (2, -1) if back else (-1, 2)
         return query.reshape(self.groups, *sizes, *query.shape[2:]).transpose(1, 2).flatten(1, 2)
 
 
 @dataclass(frozen=True)
 class MinusOne(OneToOne):
-    """A norm's weight minus one, as Megatron's zero-centred norms store it. The rule must be `upcast`: no rounding."""
+    """A norm's weight minus one, for Megatron's zero-centred norms. The rule must be `upcast` to avoid rounding."""
 
     def forward(self, tensor: Tensor) -> Tensor:
         return tensor - 1
@@ -196,17 +193,17 @@ class MinusOne(OneToOne):
 
 @dataclass(frozen=True)
 class ZeroPadded(OneToOne):
-    """A vector of `size` values that HF keeps with `padding` zeros behind them, and Megatron without.
+    """A vector of `size` values that HF pads with `padding` zeros, and Megatron does not.
 
-    The planner refuses a padding that is not zero (`is_padded`), which would be lost.
+    The planner rejects a padding that is not zero (`is_padded`), because it would be lost.
     """
 
     size: int
     padding: int
 
     def is_padded(self, tensor: Tensor) -> bool:
-        """Whether every bit behind the values is 0."""
-        import torch  # only where there are tensors
+        """Whether every bit after the values is 0."""
+        import torch
 
         return not bool(tensor[self.size :].view(torch.uint8).any())
 
@@ -226,7 +223,7 @@ def _shard_sections(tensor: Tensor, sections: Sequence[int], rank: int, size: in
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Stacked matrices of `parts` rows each. Tensor parallelism cuts each of the `sections` of their rows alone."""
+    """Stacked matrices with `parts` rows. Tensor parallelism cuts each of the `sections` of rows separately."""
 
     parts: tuple[int, ...]
     sections: tuple[int, ...]
@@ -243,11 +240,11 @@ class StackedRows:
 
 @dataclass(frozen=True)
 class ByKeyHead:
-    """Qwen3-Next's in_proj_qkvz and in_proj_ba, ordered by key head, as Megatron's in_proj, ordered by kind.
+    """Qwen3-Next's in_proj_qkvz and in_proj_ba, ordered by key head, to Megatron's in_proj, ordered by kind.
 
     Rows of a key head in in_proj_qkvz: its query, its key, then the values and the output gates (z) of its value heads.
     In in_proj_ba: beta, then alpha, of its value heads (transformers `fix_query_key_value_ordering`). Megatron has all
-    queries, keys, values, gates, betas and alphas in turn (megatron-core `gated_delta_net`).
+    queries, then all keys, values, gates, betas and alphas (megatron-core `gated_delta_net`).
     """
 
     net: LinearAttention
@@ -270,7 +267,7 @@ class ByKeyHead:
 
     @property
     def _rows(self) -> tuple[list[int], list[int]]:
-        """Rows a key head of each kind, in in_proj_qkvz and in in_proj_ba."""
+        """Rows of each kind per key head, in in_proj_qkvz and in in_proj_ba."""
         rows = [count // self.net.key_heads for count in self.net.in_proj]
         return rows[:4], rows[4:]
 

@@ -1,4 +1,4 @@
-"""Finds the shape that an op gives, without torch: the op runs on a stand-in that has only a shape."""
+"""Computes the output shape of an op without torch, by running it on stand-ins that have only a shape."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Shape = tuple[int, ...]
 
 
 def shape_of(run: Callable[[Sequence[Tensor]], Tensor], shapes: Iterable[Shape]) -> Shape:
-    """The shape of what `run` makes of tensors of these shapes. Raises CkptkitError where they do not fit one another.
+    """The output shape of `run` for tensors of these shapes. Raises CkptkitError if they do not fit.
 
-    `run` is to use no more of a tensor than `ShapeOnly` has, and `cat` to join tensors.
+    `run` may only use the methods of `ShapeOnly`, and `cat` to join tensors.
     """
     stand_ins: list[Any] = [ShapeOnly(tuple(shape)) for shape in shapes]
     return tuple(run(stand_ins).shape)
 
 
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """`torch.cat`, which joins stand-ins too."""
+    """`torch.cat` that also joins stand-ins."""
     if isinstance(tensors[0], ShapeOnly):
         return tensors[0].joined(tensors, dim)
-    import torch  # only where there are tensors
+    import torch
 
     return torch.cat(list(tensors), dim)
 
 
 @dataclass(frozen=True)
 class ShapeOnly:
-    """Has those of torch.Tensor's methods that ops use, with the same arguments."""
+    """The methods of torch.Tensor that ops use, with the same arguments."""
 
     shape: Shape
 
     def reshape(self, *sizes: Any) -> ShapeOnly:
-        given = sizes[0] if isinstance(sizes[0], tuple) else sizes
-        count, rest = math.prod(self.shape), math.prod(size for size in given if size != -1)
-        result = tuple(count // max(rest, 1) if size == -1 else size for size in given)
-        return ShapeOnly(result) if math.prod(result) == count else _refuse(f"{list(self.shape)} is not {list(given)}")
+        target = sizes[0] if isinstance(sizes[0], tuple) else sizes
+        count, known = math.prod(self.shape), math.prod(size for size in target if size != -1)
+        result = tuple(count // max(known, 1) if size == -1 else size for size in target)
+        return ShapeOnly(result) if math.prod(result) == count else _refuse(f"{list(self.shape)} is not {list(target)}")
 
     def flatten(self, first: int = 0, last: int = -1) -> ShapeOnly:
         end = last % len(self.shape) + 1
@@ -77,7 +77,7 @@ class ShapeOnly:
         return self
 
     def joined(self, others: Sequence[Any], dim: int) -> Any:
-        """What `torch.cat` gives of tensors, of which this is the first."""
+        """The result of `torch.cat` for `others`, which include this one."""
         axis = dim % len(self.shape)
         if len({(*one.shape[:axis], *one.shape[axis + 1 :]) for one in others}) > 1:
             _refuse(f"tensors {', '.join(str(list(one.shape)) for one in others)} cannot be joined along axis {axis}")
@@ -87,5 +87,5 @@ class ShapeOnly:
         return ShapeOnly((*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
 
-def _refuse(what: str) -> NoReturn:
-    raise CkptkitError(what, "this is a defect in a rule: please report it")
+def _refuse(message: str) -> NoReturn:
+    raise CkptkitError(message, "this is a defect in a rule: please report it")

@@ -156,7 +156,7 @@ def described(config: Mapping[str, Any], specs: Mapping[str, TensorSpec]) -> str
 def _check_left(release: Release, form: Format, left: Sequence[TensorSpec]) -> None:
     """Raises CkptkitError unless the tensors that no step takes are plain weights."""
     if orphans := [spec.name for spec in left if spec.name.endswith(form.parts)]:
-        what = f"{release.home(orphans[0])}: no quantized weight is stored beside {summarize(orphans)}"
+        what = f"{release.home(orphans[0])}: no quantized weight is stored with {summarize(orphans)}"
         raise CkptkitError(what, "a shard is missing or stale: compare the names with the release's index")
     for spec in left:
         if spec.dtype not in _PLAIN:

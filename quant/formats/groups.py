@@ -193,12 +193,12 @@ def refusals(config: Mapping[str, Any]) -> Iterator[Refusal]:
             (*BY_CLASS, *SGLANG),
             "actorder is 'group' (or its alias 'dynamic'), which compressed-tensors refuses from 0.19 on, and every "
             "engine beside it",
-            "quantize with actorder 'weight' or without; compressed-tensors up to 0.18 takes it",
+            "quantize with actorder 'weight' or without; compressed-tensors up to 0.18 accepts it",
         )
     if any(weights.get("actorder") in _IN_ORDER and _strategy(weights) == "channel" for weights in packed):
         yield Refusal(
             ("vLLM 0.26",),  # the reader that is nearest
-            "actorder stands beside one scale a row, which compressed-tensors refuses up to 0.15, as vLLM 0.19 to 0.22 "
+            "actorder goes with one scale a row, which compressed-tensors refuses up to 0.15, as vLLM 0.19 to 0.22 "
             "require it",
             "set `actorder` to null: with one scale a row it says nothing",
         )

@@ -48,7 +48,7 @@ class Release:
         if name not in self.specs:
             raise self.refused(
                 beside,
-                f"has no {name} beside it",
+                f"has no {name} next to it",
                 "a shard is missing or stale: compare the names with the release's index",
             )
         return self.specs[name]

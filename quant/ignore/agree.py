@@ -1,4 +1,4 @@
-"""Finds where readers of an `ignore` list disagree about what is packed, and a spelling on which they agree."""
+"""Finds the tensors that readers of an `ignore` list treat differently, and entries that they all read alike."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from ckptkit.quant.ignore.reading import Answer, Reading, read_all
 from ckptkit.quant.ignore.tree import DRAFT_LAYER, ClassTree
 
 OTHER_FORMAT = (
-    "no entry of `ignore` tells layers of another format: do not quantize updates of this model with slime or miles"
+    "`ignore` cannot exclude layers of another format: do not quantize updates of this model with slime or miles"
 )
 NOTHING_PACKED = "remove quantization_config, or quantize again with `ckptkit quantize`"
 _SHOWN = 4  # entries in a sentence
-_MAX_ADVICE = 3  # each try looks at every tensor again
-_TOGETHER = "SGLang packs the routed experts of a layer together or not at all, and so q, k, v and gate, up"
-_NO_TARGET = "because no entry of `targets` names it"
+_MAX_ADVICE = 3  # entries to find a replacement for: each attempt examines every tensor again
+_TOGETHER = "SGLang packs all routed experts of a layer or none; the same holds for q, k, v and for gate, up"
+_NO_TARGET = "because no entry of `targets` matches it"
 _VERBS: Mapping[Answer, str] = {
     "packs": "pack",
-    "other": "look in another format for",
+    "other": "expect another format of",
     "keeps": "leave unpacked",
     "refuses": "refuse to load",
 }
 
 
 def packed_by(matrices: Iterable[Matrix], base: Reading) -> list[bool]:
-    """Whether each matrix is to be packed: what the model's classes and compressed-tensors' reading `base` allow."""
+    """Whether the model's classes and compressed-tensors' reading `base` allow packing each matrix."""
     pairs = zip(matrices, base.answers, strict=True)
     return [matrix.reason is None and answer == "packs" for matrix, answer in pairs]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A tensor that one reader treats differently, and the entries of `ignore` that this reader reads differently."""
+    """A tensor that one reader treats differently from its packing, and the entries that it reads differently."""
 
     tensor: str
     reader: str
     answer: Answer
     patterns: tuple[str, ...]
-    cause: str = ""  # why else, in words with `{}` for the entries that cover it
+    cause: str = ""  # any other cause; `{}` stands for the covering entries
     covering: tuple[str, ...] = ()  # the entries that cover it for this reader
 
 
@@ -59,43 +59,39 @@ def divergences(
     others: Collection[str] = (),
     base_reader: str = "compressed-tensors",
 ) -> list[Divergence]:
-    """Every matrix where one of `readers` contradicts `packed`.
+    """Returns a divergence for each matrix and each of `readers` that contradicts `packed`.
 
-    `readings`: as `read_all` returns them; entries are compared with the reading of `base_reader`. `others`: modules
+    `readings`: the result of `read_all`; entries are compared with the reading of `base_reader`. `others`: modules
     quantized in another format.
     """
     found, base = [], readings[base_reader]
-    wanted: list[Answer] = [
-        "packs" if packs else "other" if matrix.module in others else "keeps"
-        for matrix, packs in zip(matrices, packed, strict=True)
-    ]
     for reader in readers:
         reading = readings[reader]
-        for index, (matrix, answer, should) in enumerate(zip(matrices, reading.answers, wanted, strict=True)):
-            if answer not in (should, "either"):
-                near = dict.fromkeys([*base.entries_at(index), *reading.entries_at(index)])
-                differ = tuple(pattern for pattern in near if _differs(reading, base, pattern, index))
-                covering, cause = tuple(reading.entries_at(index)), _cause(reading, reading is base, matrix, index)
+        for index, (matrix, packs, answer) in enumerate(zip(matrices, packed, reading.answers, strict=True)):
+            if answer not in ("packs" if packs else "other" if matrix.module in others else "keeps", "either"):
+                covering = tuple(reading.entries_at(index))
+                entries = dict.fromkeys([*base.entries_at(index), *covering])
+                differ = tuple(pattern for pattern in entries if _differs(reading, base, pattern, index))
+                cause = _cause(reading, reading is base, matrix, index)
                 found.append(Divergence(matrix.tensor, reader, answer, differ, cause, covering))
     return found
 
 
-def _cause(reading: Reading, by_class: bool, matrix: Matrix, index: int) -> str:
-    """As `Divergence.cause`. `by_class`: the reader asks about modules by their class, as compressed-tensors does."""
+def _cause(reading: Reading, is_base: bool, matrix: Matrix, index: int) -> str:
     answer, covered = reading.answers[index], bool(reading.entries_at(index))
-    if not reading.asked[index] or (by_class and matrix.torch_class is None):
+    if not reading.asked[index] or (is_base and matrix.torch_class is None):
         return "because it has no quantized layer for it, whatever the list contains"
     if answer == "packs":
         return "because no entry covers it"
     if answer == "refuses":
-        return "because {} covers only a part of it" if covered else "because `targets` do not name all of it"
+        return "because {} covers only a part of it" if covered else "because `targets` match only a part of it"
     if answer == "other":
-        return "because another config group names it"
+        return "because another config group matches it"
     return "because {} covers it" if covered else _NO_TARGET
 
 
 def reason_of(several: Sequence[Divergence]) -> str:
-    """Why a reader answers so about tensors that it treats differently for one and the same cause."""
+    """The reason why a reader treats these tensors differently; they have one cause."""
     entries = fold(dict.fromkeys(pattern for one in several for pattern in one.patterns))
     if entries and not (several[0].answer == "refuses" and several[0].covering):
         return f"because of how it reads {shown(entries)}"
@@ -104,20 +100,20 @@ def reason_of(several: Sequence[Divergence]) -> str:
 
 
 def kind_of(one: Divergence) -> tuple[str, ...]:
-    """What divergences of one cause have in common: entries that differ only in numbers count as one."""
+    """The key of divergences with one cause; entries that differ only in numbers are equal."""
     return (*map(without_numbers, one.patterns or one.covering), "" if one.patterns else one.cause)
 
 
 def _differs(reading: Reading, base: Reading, pattern: str, index: int) -> bool:
     if reading is base or pattern not in reading.covers:
         return False
-    wanted = base.covered(pattern, index)
-    return any((name in reading.covers[pattern]) != wanted for name in reading.asked[index])
+    is_covered = base.covered(pattern, index)
+    return any((name in reading.covers[pattern]) != is_covered for name in reading.asked[index])
 
 
 @dataclass(frozen=True)
 class Question:
-    """What readers must agree on."""
+    """The packing of a model that readers must agree on."""
 
     matrices: Sequence[Matrix]
     packed: Sequence[bool]  # for each matrix
@@ -127,22 +123,20 @@ class Question:
     others: Collection[str] = ()  # modules quantized in another format
 
     def divergences(self, ignore: Sequence[str]) -> list[Divergence]:
-        """Every disagreement over `ignore`."""
         readings = read_all(self.readers, self.matrices, ignore, self.config, self.targets)
         return divergences(self.matrices, self.packed, readings, self.readers, self.others)
 
 
 def check_portable(question: Question, ignore: Sequence[str]) -> None:
-    """Raises CkptkitError naming tensors, readers and entries when a reader takes `ignore` differently."""
-    found = question.divergences(ignore)
-    if found:
+    """Raises CkptkitError naming tensors, readers and entries if readers interpret `ignore` differently."""
+    if found := question.divergences(ignore):
         raise CkptkitError(
             "readers do not agree on the ignore list", advice(found, question, ignore), list(described(found))
         )
 
 
 def described(found: Iterable[Divergence]) -> Iterator[str]:
-    """Describes divergences, with one line for those of one kind, over entries that differ in numbers alone."""
+    """Describes divergences, one line for each kind; entries that differ only in numbers are one kind."""
     kinds: dict[tuple[str, Answer, tuple[str, ...]], list[Divergence]] = defaultdict(list)
     for one in found:
         kinds[one.reader, one.answer, kind_of(one)].append(one)
@@ -154,49 +148,45 @@ def described(found: Iterable[Divergence]) -> Iterator[str]:
 
 
 def without_numbers(entry: str) -> str:
-    """The entry with `#` for every number: equal for those of all layers and experts."""
+    """The entry with `#` for every number, so that entries of all layers and experts are equal."""
     return re.sub(r"\d+", "#", entry)
 
 
 def quoted(patterns: Iterable[str]) -> str:
-    """Entries for a message."""
     return ", ".join(f"'{pattern}'" for pattern in patterns)
 
 
 def shown(patterns: Sequence[str]) -> str:
-    """As `quoted`, with the first few of many."""
-    rest = len(patterns) - _SHOWN
-    return quoted(patterns[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    """Like `quoted`, but shortens a long list."""
+    more = len(patterns) - _SHOWN
+    return quoted(patterns[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def advice(found: Sequence[Divergence], question: Question, ignore: Sequence[str]) -> str:
-    """The next move: what to write instead of the entries that readers take differently, and what to add.
+    """Suggests replacements for the entries that readers interpret differently, and entries to add.
 
-    Draft layers are left out by one entry for the whole layer, since engines give its modules other names.
+    A draft layer needs one entry for the complete layer, since engines give its modules other names.
     """
     moves = []
     drafts = {matrix.tensor for matrix in question.matrices if matrix.reason == DRAFT_LAYER}
     suspects = list(dict.fromkeys(pattern for one in found if one.tensor not in drafts for pattern in one.patterns))
     for pattern in suspects[:_MAX_ADVICE]:
         better = _respell(pattern, question, ignore)
-        moves.append(
-            f"instead of '{pattern}' pass '{better}'"
-            if better
-            else f"remove '{pattern}' and name whole layers: {_TOGETHER}"
-        )
-    if rest := suspects[_MAX_ADVICE:]:
-        moves.append(f"do the same for {len(rest)} more entries")
-    bare = {one.tensor for one in found if not one.patterns or one.tensor in drafts}
-    alone = [matrix for matrix in question.matrices if matrix.tensor in bare]
-    if missing := dict.fromkeys(one.entry for one in alone if one.module not in question.others):
+        removal = f"remove '{pattern}' and name complete layers: {_TOGETHER}"
+        moves.append(f"replace '{pattern}' by '{better}'" if better else removal)
+    if more := len(suspects[_MAX_ADVICE:]):
+        moves.append(f"do the same for {more} more entries")
+    unnamed = {one.tensor for one in found if not one.patterns or one.tensor in drafts}
+    matrices = [matrix for matrix in question.matrices if matrix.tensor in unnamed]
+    if missing := dict.fromkeys(one.entry for one in matrices if one.module not in question.others):
         moves.append("add " + quoted(missing))
-    if any(one.module in question.others for one in alone):
+    if any(one.module in question.others for one in matrices):
         moves.append(OTHER_FORMAT)
     return "; ".join(moves)
 
 
 def _respell(pattern: str, question: Question, ignore: Sequence[str]) -> str | None:
-    """The first spelling of an entry that covers something and on which readers agree; None: there is none."""
+    """The first spelling of an entry that covers a matrix and that readers agree on, or None."""
     basis = [matrix.entry for matrix in question.matrices if matrix.reason]
     others = {
         (one.tensor, one.reader) for one in question.divergences(_unique(ignore, basis)) if pattern not in one.patterns
@@ -215,9 +205,9 @@ def _unique(*entries: Sequence[str]) -> list[str]:
 
 
 def is_published(model_type: str, ignore: Sequence[str], tree: ClassTree) -> bool:
-    """Whether the list is one of a known release, or is written out as llm-compressor saves it.
+    """Whether a known release has this list, or llm-compressor may have written it.
 
-    Written out: whole module names and no pattern, the head and every router among them.
+    llm-compressor writes full module names without patterns, which include the head and every router.
     """
     family = FAMILIES.get(model_type)
     if family and family.release and frozenset(ignore) in family.release.published_ignore:
@@ -237,8 +227,8 @@ def severities(
 ) -> dict[str, Literal["error", "warning"]]:
     """The severity, for each reader, of a list that contradicts the packed weights: see `severity_of`.
 
-    A config of several groups is made for engines too: trainers read the first alone. `updated` None: the trainer packs
-    what is stored packed, so that slime's reading of the list does not matter.
+    A config of several groups counts as published too: it is for engines, since trainers read only the first group.
+    `updated` None: the trainer packs the stored packed weights, so that slime's reading of the list does not matter.
     """
     published = len(groups_of(config)) > 1 or is_published(str(config.get("model_type")), ignore, tree)
     readers = (reader for reader in INT4_READERS if updated is not None or reader != "slime")
@@ -248,8 +238,8 @@ def severities(
 
 
 def is_untargeted(one: Divergence, asked: Sequence[str] | None) -> bool:
-    """Whether compressed-tensors finds no target for what is packed, an error as in `refuses_own_format`.
+    """Whether compressed-tensors finds no target for a packed weight, an error like in `refuses_own_format`.
 
-    It then leaves random numbers in transformers, as for the target "linear", which engines take for a class.
+    The weight is then random in transformers. Example: the target "linear", which engines treat as a class.
     """
     return one.cause == _NO_TARGET and one.reader in BY_CLASS and refuses_own_format(BY_CLASS, asked)

@@ -1,7 +1,7 @@
-"""Checks the list of unquantized modules of a config.json, and finds a list that all readers agree on.
+"""Checks the list of unquantized modules in a config.json, and finds a list that all readers agree on.
 
-Reads no weights: names come from the index, the header of the file, or the classes of the model. A report as text has
-findings, the table of entries, the portable list, and the verdict last.
+Reads no weights: names come from the index, the header of the file, or the model's classes. The text report contains
+the findings, the table of entries, the portable list and, last, the verdict.
 """
 
 from __future__ import annotations
@@ -33,50 +33,45 @@ class LintReport:
     """The result of `lint`."""
 
     path: str
-    names: str  # where tensor names come from
-    tensors: int  # how many matrices there are
-    packed: int  # how many of them are quantized, or would be by the list
+    names: str  # the source of the tensor names
+    tensors: int  # number of matrices
+    packed: int  # number of matrices that are quantized, or would be by the list
     patterns: Mapping[str, Mapping[str, tuple[str, ...]]]  # tensors (folded) that each entry covers for each reader
     findings: tuple[LintFinding, ...]
-    # A list that packs the same and on which the checked readers agree; None: there is none.
-    portable: tuple[str, ...] | None
-    fixed: bool = False  # it was written to config.json
-    key: str = "ignore"  # where config.json has the list
-    scheme: str = "INT4"  # what the packed matrices are
-    readers: tuple[str, ...] = ()  # those that were chosen; empty: all
+    portable: tuple[str, ...] | None  # a list with the same packing that the checked readers agree on, or None
+    fixed: bool = False  # `portable` was written to config.json
+    key: str = "ignore"  # the key of the list in config.json
+    scheme: str = "INT4"  # the format of packed matrices
+    readers: tuple[str, ...] = ()  # the chosen readers; empty: all
 
     @property
     def failed(self) -> bool:
-        """Whether any finding is an error."""
         return any(one.severity == "error" for one in self.findings)
 
     @property
     def disagreed(self) -> bool:
-        """Whether readers disagree about what is packed, or one of them refuses the config: more than a note."""
+        """Whether readers disagree about the packed weights, or one of them refuses the config; notes do not count."""
         return self.portable is None or any(
             one.kind in _DISAGREEMENTS and one.severity != "note" for one in self.findings
         )
 
     @property
     def warnings(self) -> int:
-        """How many findings are warnings."""
         return sum(one.severity == "warning" for one in self.findings)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values."""
-        own = {key: value for key, value in vars(self).items() if key != "findings"}
-        return {"schema": "ckptkit-lint/1", **own, "findings": [vars(one) for one in self.findings]}
+        values = {key: value for key, value in vars(self).items() if key != "findings"}
+        return {"schema": "ckptkit-lint/1", **values, "findings": [vars(one) for one in self.findings]}
 
 
 def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
-    """Returns a list that makes the checked readers agree on what is packed; None when there is none.
+    """Returns a list that makes the checked readers agree on the packed weights, or None.
 
-    Entries that readers take differently are replaced, and missing ones added. Entries that all readers take the
-    same way, or that cannot be judged, stay in their order. Linear layers that only transformers names, such as those
-    of a vision tower, stay covered if they were.
+    Replaces entries that readers interpret differently, and adds missing ones. Keeps the other entries in their order.
+    Linear layers that only transformers names, such as those of a vision tower, stay covered if they were.
     """
     if not subject.is_compressed:
-        return _whole_names(subject)
+        return _list_module_names(subject)
     suspects = {pattern for one in subject.divergences(subject.readings) for pattern in one.patterns}
     readings = [subject.readings[reader] for reader in subject.readers]
     spares = {
@@ -85,34 +80,36 @@ def portable_list(subject: IgnoreList) -> tuple[str, ...] | None:
         if any(subject.packed[index] for reading in readings for index in reading.covering(pattern))
     }
     dropped = suspects | spares | (set(idle(subject)) if subject.whole else set())
-    stays = [pattern for pattern in subject.ignore if pattern not in dropped]
-    exposed = {one.tensor for one in subject.divergences(subject.read(stays))}
+    kept = [pattern for pattern in subject.ignore if pattern not in dropped]
+    exposed = {one.tensor for one in subject.divergences(subject.read(kept))}
     missing = {matrix.module: matrix.entry for matrix, packs in subject.pairs if not packs and matrix.tensor in exposed}
     packed = {matrix.module for matrix, packs in subject.pairs if packs}
-    found = tuple(dict.fromkeys([*stays, *entries_for(missing, packed)]))
-    # Unpacked Linear layers, by transformers' names, that the old list covers and this one does not.
-    before, after = ({name for one in several for name in subject.spelled(one)} for several in (subject.ignore, found))
-    found += tuple(sorted(before - after - packed))
-    return None if subject.divergences(subject.read(found)) else found
+    entries = tuple(dict.fromkeys([*kept, *entries_for(missing, packed)]))
+    # Unpacked Linear layers, by transformers' names, that only the old list covers.
+    before, after = (
+        {name for entry in several for name in subject.spelled(entry)} for several in (subject.ignore, entries)
+    )
+    entries += tuple(sorted(before - after - packed))
+    return None if subject.divergences(subject.read(entries)) else entries
 
 
-def _whole_names(subject: IgnoreList) -> tuple[str, ...] | None:
-    """As `portable_list`, of whole module names, for engines and transformers, in other formats.
+def _list_module_names(subject: IgnoreList) -> tuple[str, ...] | None:
+    """Like `portable_list`, for formats other than compressed-tensors: full module names, for engines and transformers.
 
-    The list as it is where they agree already. Entries that no reader looks up stay.
+    Keeps a list that they already agree on, and entries that no reader looks up.
     """
     if subject.is_agreed:
         return subject.ignore
-    looking = [subject.readings[reader] for reader in subject.engines]
-    asked = [any(one.asked[index] for one in looking) for index in range(len(subject.matrices))]
+    readings = [subject.readings[reader] for reader in subject.engines]
     names = (
         fused_layer(matrix.module, None) if matrix.expert else matrix.module
-        for (matrix, packs), looked_up in zip(subject.pairs, asked, strict=True)
-        if looked_up and not packs
+        for index, (matrix, packs) in enumerate(subject.pairs)
+        if not packs and any(reading.asked[index] for reading in readings)
     )
-    found = tuple(dict.fromkeys([*sorted(names, key=_by_number), *subject.idle]))
-    agreed = not any(row.refuses(entry) for row in subject.rows.values() for entry in found)
-    return found if agreed and not subject.divergences(subject.read(found), subject.engines) else None
+    entries = tuple(dict.fromkeys([*sorted(names, key=_by_number), *subject.idle]))
+    if any(row.refuses(entry) for row in subject.rows.values() for entry in entries):
+        return None
+    return None if subject.divergences(subject.read(entries), subject.engines) else entries
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:
@@ -120,7 +117,6 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
-    """Returns the tensors (folded) that each entry covers for each reader."""
     folded: dict[tuple[int, ...], tuple[str, ...]] = {}
     table: dict[str, dict[str, tuple[str, ...]]] = {}
     for pattern in subject.ignore:
@@ -137,12 +133,12 @@ def pattern_table(subject: IgnoreList) -> dict[str, dict[str, tuple[str, ...]]]:
 
 
 def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = False) -> LintReport:
-    """Checks the list of unquantized modules of the checkpoint at `path`; config.json is enough, or an index too.
+    """Checks the list of unquantized modules of the checkpoint at `path`; needs only config.json or also the index.
 
-    `readers` (as `--reader`): those that must agree; None: all. Severities: `ckptkit.quant.ignore.readers.severity_of`.
-    `fix`: writes the portable list into config.json and keeps the original as config.json.orig.
-    Raises CkptkitError as `open_subject` and `locate` do, for a Megatron checkpoint, for a URL, and with `fix` when
-    there is no portable list.
+    `readers` (like `--reader`): those that must agree, or None for all. Severities:
+    `ckptkit.quant.ignore.readers.severity_of`. `fix`: writes the portable list into config.json and keeps the original
+    as config.json.orig. Raises CkptkitError like `open_subject` and `locate`, for a Megatron checkpoint, for a URL, and
+    with `fix` if there is no portable list.
     """
     refuse_url(path)
     root = Path(path)
@@ -153,8 +149,8 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     portable = portable_list(subject)
     findings = examine(subject)
     if portable is None and all(one.severity == "note" for one in findings):
-        message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on what is packed"
-        hint = "quantize again with `ckptkit quantize`, or name those who must agree with --reader"
+        message = f"no `{subject.key}` list makes {' and '.join(subject.readers)} agree on the packed weights"
+        hint = "quantize again with `ckptkit quantize`, or choose the readers that must agree with --reader"
         findings = (finding("disagreement", "error", message, hint, [], subject.readers), *findings)
     report = LintReport(
         str(root),
@@ -174,7 +170,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
     if portable is None:
         why = min(findings, key=lambda one: ORDER.index(one.severity)).message
         raise CkptkitError(
-            f"{root / 'config.json'}: no ignore list makes all readers agree on what is packed: {why}",
+            f"{root / 'config.json'}: no ignore list makes all readers agree on the packed weights: {why}",
             "quantize again with `ckptkit quantize`",
         )
     _write_list(subject, portable)
@@ -182,7 +178,7 @@ def lint(path: str | Path, *, readers: Sequence[str] | None = None, fix: bool = 
 
 
 def _write_list(subject: IgnoreList, entries: Sequence[str]) -> None:
-    """Writes `entries` into config.json and hf_quant_config.json, as far as they are there."""
+    """Writes `entries` into config.json and hf_quant_config.json, if they exist."""
     config = read_json(subject.path / "config.json")
     if isinstance(content := quantization_of(config), dict):
         for key in () if subject.is_compressed else KEYS[subject.method]:
@@ -209,11 +205,11 @@ _SHOWN_TENSORS = 4  # folded tensors in a line
 
 
 def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
-    """Yields the report for people; `width` None is that of the terminal."""
+    """Yields the text report; `width` None is the width of the terminal."""
     sections: dict[str, Sequence[str]] = {}
     if report.findings:
         alike = list(_alike(report.patterns))
-        sections[f"entries of `{report.key}`, and what each reader takes them for"] = [
+        sections[f"entries of `{report.key}`, and the tensors that they cover for each reader"] = [
             *(line for pattern, covers in alike[:_COPIED] for line in (pattern, *_row(covers))),
             *([f"and {len(alike) - _COPIED} more: `--json` has all"] if len(alike) > _COPIED else []),
         ]
@@ -226,28 +222,24 @@ def lines(report: LintReport, width: int | None = None) -> Iterator[str]:
 
 
 def _alike(patterns: Mapping[str, Mapping[str, Sequence[str]]]) -> Iterator[tuple[str, Mapping[str, Sequence[str]]]]:
-    """Yields the entries, with those as one that differ in numbers alone and so do the tensors that they cover."""
+    """Yields the entries; those that differ only in numbers, like the tensors that they cover, are one."""
     groups: dict[tuple[object, ...], list[str]] = {}
     for pattern, covers in patterns.items():
         kinds = tuple((reader, tuple(map(without_numbers, tensors))) for reader, tensors in covers.items())
-        groups.setdefault((pattern if pattern.startswith("re:") else without_numbers(pattern), kinds), []).append(
-            pattern
-        )
+        key = (pattern if pattern.startswith("re:") else without_numbers(pattern), kinds)
+        groups.setdefault(key, []).append(pattern)
     for several in groups.values():
         readers = patterns[several[0]]
-        yield (
-            _shortened(fold(several)),
-            {
+        if len(several) > 1:
+            readers = {
                 reader: fold(dict.fromkeys(tensor for pattern in several for tensor in patterns[pattern][reader]))
-                if len(several) > 1
-                else readers[reader]
                 for reader in readers
-            },
-        )
+            }
+        yield _shortened(fold(several)), readers
 
 
 def _few(entries: Sequence[str]) -> Sequence[str]:
-    """The entries, folded where they are too many to copy from a terminal: `--json` has each of them."""
+    """The entries, folded if they are too many to copy from a terminal; `--json` has each of them."""
     if len(entries) <= _COPIED:
         return entries
     folded = fold(entries)
@@ -260,7 +252,7 @@ def _closing(report: LintReport) -> Iterator[str]:
     if report.fixed:
         yield "fixed: config.json has the list above; the original is config.json.orig"
     if report.portable is None:
-        yield f"no {report.key} list makes {_readers(report)} agree on what is packed"
+        yield f"no {report.key} list makes {_readers(report)} agree on the packed weights"
 
 
 def _readers(report: LintReport) -> str:
@@ -277,12 +269,12 @@ def _verdict(report: LintReport) -> tuple[str, str]:
 
 
 def _row(covers: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    """Yields what an entry covers, with one line for readers that agree."""
+    """Yields the tensors that an entry covers, with one line for readers that agree."""
     readers: dict[tuple[str, ...], list[str]] = {}
     for reader, tensors in covers.items():
         readers.setdefault(tuple(tensors), []).append(reader)
-    for tensors, who in readers.items():
-        yield f"    {', '.join(who)}: {_shortened(tensors)}"
+    for tensors, names in readers.items():
+        yield f"    {', '.join(names)}: {_shortened(tensors)}"
 
 
 def _entry(finding: LintFinding) -> Entry:
@@ -293,5 +285,5 @@ def _entry(finding: LintFinding) -> Entry:
 
 
 def _shortened(tensors: Sequence[str]) -> str:
-    rest = len(tensors) - _SHOWN_TENSORS
-    return (", ".join(tensors[:_SHOWN_TENSORS]) or "nothing") + (f" and {rest} more" if rest > 0 else "")
+    more = len(tensors) - _SHOWN_TENSORS
+    return (", ".join(tensors[:_SHOWN_TENSORS]) or "nothing") + (f" and {more} more" if more > 0 else "")

@@ -257,7 +257,7 @@ def readers_of(names: Iterable[str], method: str = COMPRESSED) -> tuple[str, ...
     if unknown := sorted(set(chosen).difference(known)):
         raise CkptkitError(f"unknown reader {unknown[0]!r}", f"choose from {', '.join(known)}")
     if not chosen:
-        raise CkptkitError("no reader is named", f"choose from {', '.join(known)}")
+        raise CkptkitError("no reader was given", f"choose from {', '.join(known)}")
     if found := tuple(reader for reader, several in options.items() if not several.isdisjoint(chosen)):
         return found
     message = f"--reader {' '.join(chosen)} reads no list of {method} checkpoints"
@@ -306,7 +306,7 @@ def severity_of_all(readers: Collection[str], asked: Iterable[str] | None, engin
 
 
 def refuses_own_format(readers: Iterable[str], asked: Iterable[str] | None) -> bool:
-    """Whether compressed-tensors is among `readers`, and no reader is named.
+    """Whether compressed-tensors is among `readers`, and no reader was given.
 
     It defines the format, and trainers load checkpoints with it through transformers: what it refuses of a config as a
     whole, or reads otherwise than weights are stored, is then an error, whichever engine serves.

@@ -1,4 +1,4 @@
-"""The lint rules for an `ignore` list, and for what a quantized checkpoint declares or holds beside it."""
+"""The lint rules for an `ignore` list and for the other settings of a quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ ORDER: tuple[LintSeverity, ...] = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class LintFinding:
-    """One thing that is wrong with an `ignore` list."""
+    """One problem of an `ignore` list."""
 
     kind: str
     severity: LintSeverity
     message: str
     hint: str
-    pattern: str | None = None  # the entry; None: no entry covers the tensors
+    pattern: str | None = None  # the entry, or None if no entry covers the tensors
     tensors: tuple[str, ...] = ()  # folded names
-    count: int = 0  # of tensors
-    readers: tuple[str, ...] = ()  # those concerned
+    count: int = 0  # number of tensors
+    readers: tuple[str, ...] = ()  # the affected readers
 
 
 def finding(
@@ -55,13 +55,12 @@ def finding(
     readers: Iterable[str] = (),
     pattern: str | None = None,
 ) -> LintFinding:
-    """Returns a finding about tensors, with their names folded."""
     return LintFinding(kind, severity, message, hint, pattern, tuple(fold(tensors)), len(tensors), tuple(readers))
 
 
 def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
-    """Returns everything that is wrong, worst first."""
-    found = [
+    """Runs all rules and returns the findings, worst first."""
+    findings = [
         *_refused(subject),
         *_nothing_packed(subject),
         *_differences(subject),
@@ -77,14 +76,12 @@ def examine(subject: IgnoreList) -> tuple[LintFinding, ...]:
         *two_configs(subject),
         *not_known(subject),
     ]
-    return tuple(sorted(found, key=lambda one: ORDER.index(one.severity)))
+    return tuple(sorted(findings, key=lambda one: ORDER.index(one.severity)))
 
 
 def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds what readers refuse of the config as a whole."""
     for refusal in subject.refusals():
-        who = [reader for reader in refusal.readers if reader in subject.readers]
-        if who:
+        if who := [reader for reader in refusal.readers if reader in subject.readers]:
             severity: LintSeverity = min((subject.severities[reader] for reader in who), key=ORDER.index)
             if refuses_own_format(who, subject.asked):
                 severity = "error"
@@ -92,23 +89,23 @@ def _refused(subject: IgnoreList) -> Iterator[LintFinding]:
 
 
 def _nothing_packed(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a config that declares INT4 weights where no matrix is packed or, by the list, would be. As CK302."""
+    """Finds a config that declares INT4 weights although no matrix is packed, or would be by the list. Like CK302."""
     if subject.is_int4 and subject.matrices and not any(subject.packed):
         message = f"config.json declares INT4 weights but leaves all {len(subject.matrices)} matrices out"
         yield finding("nothing packed", "error", message, NOTHING_PACKED, [])
 
 
 _WORDS = {
-    "packs": "would look for it packed",
-    "other": "would look for it in another format",
-    "keeps": "would look for it unpacked",
+    "packs": "would expect it packed",
+    "other": "would expect it in another format",
+    "keeps": "would expect it unpacked",
     "refuses": "would refuse the fused layer",
 }
 _SLIME = {"packs": "would pack it", "keeps": "would leave it unpacked"}
 
 
 def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds readers that misjudge a tensor: `exposed` where it must never be INT4, else `disagreement`."""
+    """Finds readers that misjudge a tensor: `exposed` if it must never be INT4, else `disagreement`."""
     by_name = {matrix.tensor: (matrix, packs) for matrix, packs in subject.pairs}
     readers: dict[tuple[Any, ...], list[Divergence]] = {}
     for one in subject.divergences(subject.readings):
@@ -123,26 +120,26 @@ def _differences(subject: IgnoreList) -> Iterator[LintFinding]:
         kind = entry if subject.is_int4 else entry and without_numbers(entry)
         who = tuple(one.reader for one in several)
         groups.setdefault((answer, kind_of(several[0]), who, severity, reason, kind), []).append(several[0])
-    for (answer, _, who, severity, reason, entry), found in groups.items():
-        tensors = [one.tensor for one in found]
-        shown = tuple(fold(dict.fromkeys(pattern for one in found for pattern in one.patterns)))
-        message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {reason_of(found)}"
+    for (answer, _, who, severity, reason, entry), several in groups.items():
+        tensors = [one.tensor for one in several]
+        patterns = tuple(fold(dict.fromkeys(pattern for one in several for pattern in one.patterns)))
+        message = f"{' and '.join(who)} {(_SLIME if who[0] in TRAINERS else _WORDS)[answer]}, {reason_of(several)}"
         message += f"; {_unpacked(subject, reason)}" if reason else ""
-        other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
-        kind, hint = "exposed" if reason else "disagreement", subject.next_move(who, shown, entry)
-        hint, pattern = OTHER_FORMAT if other else hint, shown[0] if shown else None
-        yield finding(kind, severity, message, hint, tensors, who, pattern)
+        is_other = all(tensor.removesuffix(".weight") in subject.others for tensor in tensors)
+        hint = OTHER_FORMAT if is_other else subject.next_move(who, patterns, entry)
+        kind = "exposed" if reason else "disagreement"
+        yield finding(kind, severity, message, hint, tensors, who, patterns[0] if patterns else None)
 
 
 def _unpacked(subject: IgnoreList, reason: str) -> str:
-    """Why a tensor is not packed that a reader would look for packed."""
+    """The reason why a tensor that a reader expects packed is not."""
     if reason in UNPACKED_BY_CHOICE:
         return f"it is stored unpacked: {reason}" if subject.stored is not None else f"no quantizer packs it: {reason}"
     return f"it must not be: {reason}"
 
 
 def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds fused layers, and layers' routed experts, that are only partly packed: engines hold each as one."""
+    """Finds fused layers and routed experts that are only partly packed: engines hold each as one layer."""
     layers: dict[str, dict[bool, list[str]]] = {}
     who = [reader for reader in subject.readers if reader in (*VLLM, *SGLANG)]
     for matrix, packs in subject.pairs:
@@ -150,14 +147,14 @@ def _partly(subject: IgnoreList) -> Iterator[LintFinding]:
             layers.setdefault(matrix.vllm, {}).setdefault(packs, []).append(matrix.tensor)
     names = [tensor for both in layers.values() if len(both) == 2 for tensor in both[False]]
     if names and who:
-        message = "unpacked, while other parts of the same fused layer are packed; "
-        message += "engines hold q, k, v or gate, up or the experts of a layer in one"
+        message = "unpacked, but other parts of the same fused layer are packed; "
+        message += "engines fuse q, k, v, or gate, up, or all experts of a layer"
         hint = "pack all parts of a layer or none: quantize again with `ckptkit quantize`"
         yield finding("partly ignored", "error", message, hint, names, who)
 
 
 def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds parts of a fused layer that config groups pack with other bits, groups or zero points than the rest."""
+    """Finds parts of a fused layer with other bits, groups or zero points than the other parts."""
     if not subject.is_int4:
         return
     groups, layers = groups_of(subject.config), dict[str, dict[tuple[object, ...], list[str]]]()
@@ -167,36 +164,36 @@ def _mixed(subject: IgnoreList) -> Iterator[LintFinding]:
             continue
         declared = tuple(group.weights.get(key) for key in ("type", "num_bits", "group_size", "symmetric"))
         layers.setdefault(matrix.vllm, {}).setdefault(declared, []).append(matrix.tensor)
-    found = [min(schemes.values(), key=len) for schemes in layers.values() if len(schemes) > 1]
-    if tensors := [tensor for several in found for tensor in several]:
-        message = "packed with other bits, groups or zero points than the other parts of the same fused layer by "
-        message += "config_groups; engines hold q, k, v or gate, up in one"
+    minorities = [min(schemes.values(), key=len) for schemes in layers.values() if len(schemes) > 1]
+    if tensors := [tensor for several in minorities for tensor in several]:
+        message = "packed by config_groups with other bits, groups or zero points than the other parts of the same "
+        message += "fused layer; engines fuse q, k, v, and gate, up"
         hint = "give all parts of a layer one config group: quantize again with `ckptkit quantize`"
         yield finding("mixed layer", "error", message, hint, tensors, (*VLLM, "SGLang 0.5.16"))
 
 
 def _forbidden(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds packed tensors that must not be packed, with the readers that have no quantized layer for them."""
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    """Finds packed tensors that must not be packed, and the readers that have no quantized layer for them."""
+    packed: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for index, (matrix, packs) in enumerate(subject.pairs):
         if packs and (reason := forbidden(matrix, subject.tree, subject.readers)):
             dense = SGLANG if subject.tree.dense_for(matrix.module) else ()
             answers = {one: subject.readings[one].answers[index] for one in subject.readers}
             who = tuple(one for one, answer in answers.items() if answer == "keeps" or one in dense)
             tensor = matrix.module + PACKED if subject.is_int4 else matrix.tensor
-            found.setdefault((reason, who), []).append(tensor)
-    for (reason, who), tensors in found.items():
-        message, hint = f"packed, and must not be: {reason}", "quantize again with `ckptkit quantize`"
+            packed.setdefault((reason, who), []).append(tensor)
+    for (reason, who), tensors in packed.items():
+        message, hint = f"packed but must not be: {reason}", "quantize again with `ckptkit quantize`"
         if who:
             yield finding("packed", "error", message, hint, tensors, who)
 
 
-_MANY = 20  # of so many entries that cover nothing, the first stands for all
+_MANY = 20  # if more entries cover nothing, only the first is shown
 _NUMBERED = re.compile(r"layers\\?\.(\d+)")
 
 
 def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds entries that cover more than they name: a layer number or a module name that is the start of another."""
+    """Finds entries whose layer number or module name is also the start of another one."""
     routers = frozenset(
         tail(name) for name in [*subject.tree.others, *subject.tree.gates] if layer_of(name) is not None
     )
@@ -209,14 +206,14 @@ def _overreach(subject: IgnoreList) -> Iterator[LintFinding]:
                     swallowed.setdefault(matrix.tensor, []).append(reader)
         if swallowed:
             who = [reader for reader in subject.readers if any(reader in several for several in swallowed.values())]
-            hint = "end the entry where the name ends: `(\\.|$)` after a layer's number, "
+            hint = "end the entry at the end of the name: `(\\.|$)` after a layer's number, "
             hint += "`(\\.weight)?$` after a module's name"
-            message = f"'{pattern}' also covers what it does not name"
+            message = f"'{pattern}' also covers modules that it does not name"
             yield finding("over-match", "warning", message, hint, list(swallowed), who, pattern)
 
 
 def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
-    """Whether a module that an entry covers is longer than what the entry names."""
+    """Whether a module that an entry covers has a longer name than the entry means."""
     numbers = set(_NUMBERED.findall(pattern))
     if numbers and (match := IN_LAYER.match(module)) and match[2] not in numbers:
         return any(match[2].startswith(number) for number in numbers)
@@ -224,17 +221,17 @@ def _goes_beyond(pattern: str, module: str, routers: frozenset[str]) -> bool:
         plain = pattern.removesuffix(".weight").lower()
         start, after = module.lower().find(plain), module[module.lower().find(plain) + len(plain) :]
         return start >= 0 and (after[:1] not in ("", ".") or module[:start][-1:] not in ("", "."))
-    match_whole, parent, own = matcher(pattern), module.rpartition(".")[0], tail(module)
-    longer = (one for one in routers if own.startswith(one) and own[len(one) :][:1] not in ("", "."))
-    if (short := next(longer, None)) is None or match_whole(f"{parent}.\0"):
-        return False  # an entry that covers any name under this parent is meant to
-    return bool(match_whole(module.removesuffix(own) + short))
+    matches, parent, name = matcher(pattern), module.rpartition(".")[0], tail(module)
+    prefixes = (one for one in routers if name.startswith(one) and name[len(one) :][:1] not in ("", "."))
+    if (router := next(prefixes, None)) is None or matches(f"{parent}.\0"):
+        return False  # an entry that covers every name under this parent does so on purpose
+    return bool(matches(module.removesuffix(name) + router))
 
 
 def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds entries that cover nothing for any reader. An entry for a tied output layer is fine.
 
-    Where config.json alone does not tell all modules, the entry may be about an unknown one, so it is only a note.
+    Only a note if config.json does not determine all modules: the entry may be for an unknown one.
     """
     if not subject.is_int4:
         yield from _unused_of_any_format(subject)
@@ -244,25 +241,25 @@ def _unused(subject: IgnoreList) -> Iterator[LintFinding]:
         more = len(unused) - 1 if len(unused) > _MANY else 0
         covers = f"'{pattern}' and {more} more entries cover" if more else f"'{pattern}' covers"
         if subject.whole:
-            hint = "remove it, or correct it: whole module names, or `re:` and a regex that matches from the start"
+            hint = "remove or correct it: full module names, or `re:` and a regex that matches from the start"
             message = f"{covers} nothing for any reader"
             yield finding("unused", "warning", message, hint, [], subject.every_reader, pattern)
         else:
-            hint = "put the release's model.safetensors.index.json beside config.json, which names all of them"
-            message = f"{covers} no module that config.json alone tells of, which is not all"
+            hint = "put the release's model.safetensors.index.json next to config.json: it names all modules"
+            message = f"{covers} no module known from config.json, which does not name all modules"
             yield finding("not judged", "note", message, hint, [], (), pattern)
 
 
 def _unused_of_any_format(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds entries that name nothing stored. Trainers list norms and biases too, which are no layers to a reader."""
+    """Finds entries that name no stored tensor. Trainers also list norms and biases, which no reader looks up."""
     unused = [pattern for pattern in idle(subject) if not subject.names_any(pattern)]
     if unused and subject.indexed and subject.matrices:
-        message = f"{len(unused)} entries name nothing that is stored, such as '{unused[0]}'"
-        yield finding("unused", "note", message, "correct them if they were meant for something that is", [])
+        message = f"{len(unused)} entries name no stored tensor, such as '{unused[0]}'"
+        yield finding("unused", "note", message, "correct them if they are meant for a stored one", [])
 
 
 def idle(subject: IgnoreList) -> list[str]:
-    """Returns entries that cover nothing, by any reader's names or by transformers' names of the Linear layers."""
+    """Returns entries that cover no name of any reader and no Linear layer as transformers names it."""
     return [entry for entry in subject.idle if entry != subject.tree.head and not subject.spelled(entry)]
 
 
@@ -272,15 +269,15 @@ _KV_SCALES = ("k_scale", "v_scale", "kv_scale", "k_proj.output_scale", "v_proj.o
 def indexer_key(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds the key weight of a DSA indexer in a format that SGLang does not dequantize.
 
-    On CUDA it joins this weight to one in BF16. FP8 it multiplies by `weight_scale_inv` in blocks of numbers; of MXFP8
-    it multiplies by the bytes, and of anything else it copies the codes. Source: SGLang 0.5.16,
+    On CUDA, SGLang fuses this weight with one in BF16. It dequantizes FP8 in blocks by `weight_scale_inv`. MXFP8 it
+    multiplies by the raw exponent bytes, and of any other format it copies the codes. Source: SGLang 0.5.16,
     `_load_fused_indexer_wk` of `deepseek_weight_loader.py`.
     """
     content, who = subject.content, [reader for reader in subject.readers if reader in SGLANG]
     in_blocks = content.get("quant_method") == "fp8" and bool(content.get("weight_block_size"))
     keys = [matrix.tensor for matrix, packs in subject.pairs if packs and matrix.module.endswith(".indexer.wk")]
     if keys and who and not in_blocks and not subject.is_int4:
-        message = "quantized, and SGLang dequantizes it on CUDA from FP8 in blocks alone: it takes codes for weights"
+        message = "quantized, but on CUDA SGLang dequantizes only FP8 in blocks: it would use the codes as weights"
         yield finding("packed", "error", message, "leave it in BF16, or quantize to fp8-block", keys, who)
 
 
@@ -288,50 +285,48 @@ def groups(subject: IgnoreList) -> Iterator[LintFinding]:
     """Finds several config_groups, of which slime reads only group_0."""
     groups = subject.content.get("config_groups") or {}
     if len(groups) > 1 and "slime" in subject.readers and subject.is_int4:
-        message = f"{len(groups)} config_groups; slime reads group_0 alone and packs everything by it"
-        hint = "give all packed layers one group, or do not quantize updates with slime"
+        message = f"{len(groups)} config_groups, but slime reads only group_0 and packs everything by it"
+        hint = "put all packed layers into one group, or do not quantize updates with slime"
         yield finding("groups", "warning", message, hint, [], ("slime",))
 
 
 def fusion(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds unpacked shared experts that SGLang would join with packed routed experts (GLM-4.5)."""
+    """Finds unpacked shared experts that SGLang would merge with packed routed experts (GLM-4.5)."""
     if not subject.is_int4 or not engine_class("sglang", subject.config).joins_shared_expert:
         return
-    both = [(matrix, packs) for matrix, packs in subject.pairs if matrix.reason is None]
-    shared = [matrix.tensor for matrix, packs in both if ".shared_experts." in matrix.module and not packs]
-    if shared and any(packs for matrix, packs in both if matrix.expert):
-        message = "unpacked, beside packed routed experts; "
-        message += "SGLang joins the two on CUDA unless started with an option against it, and then drops it silently"
+    pairs = [(matrix, packs) for matrix, packs in subject.pairs if matrix.reason is None]
+    shared = [matrix.tensor for matrix, packs in pairs if ".shared_experts." in matrix.module and not packs]
+    if shared and any(packs for matrix, packs in pairs if matrix.expert):
+        message = "unpacked, but the routed experts are packed; "
+        message += "on CUDA SGLang merges both by default, and then drops this weight silently"
         hint = "start SGLang with --disable-shared-experts-fusion"
         yield finding("shared expert", "note", message, hint, shared, ("SGLang 0.5.16",))
 
 
 def kv_cache(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a quantized cache of keys and values without scales in the files."""
+    """Finds a quantized key-value cache whose scales are not stored."""
     content = stated_quantization(subject.config)
     declared = content.get("kv_cache_scheme") is not None or content.get("kv_cache_quant_algo")
     if not declared or not subject.leaves or any(name.endswith(_KV_SCALES) for name in subject.leaves):
         return
     if is_cache_calibrated(content) and "transformers" in subject.readers:
         message = "kv_cache_scheme is static, but no scale of the cache is stored: transformers computes with memory "
-        message += "that nobody wrote, and engines take 1.0"
+        message += "that was never written, and engines use 1.0"
         hint = "calibrate again, or set kv_cache_scheme to null"
         yield finding("cache scales", "error", message, hint, [], ["transformers"])
         return
-    message = "the cache of keys and values is stated to be quantized, and no scale of it is stored: engines take 1.0"
-    yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is meant", [])
+    message = "the config declares a quantized key-value cache, but no scale of it is stored: engines use 1.0"
+    yield finding("cache scales", "note", message, "set kv_cache_scheme to null unless 1.0 is intended", [])
 
 
 def two_configs(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a hf_quant_config.json that contradicts config.json."""
     for differs in differing_configs(subject.path).values():
         yield finding("two configs", "error", differs, TWO_CONFIGS, [])
 
 
 def not_known(subject: IgnoreList) -> Iterator[LintFinding]:
-    """Finds a model whose modules are not known, so that its entries are judged by themselves alone."""
+    """Finds an unknown model, for which entries cannot be compared with modules."""
     if not subject.matrices:
         model = subject.config.get("model_type")
-        message = f"which tensors of model_type {model!r} are Linear layers is not known: "
-        message += "entries are not held against them"
-        yield finding("not judged", "note", message, "`ckptkit inspect` says how its tensors are stored", [])
+        message = f"the Linear layers of model_type {model!r} are not known, so entries are not compared with them"
+        yield finding("not judged", "note", message, "`ckptkit inspect` shows how its tensors are stored", [])

@@ -46,7 +46,7 @@ def with_adapters(path: Path, alone: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("alone", "words"), [(True, "and no model"), (False, "beside the weights")])
+@pytest.mark.parametrize(("alone", "words"), [(True, "without a model"), (False, "in addition to")])
 def test_pairs_of_one_part_are_named_with_the_way_to_peft(
     alone: bool, words: str, converted: PathOf, copy_of: CopyOf, tmp_path: Path
 ) -> None:

@@ -106,7 +106,7 @@ class Subject(OfKind):
         if self.readers is None and self.engine != "sglang":
             return "vLLM is asked, SGLang is not"
         named = self.readers is not None and "sglang" not in self.readers
-        return "SGLang is none of the readers that were named" if named else None
+        return "SGLang is not among the readers that were named" if named else None
 
     @cached_property
     def kind(self) -> Kind:

@@ -129,12 +129,12 @@ def stated_config_of(subject: Subject) -> Mapping[str, Any]:
         config = subject.hf_files.config
         if subject.arguments is None and not is_quantized(config) and is_of_no_family(subject):
             model = class_of(config) or f"model_type {config['model_type']!r}"
-            raise NotApplicable(f"{model} is none of ckptkit's families: CK541 asks transformers")
+            raise NotApplicable(f"{model} is not one of ckptkit's families: CK541 asks transformers")
     else:
         path = subject.hf_path or subject.megatron_files.weights.parent / "hf"
         if not (path / "config.json").exists():
             raise CannotCheck(
-                "no HF config.json is stored beside this Megatron checkpoint; name the HF directory with --hf"
+                "no HF config.json is stored next to this Megatron checkpoint; name the HF directory with --hf"
             )
         config = config_in(path, subject.megatron_files.weights)
     try:

@@ -125,7 +125,7 @@ def _refusals(answer: TrainerAnswer, job: Job, has_settings: bool) -> Iterator[I
         named = named or {key: word for key, word in written.items() if _names_last(message, key.rpartition(".")[2])}
         places = ", ".join(f"{key} at {word.place}" for key, word in named.items())
         actual = f"{message.rstrip('.')} ({places})" if places else message
-        hint = f"change what the message names: {answer.trainer} stops at {answer.at}"
+        hint = f"change the options that the message names: {answer.trainer} stops at {answer.at}"
         file = next((word.file for word in [*named.values(), *text.words] if word.file), None)
         yield Issue(f"a launch that {answer.trainer} accepts", actual, hint, file=file)
 

@@ -60,7 +60,7 @@ class Side(OfKind):
 
     def __str__(self) -> str:
         without = "starts from RANDOM weights" if self.random else "cannot start"
-        without = "loads what is not on this machine" if self.elsewhere else without
+        without = "loads weights that are not on this machine" if self.elsewhere else without
         what = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
 

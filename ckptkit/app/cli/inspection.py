@@ -20,7 +20,7 @@ from ckptkit.quant.ignore.readers import ALL_READERS, LIST_READERS
 _LISTED = 8  # files that inspect lists by name
 
 
-@click.command(cls=Verb, short_help="Say what lies at a path.")
+@click.command(cls=Verb, short_help="Describe a checkpoint from its headers.")
 @click.argument("path", type=PATH_OR_URL)
 @common.hf
 @option(
@@ -88,7 +88,7 @@ def _scaled(count: int, unit: str) -> str:
     "readers",
     multiple=True,
     type=click.Choice(list(LIST_READERS)),
-    help="Who must agree on what is packed. Repeatable. [default: all]",
+    help="A reader that must agree on the packed weights. Repeatable. [default: all]",
 )
 @option(
     "--fix",
@@ -142,7 +142,7 @@ def manifest(path: Path, output: Path | None, hf: Path | None, workers: int | No
     closing(f"digested {len(tensors)} tensors, {size(nbytes)}", shlex.join(after))
 
 
-@click.command(cls=Verb, short_help="Say what a check or a symptom means, and what to do.")
+@click.command(cls=Verb, short_help="Explain a check or a symptom, and how to fix it.")
 @click.argument("words", nargs=-1, metavar="[CODE | WORD...]")
 def explain(words: tuple[str, ...]) -> None:
     """Say what the check CODE looks at, why it matters and what to do about a finding.
@@ -155,7 +155,7 @@ def explain(words: tuple[str, ...]) -> None:
     echo(*run(" ".join(words)).split("\n"))
 
 
-@click.command(cls=Verb, short_help="Say what is installed, and which witnesses can run.")
+@click.command(cls=Verb, short_help="List installed parts, and the witnesses that can run.")
 @click.argument("parts", nargs=-1, metavar="[PART...]")
 @common.pythons
 @common.as_json

@@ -156,7 +156,7 @@ quantizing = together(
         type=click.Choice(
             ["online", "slime", "slime-cuda", "transformers", "deepgemm", "compressed-tensors", "modelopt"]
         ),
-        help="The writer whose bytes are wanted. fp8-block: all but modelopt; fp8-channel: slime, slime-cuda, "
+        help="The writer to match byte for byte. fp8-block: all but modelopt; fp8-channel: slime, slime-cuda, "
         "compressed-tensors; mxfp8: modelopt; mxfp4: compressed-tensors; nvfp4: modelopt, compressed-tensors. "
         "[default: online, slime, modelopt, compressed-tensors, modelopt]",
     ),

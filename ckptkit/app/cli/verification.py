@@ -68,8 +68,8 @@ _asking = together(
     option(
         "--logits",
         is_flag=True,
-        help="Does it predict text? Asks transformers, on the CPU. With --engine, compares what the engine computes "
-        "with transformers; with --against-megatron, of a Megatron checkpoint, what Megatron computes.",
+        help="Does it predict text? Asks transformers, on the CPU. With --engine, compares the engine's "
+        "output with transformers'; with --against-megatron, of a Megatron checkpoint, Megatron's output.",
     ),
     option(
         "--rollout-data",

@@ -162,7 +162,7 @@ class HfCheckpoint:
             )
         if stored != len(actual):
             raise DamagedError(
-                f"{self.directory}: a tensor stands in two shards",
+                f"{self.directory}: a tensor is in two shards",
                 "two saves are mixed: `ckptkit verify` says in which files, and which of them are newer",
             )
         if moved := [name for name, file in weight_map.items() if actual[name] != file]:

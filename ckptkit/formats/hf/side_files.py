@@ -54,7 +54,7 @@ def require_utf8(root: Path, files: Sequence[Path]) -> list[Path]:
     """These files. Raises CkptkitError for a name that is not UTF-8: JSON, as of a manifest, cannot hold it."""
     for file in files:
         if (name := os.fsencode(file).decode(errors="backslashreplace")) != str(file):
-            message = f"{root} holds a file whose name is not in UTF-8, {name}"
+            message = f"{root} contains a file with a name that is not UTF-8, {name}"
             raise CkptkitError(message, "rename it: a manifest cannot name it")
     return list(files)
 
@@ -84,7 +84,7 @@ def pieces_of(path: Path) -> Iterator[bytes]:
         with open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) > MAX_BYTES_BESIDE:
                 raise OSError(
-                    errno.EFBIG, f"{size} bytes, and at most {MAX_BYTES_BESIDE} are read of a file beside weights"
+                    errno.EFBIG, f"{size} bytes, and at most {MAX_BYTES_BESIDE} are read of a file next to weights"
                 )
             while piece := file.read(1 << 20):
                 yield piece
@@ -234,7 +234,7 @@ def config_in(home: Path | Directory, path: Path) -> Mapping[str, Any]:
     file = home.path / "config.json"
     if not file.exists():
         raise MissingError(
-            f"{path}: the HF config of this model is not stored beside it", "name its HF directory with --hf"
+            f"{path}: the HF config of this model is not stored next to it", "name its HF directory with --hf"
         )
     # Megatron's weights are not quantized, even when the directory named is the INT4 release of the model.
     return without_quantization(read_json(file, home.at("config.json")))

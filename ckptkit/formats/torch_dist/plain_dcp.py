@@ -21,7 +21,7 @@ _OF_MEGATRON = re.compile(r"(?:^|\.)(?:(?:decoder|encoder|mtp)\.layers\.|embeddi
 # What Megatron-LM puts into every state dict beside the weights, and a pipeline chunk of a model.
 _ARGUMENTS = {"args", "checkpoint_version"}
 _CHUNK = re.compile(r"model\d+\.")
-_KEEP = "keep this directory: ckptkit has not looked at what is in it"
+_KEEP = "keep this directory: ckptkit has not looked into it"
 
 
 def refuse_plain_dcp(path: Path, keys: Collection[str], by_torch: bool) -> None:

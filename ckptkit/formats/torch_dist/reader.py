@@ -254,7 +254,7 @@ def tiling_problem(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> str | 
     low = np.array([offsets for offsets, _ in boxes], dtype=np.int64).reshape(len(boxes), len(shape))
     high = low + np.array([sizes for _, sizes in boxes], dtype=np.int64).reshape(low.shape)
     if (low < 0).any() or (high > np.array(shape, dtype=np.int64)).any():
-        return "a chunk lies outside the tensor"
+        return "a chunk is outside the tensor"
     # A box can overlap only boxes that begin before it ends on the first axis. With a thousand experts, these are few.
     ends = np.searchsorted(low[:, 0], high[:, 0]) if shape else np.full(len(boxes), len(boxes))
     after = (ends - np.arange(1, len(boxes) + 1)).clip(0)

@@ -105,7 +105,7 @@ def factors_in_pairs(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if lost := [key for key in ("r", "lora_alpha") if files.config.get(key) is None]:
         actual = f"{' and '.join(lost)} not there: PEFT takes 8; {_known('rank-or-alpha')}"
-        hint, expected = "write what the run was started with", "r and lora_alpha, of which the scale is made"
+        hint, expected = "write the value that the run was started with", "r and lora_alpha, of which the scale is made"
         yield Issue(expected, actual, hint, file=ADAPTER_CONFIG, severity="warning")
     tally.compared(len(files.specs))
     if not pairs:

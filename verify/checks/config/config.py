@@ -86,7 +86,7 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         there = subject.source.config  # an adapter may part the output layer from the embedding
     else:
         there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
-    hint = "" if subject.options.adapter is None else "write what the merged weights need"
+    hint = "" if subject.options.adapter is None else "write the value of the merged weights"
     where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):
         tally.compared()

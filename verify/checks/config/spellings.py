@@ -102,7 +102,7 @@ def _stated_in_two_places(subject: Subject) -> None:
     twice = any(key in config and key in text for key in _TWICE)
     tied = TIED in text or TIED in config
     if not twice and (not tied or _tie_flag(config) is None):
-        reason = "config.json states no setting of its language model twice, or where no reader looks"
+        reason = "config.json has each setting of its language model once, where readers look"
         raise NotApplicable(reason)
 
 

@@ -58,7 +58,7 @@ def unreadable(subject: Subject, side: SideFiles, expected: str, error: CkptkitE
 def _has_vocabulary(subject: Subject) -> None:
     with suppress(CkptkitError):  # a file that cannot be read is for the check to say
         if not side_of(subject).has_vocabulary:
-            raise NotApplicable("there is no tokenizer whose token ids can be read")
+            raise NotApplicable("there is no tokenizer with readable token ids")
 
 
 @check("CK706", preflight=True, applies_to=_has_vocabulary)
@@ -188,7 +188,7 @@ _KINDS = ("eos", "pad", "bos")
 def _stated_twice(subject: Subject) -> None:
     side = side_of(subject)
     if not (side.root / "config.json").exists():
-        raise NotApplicable("there is no config.json beside it")
+        raise NotApplicable("there is no config.json next to it")
     with suppress(CkptkitError):
         tokens = side.has_vocabulary and any(map(side.special, _KINDS))
         if not tokens and not lexists(side.root / GENERATION):

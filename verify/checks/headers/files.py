@@ -273,10 +273,10 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     root = subject.path if subject.is_hf else subject.megatron_files.weights
     for file in _ADAPTER_FILES:
         if (root / file).exists():
-            yield Issue("weights with every adapter merged", f"{file} lies beside them", file=root / file)
+            yield Issue("weights with every adapter merged", f"{file} is next to them", file=root / file)
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
         tally.note(
-            f"{_BELOW}/ holds an adapter, beside which verl's model merger writes the base: `ckptkit verify {root} "
+            f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base: `ckptkit verify {root} "
             f"--source BASE --adapter {root / _BELOW}` says whether it is in these weights"
         )
     listed = subject.hf_files.index or {} if subject.is_hf else {}

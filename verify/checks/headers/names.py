@@ -108,7 +108,7 @@ def _verdict(
             return (
                 "no packed tensor, by config.json",
                 "stored, and config.json does not say that it is packed",
-                f"{describe_quantization(subject.hf_files.config)}: restore what the release has, or quantize again",
+                f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again",
             )
         if CACHE_SCALE.fullmatch(name):
             return (
@@ -117,7 +117,11 @@ def _verdict(
                 "transformers and SGLang drop it: restore kv_cache_scheme in quantization_config, or remove the scales",
             )
         place = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
-        hint = why.why_unexpected(name) if why and stored else "restore the index: no file holds what it lists there"
+        hint = (
+            why.why_unexpected(name)
+            if why and stored
+            else "restore the index: no file holds the tensors that it lists there"
+        )
         return "only tensors that config.json promises", place, hint
     if not stored:
         lost = indexed and listed
@@ -227,7 +231,9 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
         others = [file for file in homes if file != home]
         needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
-        hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for what it lists there"
+        hint = (
+            f"move {' and '.join(others)} elsewhere, and let the index name {home} for the tensors that it lists there"
+        )
         if home is None:
             hint = "let the index name one of them for all of these tensors, and write the other without them"
         elif needed:

@@ -59,7 +59,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for group in group_by_pattern(sorted(attention)):
         lacking = [name for name in group if name not in found]
         if calibrated or (len(lacking) < len(group) and not found.keys().isdisjoint(group)):
-            silent = "transformers computes with memory that nobody wrote, and engines take 1.0"
+            silent = "transformers computes with memory that was never written, and engines use 1.0"
             actual = f"none in {len(lacking)} of {len(group)} layers: {silent if calibrated else 'engines take 1.0'}"
             expected = "scales of each layer's cache" + calibrated * ", as the static kv_cache_scheme requires"
             yield Issue(expected, actual, _HINT, names=lacking, severity=own)
@@ -83,7 +83,10 @@ def _as_compressed_tensors(
         yield Issue(expected, error.message, _HINT, file="config.json", severity=own)
         return
     declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
-    silent, asked = "transformers computes with memory that nobody wrote", "transformers" in (subject.readers or ())
+    silent, asked = (
+        "transformers computes with memory that was never written",
+        "transformers" in (subject.readers or ()),
+    )
     for module in attention:
         for part, shape in parts.items():
             tally.compared()

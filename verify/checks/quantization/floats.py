@@ -81,7 +81,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _missing_inputs(weights, listed)
     if usable_config(subject) is None:  # otherwise CK104 knows which names belong
         orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
-        yield Issue("a quantized weight beside its scale", "no such weight", _AGAIN, names=orphans)
+        yield Issue("a quantized weight next to its scale", "no such weight", _AGAIN, names=orphans)
     hint = "config.json belongs to other weights, or states another format: restore it"
     endings, listed_modules = (*floats.parts, *INT4_ENDINGS), named_in_lists(quantization_of(files.config), specs)
     odd = [
@@ -92,7 +92,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name in odd:
         if name.removesuffix(".weight") not in listed_modules:
             yield Issue(f"codes or scales of {floats.words}", specs[name].dtype, hint, names=[name])
-    hint = "readers take what the list names for BF16, and codes for values: store it in BF16, or declare its format"
+    hint = "readers treat the listed weights as BF16, their codes as values: store them in BF16, or declare the format"
     excluded = [name for name in odd if name.removesuffix(".weight") in listed_modules]
     for dtype, names in by_key((specs[name].dtype, name) for name in excluded).items():
         yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, together=True)
@@ -104,7 +104,7 @@ def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]
         yield Issue("codes of a matrix", str(list(stored.codes.shape)), _AGAIN, names=codes)
         return
     without = f"{short(stored)} weights without"
-    silent = "engines do not notice: SGLang and vLLM multiply by what the parameter held, 1.0 or memory nobody wrote"
+    silent = "engines do not notice: SGLang and vLLM multiply by the old content, 1.0 or memory that was never written"
     if stored.scale not in specs:
         if stored.scale not in listed:
             ending = stored.scale.rpartition(".")[2]
@@ -152,11 +152,11 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
     ending = lacking[0].inputs[0].rpartition(".")[2]
     some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
     unset = [known.message for engine in ("sglang", "vllm") if (known := quirk(engine, "input-scale-unset"))]
-    hint = f"{' and '.join(unset)} then read memory that nobody wrote: {_AGAIN}" if unset else _AGAIN
+    hint = f"{' and '.join(unset)} then read memory that was never written: {_AGAIN}" if unset else _AGAIN
     if short(lacking[0]) == "NVFP4":
         hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
         hint += "; for weights alone, state quant_algo W4A16_NVFP4, or in compressed-tensors' config no activations"
-    expected = f"{ending} beside every weight of a format that quantizes activations"
+    expected = f"{ending} with every weight of a format that quantizes activations"
     yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 
 
@@ -181,7 +181,7 @@ def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[Issue]:
     elif one.negative:
         yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
     elif one.silenced and (stored.layout.second == "" or one.silenced * _FEW > one.values):
-        yield Issue("scales above zero", f"zero for {one.silenced} blocks whose codes are not zero", names=names)
+        yield Issue("scales above zero", f"zero for {one.silenced} blocks with codes that are not zero", names=names)
     elif labelled and one.unrounded and not stored.layout.second:
         actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
         yield Issue("powers of two, as scale_fmt ue8m0 in config.json says", actual, names=names)
@@ -222,7 +222,7 @@ def _repeated(subject: Subject) -> Iterator[Issue]:
         first, *others = (subject.checkpoint.read([name])[name] for name in names)
         if not all(same_bytes(first, other) for other in others):  # of equal codes CK206 speaks
             names = [one.stored.scale for one in several]
-            actual = f"the same {several[0].values} scales beside other codes"
+            actual = f"the same {several[0].values} scales with other codes"
             yield Issue("scales of its own for each weight", actual, names=names, together=True)
 
 

@@ -165,7 +165,7 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(found.looked_at - len(packed))
     yield from found.issues
     if not packed and not found.missing:
-        actual = "nothing is packed, and no reader expects that anything is"
+        actual = "nothing is packed, and no reader expects packed weights"
         yield Issue("INT4 weights, as config.json declares", actual, NOTHING_PACKED, file="config.json")
     by_ck301 = {module for module in never_packed(subject) if not _targeted(module, config)}
     for module in sorted(found.forbidden.keys() - by_ck301):
@@ -191,7 +191,7 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
     try:
         reason = fused_in_transformers(config)
     except CkptkitError as error:
-        raise CannotCheck(f"what transformers makes of packed experts is not known: {error.message}") from error
+        raise CannotCheck(f"how transformers treats packed experts is not known: {error.message}") from error
     if reason is not None:
         hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
         yield Issue("experts that transformers loads", reason, hint, names=experts)

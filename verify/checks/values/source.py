@@ -90,7 +90,7 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     for names, others in _renamed(subject, lost, extra, values):
         actual = f"missing: its values are those of {summarize(others)}, which the source has not"
-        hint = "rename it as the source has it: what is found under another name only, a reader does not find"
+        hint = "rename it as in the source: a reader does not find a tensor under another name"
         yield Issue("the tensor of the source", actual, hint, names=names, explains=others)
         lost = [name for name in lost if name not in names]
         extra = [name for name in extra if name not in others]

@@ -207,7 +207,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for one in repeated(equal, stages_of(subject)):
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
         if is_same := same.issuperset(one.names):
-            text, hint = f"as in the source, {text}", "ask whoever made the source whether that is meant"
+            text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
         yield Issue(expected, text, hint, names=one.names, together=True, severity=warning_if(is_same))
 
 
@@ -243,7 +243,7 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
     "CK211",
     applies_to=where(
         lambda here: here.is_hf and (tied := tied_head_of(here)) and tied[0] in here.hf_files.specs,
-        "no output layer is stored beside tied embeddings",
+        "no output layer is stored with tied embeddings",
     ),
 )
 def tied_head_repeats(subject: Subject, tally: Tally) -> Iterator[Issue]:

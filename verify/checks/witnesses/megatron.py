@@ -62,8 +62,8 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     model = "HybridModel" if subject.megatron_files.hybrid else "GPTModel"
     tally.facts["megatron"] = [f"megatron-core {versions}, {model}, {run.sizes}, {ranks}, {run.device}"]
     if run.not_found:
-        hint = "a trainer is told the root and loads what the tracker in it names: write it, or verify the other one"
-        yield Issue("the tracker beside it names this checkpoint", run.not_found, hint)
+        hint = "a trainer gets the root and loads the iteration in its tracker: write it, or verify the other one"
+        yield Issue("the tracker next to it names this checkpoint", run.not_found, hint)
     for error in dict.fromkeys(run.failures.values()):
         failed = ranks_named(rank for rank, found in run.failures.items() if found == error)
         hint = "this is Megatron's own error; training would stop on it too"
@@ -83,7 +83,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         asking = ranks_named(rank for name in names for rank in askers[name])
         yield Issue(expected, "not on disk", hint, names=names, rank=asking)
     if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are looked at; what the others ask for or hold is not")
+        tally.note(f"--ranks: only {ranks} are looked at; the other ranks are not")
         return
     yield from _never_asked_for(run.reports, set(_names(subject)))
 

@@ -79,7 +79,7 @@ def _parts(name: str) -> Iterator[str]:
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
     """The combinations that the stack's reader found. Raises NotApplicable where no such rule is known."""
     if (issues := job_of(subject).combinations) is None:
-        known = "slime, miles, ROLL or verl's main_ppo, whose combinations of options are known"
+        known = "slime, miles, ROLL or verl's main_ppo, the launches with known combinations of options"
         raise NotApplicable(f"the launch is not one of {known}")
     return issues
 

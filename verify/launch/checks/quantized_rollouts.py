@@ -32,7 +32,7 @@ _SENT = frozenset({"fp8", "compressed-tensors", "mxfp8", "nvfp4"})
 _SENT_TO_VLLM = frozenset({"fp8", "compressed-tensors"})
 # What both assert of `fp8`: key, value, what stands for a key that is not there, and what to do about another value.
 _ASSERTED = (
-    ("activation_scheme", "dynamic", None, "give a checkpoint whose activations are scaled as they come"),
+    ("activation_scheme", "dynamic", None, "give a checkpoint with dynamic activation scales"),
     ("fmt", "e4m3", "e4m3", 'give a checkpoint in block FP8 of e4m3; for float8_e4m3fn, its other name, write "e4m3"'),
 )
 _SGLANG_OPTION = "--sglang-quantization"
@@ -142,7 +142,7 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if option is not None and option.known and option.value is not None:
             places = {option.name: option.word}
             expected = f"an --hf-checkpoint in the format of {option.name}{at_places(places)}"
-            actual = "beside an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
+            actual = "with an unquantized checkpoint: SGLang packs it once, and each update is sent in BF16"
             hint = f"quantize the checkpoint (`ckptkit quantize`), and leave {option.name} out"
             file = first_file(places) or str(root / "config.json")
             yield Issue(expected, f"{option.value.text.lower()} {actual}", hint, file=file, severity="warning")

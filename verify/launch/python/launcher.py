@@ -103,7 +103,7 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         return LaunchText(unresolved=(f"{more}: give the command that is meant as the first word behind --",))
     if root is None and texts[0].unresolved:
         missing = f"{_MARKS[1]} (miles: {_TOOL}) is in no folder above it"
-        why = f"{script}: {missing}, so what it imports is not known: set SLIME_DIR or MILES_DIR to the checkout"
+        why = f"{script}: {missing}, so its imports are not known: set SLIME_DIR or MILES_DIR to the checkout"
         return replace(texts[0], unresolved=(why,))
     return replace(texts[0], directory=root)
 

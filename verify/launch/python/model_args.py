@@ -57,7 +57,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
     def sibling(_: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         """`load_sibling_model_args(__file__, NAME, ...)`."""
         if len(arguments) != 2 or not all(isinstance(one, str) for one in arguments):
-            return Unknown(ast.unparse(node), "another model whose name is not known")
+            return Unknown(ast.unparse(node), "another model of unknown name")
         return load(Path(arguments[0]).parent / f"{arguments[1]}.py", named)
 
     parents = tool.absolute().parents

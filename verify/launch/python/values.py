@@ -109,7 +109,7 @@ class State:
     def variable(self, name: Any, default: Any) -> Any:
         """A variable of the environment, as `os.environ.get` gives it."""
         if not isinstance(name, str):
-            return Unknown("...", "a variable whose name is not known")
+            return Unknown("...", "a variable of unknown name")
         return self.objects.get(ENVIRONMENT, {}).get(name, default)
 
     def branch(self) -> State:

@@ -73,7 +73,7 @@ class Config(Settings):
         """
         node = self._node(tuple(key.split(".")), 0)
         if isinstance(node, Word) and node.text == "???":
-            raise UnresolvedError("??? stands for a value that the launch must give")
+            raise UnresolvedError("??? is a value that the launch must give")
         return None if isinstance(node, Word) and node.text == NULL else node
 
     def _node(self, keys: tuple[str, ...], depth: int) -> Tree | None:
@@ -107,7 +107,7 @@ class Config(Settings):
         for piece in self._text(parts, at, depth):
             text += piece
             if len(text) > _MAX_CHARACTERS:
-                raise UnresolvedError(f"{shortened(word.text)} stands for more than {_MAX_CHARACTERS} characters")
+                raise UnresolvedError(f"{shortened(word.text)} expands to more than {_MAX_CHARACTERS} characters")
         return replace(word, text=text)
 
     def _text(self, parts: list[tuple[bool, str]], at: tuple[str, ...], depth: int) -> Iterator[str]:

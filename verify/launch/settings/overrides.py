@@ -159,7 +159,7 @@ class _Reader:
     def pair(self, depth: int) -> tuple[str, Tree]:
         key = _KEY.match(self.text, self.position)
         if key is None:
-            raise _RefusedError("a mapping whose key is none")
+            raise _RefusedError("a mapping with a key that is no key")
         self.position = key.end()
         self.blanks()
         self.expect(":")

@@ -25,7 +25,7 @@ _GLOB = re.compile(r"[*?]")
 _LAYERS = re.compile(r"[\[\]\d*+(),\0]*|(?=.*\|)[EtmL\d*(),|\0]*|[ME*GD+|/-]{8,}")
 
 
-BRACES, FILES = "braces are not expanded here", "it stands for the names of files"
+BRACES, FILES = "braces are not expanded here", "it expands to names of files"
 
 
 @dataclass
@@ -410,7 +410,7 @@ def _indirect(shell: Shell, part: Parameter, values: list[ShellValue] | None) ->
     name = values[0] if values else None
     if name is None or not name.known or not _NAMED.fullmatch(name.text):
         why = "which variable it is can not be told here"
-        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops where it is none"] = None
+        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops if it is not one"] = None
         return [unknown(part.source, why)]
     return _listed(shell, replace(part, name=name.text, index=None, indirect=False))
 

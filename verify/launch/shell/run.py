@@ -623,7 +623,7 @@ def _inner(shell: Shell, text: str, line: int) -> Outcome:
     try:
         flow, result = follow(shell, parse(text, str(shell.file or "the command line"), line))
     except CkptkitError:
-        shell.unresolved[f"{shell.place(line)}: a text that is run as a script, and is none"] = None
+        shell.unresolved[f"{shell.place(line)}: a text that is run as a script, and is not one"] = None
         flow, result = "", None
     shell.depth -= 1
     return flow, result

@@ -192,7 +192,7 @@ def _resumed(settings: Config, start: Side, megatron: bool) -> Side:
         return start
     weights = steps[-1] / "policy" / "weights"
     if not megatron:
-        settings.unread.append(f"{weights}: what it holds without Megatron is not looked at")
+        settings.unread.append(f"{weights}: its settings without Megatron are not looked at")
         return start
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
         actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"

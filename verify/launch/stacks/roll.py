@@ -113,7 +113,7 @@ def _adapters(settings: Config, server: str | None) -> Iterator[Issue]:
         hint = "ROLL sends the adapter to an engine that has no place for it: give actor_infer the same LoRA settings"
         yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint)
     elif serves and trains is False:
-        hint = "ROLL sends whole weights to an engine whose layers wait for an adapter: give both or neither"
+        hint = "ROLL sends complete weights to an engine with layers that wait for an adapter: give both or neither"
         yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint)
 
 

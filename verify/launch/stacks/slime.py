@@ -157,7 +157,7 @@ STACK = Stack(
     "slime",
     read,
     trainer_options,
-    "slime passes over what it does not know, miles and Megatron-LM stop",
+    "slime ignores unknown options, miles and Megatron-LM stop",
     source="among the launch arguments",
     one_model=True,
     vllm_readers=("vllm", "slime"),
@@ -451,7 +451,7 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
         if usual in {*_OWN.values(), "--ckpt-step"} - given:
             lines[f"{shown}: give it to preflight itself, before --"] = None
         elif usual in _OTHER_PATHS or usual in {*_PATHS.values(), *_STEPS.values()} - given:
-            lines[f"{shown}: what it names is not looked at; verify it by itself"] = None
+            lines[f"{shown}: its checkpoint is not looked at; verify it by itself"] = None
         elif usual in _FILES:
             lines[f"{shown}: the settings of this file are not read"] = None
         elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
@@ -531,7 +531,7 @@ def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | N
     actual = f"release, which Megatron loads whatever --ckpt-step {step} says"
     issue = path_issue("--ckpt-step", root / TRACKER, "a tracker that says an iteration", actual, hint, "warning")
     issues = (issue,) if option == "--load" else ()
-    return Side(role, "megatron", path, f"{why}, beside which step {step} has no effect", issues)
+    return Side(role, "megatron", path, f"{why}, next to which step {step} has no effect", issues)
 
 
 def _takes_step(root: Path) -> bool:

@@ -136,7 +136,7 @@ def _adapter(settings: Config) -> Iterator[Issue]:
     switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
     trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
     if settings.is_on(switch) and all(settings.get(one).known for one in trains) and not _lora(settings):
-        hint = "verl sends whole weights to an engine whose layers wait for an adapter: leave it out"
+        hint = "verl sends complete weights to an engine with layers that wait for an adapter: leave it out"
         yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint)
 
 
@@ -357,7 +357,7 @@ def resumed_step(settings: Config) -> Resumed:
             return Resumed(None, f"resume_mode auto finds no tracker in {root}")
         actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
         hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
-        issue = path_issue(place, root, f"{TRACKER} beside its steps", actual, hint, check=LOAD)
+        issue = path_issue(place, root, f"{TRACKER} next to its steps", actual, hint, check=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
     named = tracker_text(root)
     if not (named.isdecimal() and len(named) < 10):
@@ -383,7 +383,9 @@ def _resumed_path(settings: Config) -> Resumed:
     if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
         return Resumed(path, f"{key}")
     there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
-    actual = "no such setting" if word is None else "another name" if path.is_dir() else f"not there; beside it {there}"
+    actual = (
+        "no such setting" if word is None else "another name" if path.is_dir() else f"not there; next to it {there}"
+    )
     expected, hint = "a directory global_step_N that is there", "choose a step that is there"
     issue = path_issue(settings.cite(key), path, expected, actual, hint, check=STEP)
     return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)

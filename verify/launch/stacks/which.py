@@ -63,7 +63,7 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
     if stack is None:
         return _confirmed(STACKS[-1].read(launch), launch)
     absent = [word for word in composed.absent if not stack.is_own(word.text)]
-    unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file beside it" for word in absent)]
+    unread = [*named.absent, *(f"{word.place}: defaults: {word.text}: no such file next to it" for word in absent)]
     others = [word for word in groups if not any(one.is_own(word.text.partition("=")[2]) for one in STACKS)]
     unread += [f"{word.place}: {word.text}: the file of this group is not read" for word in others]
     files = (named.name, named.path.stem if named.path else "", *(word.text for word in composed.absent))

@@ -40,7 +40,7 @@ def run(job: EngineJob, phases: PhaseLog) -> None:
 
 def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> Iterator[EngineReport]:
     """The report so far, after the first answers and after each step; the last one is complete."""
-    phases.enter(Phase("reading back what the engine holds"))
+    phases.enter(Phase("reading back the engine's weights"))
     first = server.held() if job.reloads else {}
     phases.enter(Phase("answering prompts"))
     passes = {FIRST: server.answers(), AGAIN: server.answers()}

@@ -131,6 +131,6 @@ def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str
     opened = open_megatron(subject.location, subject.hf_path)
     if passthrough_beside(opened, opened.hf, subject.location.root, plain) is None:
         raise CannotCheck(
-            f"Megatron holds no {carried[0]}*, and neither a folder beside it nor {opened.hf_path} has it: give --hf "
+            f"Megatron holds no {carried[0]}*, and neither a folder next to it nor {opened.hf_path} has it: give --hf "
             "the release with its weights"
         )

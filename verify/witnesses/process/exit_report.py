@@ -77,7 +77,7 @@ def exit_report_path(report: Path) -> Path:
 def exit_report_of(report: Path) -> ExitReport:
     """How the witness of `report` ended. One that wrote nothing ended during its imports."""
     path = exit_report_path(report)
-    return load_record(ExitReport, path) if path.exists() else ExitReport("importing what it needs")
+    return load_record(ExitReport, path) if path.exists() else ExitReport("importing its packages")
 
 
 class PhaseLog:

@@ -108,7 +108,7 @@ def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dt
         model, info = architecture.from_pretrained(home, config=config, **options)
     if missing := sorted(info["missing_keys"]):
         raise CkptkitError(
-            f"transformers finds no tensor for {summarize(missing)}", "the checks of headers say what is missing"
+            f"transformers finds no tensor for {summarize(missing)}", "the checks of headers name the missing tensors"
         )
     size = sum(parameter.nbytes for parameter in model.parameters())
     if torch.cuda.is_available() and 1.2 * size + _ROOM_BYTES < torch.cuda.mem_get_info()[0]:

@@ -98,7 +98,7 @@ def _unlike(values: KernelValues, run: Callable[[Tensor], Tensor], dtype: torch.
     units = (nn.functional.one_hot(some, inputs).to(dtype) for some in several)
     columns = torch.cat([run(some)[:, :outputs].float() for some in units]).t()
     wrong = ~((columns - values.exact).abs() <= values.within)  # NaN too
-    return first_wrong(wrong, columns, values.exact, "elements differ by what the kernel computes")
+    return first_wrong(wrong, columns, values.exact, "elements differ from the kernel's result")
 
 
 def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | None = None) -> Layout:
@@ -114,7 +114,7 @@ def absorbed(layer: nn.Module, heads: int, rows: int, block: tuple[int, int] | N
             # A plain weight stays as it is; FP8 may have been rounded again, which is compared there.
             values = values_of(packed or own_parameters(layer), block)
             if values is None:
-                return LayerOutcome(unknown="what it makes of kv_b_proj is not known")
+                return LayerOutcome(unknown="its treatment of kv_b_proj is not known")
             parts = [
                 one.expand(values.exact.shape).reshape(heads, -1, values.exact.shape[1])
                 for one in (values.exact, values.within)
