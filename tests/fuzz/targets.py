@@ -35,7 +35,7 @@ from ckptkit.verify.launch.job import Launch
 from ckptkit.verify.launch.options.arguments import parse_arguments
 from ckptkit.verify.launch.settings.config import Config, UnresolvedError
 from ckptkit.verify.launch.settings.files import compose
-from ckptkit.verify.launch.settings.overrides import applied
+from ckptkit.verify.launch.settings.overrides import apply_overrides
 from ckptkit.verify.launch.shell import values
 from ckptkit.verify.launch.shell.read import read_script
 from ckptkit.verify.launch.stacks.which import read_job
@@ -245,7 +245,7 @@ def _settings(folder: Path) -> Unit:
         file.write_bytes(yaml)
         words = [Word(one) for one in overrides.decode(errors="replace").split("\n")]
         with suppress(CkptkitError):
-            tree, _ = applied(compose(file).tree, words)
+            tree, _ = apply_overrides(compose(file).tree, words)
             config = Config(tree, {"HOME": "/root"})
             for key in islice(config.names(), 50):
                 with suppress(UnresolvedError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.verify.launch.settings.config import Config, UnresolvedError
-from ckptkit.verify.launch.settings.overrides import applied, hydra_value
+from ckptkit.verify.launch.settings.overrides import apply_overrides, hydra_value
 from ckptkit.verify.launch.settings.tree import parse_yaml
 from ckptkit.verify.launch.words import UnresolvedWord, Word
 from support.grammar import text_of
@@ -32,7 +32,7 @@ def compared(words: list[str], composed: dict[str, Any] | str) -> str:
     """`equal`, `unresolved`, `refused` or `differ: ...`; `composed` is what Hydra has by dotted key, or its error."""
     tree = parse_yaml(FILE)
     assert isinstance(tree, dict)
-    found, groups = applied(tree, [Word(word) for word in words])
+    found, groups = apply_overrides(tree, [Word(word) for word in words])
     if groups:
         return "unresolved"
     config = Config(found, ENVIRONMENT)

@@ -102,14 +102,14 @@ def launch_arguments(
     Raises CkptkitError for a value that is missing or not a number.
     """
     found: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
-    for name in given.given:
+    for name in given.values:
         if name in NUMBERS and (number := _known(name, given)) is not None:
             found[NUMBERS[name]] = number
         elif name in FLAGS and given.value(name):
             found[FLAGS[name]] = True
-    if STAGES in given.given:
+    if STAGES in given.values:
         found["layout"] = _known(STAGES, given)
-    if not PATTERNS.isdisjoint(given.given):
+    if not PATTERNS.isdisjoint(given.values):
         found["pattern"] = stored_pattern(given.known) or ""
     return LaunchArguments(**found, server=server_of(words))  # type: ignore[arg-type]
 

@@ -19,8 +19,8 @@ from ckptkit.verify.launch.words import LaunchText, Word
 
 
 @dataclass(frozen=True)
-class Given:
-    """The paths and sizes that preflight is given itself. A size of 1 counts as not given."""
+class PreflightOptions:
+    """The paths and sizes that the preflight command itself gets. A size of 1 counts as not set."""
 
     hf_checkpoint: str | Path | None = None
     load: Path | None = None
@@ -40,13 +40,13 @@ class Given:
 class Launch:
     """A launch as it is written, of which the reader of a stack makes a `Job`.
 
-    given: what preflight is given beside it.
+    options: the paths and sizes of the preflight command itself.
     environment: the variables that the job sees.
     settings: its YAML files and overrides as one tree; empty for a stack that takes options.
     """
 
     text: LaunchText
-    given: Given = Given()
+    options: PreflightOptions = PreflightOptions()
     environment: Mapping[str, str] = field(default_factory=dict)
     settings: Config = field(default_factory=lambda: Config({}))
 

@@ -29,7 +29,7 @@ from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.checks.architecture import differing_model
 from ckptkit.verify.launch.checks.paths import NOT_READ
 from ckptkit.verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
-from ckptkit.verify.launch.job import Given, Job, Launch
+from ckptkit.verify.launch.job import Job, Launch, PreflightOptions
 from ckptkit.verify.launch.python.launcher import read_launcher
 from ckptkit.verify.launch.shell.read import read_script
 from ckptkit.verify.launch.sides import ENGINE
@@ -41,7 +41,7 @@ from ckptkit.verify.options import VerifyOptions
 _LARGEST = 300_000  # bytes of a script, as `read_script` takes them
 
 
-class GivenSizes(TypedDict, total=False):
+class SizeOptions(TypedDict, total=False):
     """The iteration and the parallel sizes that preflight is given itself."""
 
     ckpt_step: int | None
@@ -58,7 +58,7 @@ def preflight(
     script: str | Path | None = None,
     text: LaunchText | None = None,
     ask_trainer: str | Path | None = None,
-    **sizes: Unpack[GivenSizes],
+    **sizes: Unpack[SizeOptions],
 ) -> Report:
     """Reports what a launch would load, and what its words, headers, JSON files and samples of weights show.
 
@@ -81,7 +81,7 @@ def preflight(
         refuse_url(path)
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
     paths = Path(load) if load else None, Path(ref_load) if ref_load else None
-    given = Given(hf_checkpoint or None, *paths, **sizes)
+    given = PreflightOptions(hf_checkpoint or None, *paths, **sizes)
     job = read_job(Launch(text, given, {**environment, **known}), config)
     reasons = []
     if ask_trainer is not None:

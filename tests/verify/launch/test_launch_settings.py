@@ -12,7 +12,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.launch.job import Launch
 from ckptkit.verify.launch.settings.config import Config, UnresolvedError
 from ckptkit.verify.launch.settings.files import compose
-from ckptkit.verify.launch.settings.overrides import applied
+from ckptkit.verify.launch.settings.overrides import apply_overrides
 from ckptkit.verify.launch.settings.tree import flat_settings, parse_yaml, read_yaml
 from ckptkit.verify.launch.stacks.which import read_job
 from ckptkit.verify.launch.words import LaunchText, Word
@@ -75,7 +75,7 @@ def test_what_cannot_be_resolved_says_why(value: str, why: str) -> None:
 
 
 def test_overrides_set_add_and_delete_keys() -> None:
-    tree, groups = applied(
+    tree, groups = apply_overrides(
         {"a": {"b": Word("1"), "c": Word("2")}},
         [Word(text) for text in ("a.b=3", "+d.e={x:1,y:z}", "~a.c", "++f=null", "g='q=r'", "actor@a.b=megatron", "-x")],
     )

@@ -19,12 +19,12 @@ from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.launch.checks.engine import engine_config, engine_dims, job_of
-from ckptkit.verify.launch.stacks.sizes import Cut, GpuPlacement
+from ckptkit.verify.launch.stacks.sizes import GpuPlacement, ModelSplit
 from ckptkit.verify.launch.words import at_places, first_file
 from ckptkit.verify.quirks import quirk
 
 
-def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
+def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> Iterator[Issue]:
     """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
     hint, attention = f"choose another {cut.asked_by}", cut.attention or cut.ranks
     yield from _heads(dims.heads, attention if dims.mla else dims.groups, attention, "", hint)
@@ -83,7 +83,7 @@ def _runs(path: str) -> set[str]:
     return {".".join(parts[begin:end]) for begin in range(len(parts)) for end in range(begin + 1, len(parts) + 1)}
 
 
-def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Issue]:
+def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> Iterator[Issue]:
     """Sides whose part on a rank ends inside an FP8 block, which an engine refuses while it builds the layer."""
     quantization = _ONLINE_FP8 if cut.online_fp8 else quantization_of(config)
     if not isinstance(quantization, Mapping):
@@ -111,7 +111,7 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: Cut) -> Iterator[Is
             yield Issue(expected, actual, hint, severity=warning_if(is_taken))
 
 
-def _sides(dims: ModelDims, cut: Cut) -> Iterator[_Side]:
+def _sides(dims: ModelDims, cut: ModelSplit) -> Iterator[_Side]:
     """The sides that SGLang or vLLM holds against the block.
 
     Of weights that are read as one, q, k and v or gate and up, SGLang holds the rows of each, on a single rank too;
@@ -199,7 +199,7 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield replace(issue, expected=f"{issue.expected}{at_places(cut.words)}", file=file)
 
 
-def _shared_out(cut: Cut, config: Mapping[str, Any]) -> Iterator[Issue]:
+def _shared_out(cut: ModelSplit, config: Mapping[str, Any]) -> Iterator[Issue]:
     """Heads over the ranks that share a sequence by Ulysses, or over those of DTensor, which replicates none."""
     dims, where = engine_dims(config), f" ({cut.asked_by})"
     if cut.by == "ulysses":

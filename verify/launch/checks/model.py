@@ -84,7 +84,7 @@ def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDim
 
 
 def _issue(name: str, want: str, found: str, given: Arguments, root: object) -> Issue:
-    deciding = [given.given[one] for one in _DECIDED_BY.get(name, (name,)) if one in given.given]
+    deciding = [given.values[one] for one in _DECIDED_BY.get(name, (name,)) if one in given.values]
     places = ", ".join(dict.fromkeys(one.where for one in deciding))
     where = f"at {places}" if places else "by default, as the launch does not give it"
     file = deciding[0].file if deciding else None
@@ -95,7 +95,7 @@ def _hint(name: str, given: Arguments) -> str:
     if name == "rope_scaling_factor" and given.value("use_rope_scaling"):
         known = "which slime, miles and Megatron-LM do not hand to the model: set it in the model provider"
         return f"Megatron takes a factor of 8 whatever --rope-scaling-factor says, {known}"
-    if name in WITHOUT_FLAG and name not in given.given:
+    if name in WITHOUT_FLAG and name not in given.values:
         return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
     option = f"--{name.replace('_', '-')}"
     return f"correct {option} in the model's script, or config.json if the script is right"

@@ -11,7 +11,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.verify.launch.options.argv import Option, options_of
 from ckptkit.verify.launch.options.tables import GPUS, MODEL, NUMBERS, TABLE, Kind, option_of
-from ckptkit.verify.launch.settings.settings import GivenValue, Settings
+from ckptkit.verify.launch.settings.settings import Settings, SettingValue
 from ckptkit.verify.launch.words import UnresolvedWord, Word
 
 _CHOICES = {
@@ -41,27 +41,27 @@ class RefusedWord:
 class Arguments(Settings):
     """The arguments that a command line gives, by the names that argparse stores them under.
 
-    given: what it gives to each, in the order in which they count.
+    values: the value of each, in the order in which they count.
     anything: some words are not known at all, so that any argument may be given.
     refused: values that argparse does not take.
     """
 
-    given: Mapping[str, GivenValue] = field(default_factory=dict)
+    values: Mapping[str, SettingValue] = field(default_factory=dict)
     anything: bool = False
     refused: tuple[RefusedWord, ...] = ()
 
-    def get(self, key: str) -> GivenValue:
-        return self.given.get(key) or GivenValue(known=not self.anything)
+    def get(self, key: str) -> SettingValue:
+        return self.values.get(key) or SettingValue(known=not self.anything)
 
     @property
     def known(self) -> dict[str, Any]:
         """The values that are known, by name."""
-        return {name: found.value for name, found in self.given.items() if found.known}
+        return {name: found.value for name, found in self.values.items() if found.known}
 
     @property
     def unknown(self) -> frozenset[str]:
         """The arguments that are given with a value that could not be told."""
-        return frozenset(name for name, found in self.given.items() if not found.known)
+        return frozenset(name for name, found in self.values.items() if not found.known)
 
     @property
     def describes_model(self) -> bool:
@@ -102,7 +102,7 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
     Source: Megatron-LM `parse_args`, whose parser takes no abbreviations. Raises CkptkitError for a size that no model
     or cluster has.
     """
-    given: dict[str, GivenValue] = {}
+    given: dict[str, SettingValue] = {}
     refused: list[RefusedWord] = []
     for option in options_of(words):
         if option.name not in TABLE:
@@ -111,7 +111,7 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
         given.pop(name, None)  # in the order in which they count
         word = option.word if isinstance(kind, bool) else option.value or option.word
         value = _parsed(name, kind, option) if option.known else None
-        given[name] = GivenValue(value, word, known=value is not None)
+        given[name] = SettingValue(value, word, known=value is not None)
         _check_size(option.name, name, given[name])
         if value is None and option.known:
             refused.append(RefusedWord(option.name, _expected(name, kind), word))
@@ -119,13 +119,13 @@ def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None =
         name, _ = TABLE.get(option_of(key), (key, None))
         if name in _KINDS:
             value = _set(_KINDS[name], word.text)
-            given[name] = GivenValue(value, word, known=value is not None)
+            given[name] = SettingValue(value, word, known=value is not None)
             _check_size(name, name, given[name])
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
     return Arguments(given, anything, tuple(refused))
 
 
-def _check_size(option: str, name: str, found: GivenValue) -> None:
+def _check_size(option: str, name: str, found: SettingValue) -> None:
     """Raises CkptkitError for a size that no model or cluster has, before lists of that length are made."""
     most = MAX_LAYERS if "num_layers" in name else MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
     for one in found.value if isinstance(found.value, tuple | list) else (found.value,):

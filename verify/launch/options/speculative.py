@@ -33,14 +33,14 @@ class Speculation:
     mixed: bool = False
 
 
-def of_options(given: Arguments, words: Sequence[Word]) -> Speculation | None:
+def speculation_from_options(given: Arguments, words: Sequence[Word]) -> Speculation | None:
     """What the options of slime, miles or vime say; None where the engine does not speculate, or that is not known."""
     if server_of(words) == "vllm":
         try:
             content = json.loads(given.value("vllm_speculative_config") or "")
         except (ValueError, RecursionError):
             return None
-        return of_mapping(content, given.cite("vllm_speculative_config")) if isinstance(content, dict) else None
+        return _from_mapping(content, given.cite("vllm_speculative_config")) if isinstance(content, dict) else None
     method = given.value("sglang_speculative_algorithm")
     if not method:
         return None
@@ -54,7 +54,7 @@ def of_options(given: Arguments, words: Sequence[Word]) -> Speculation | None:
     )
 
 
-def of_mapping(content: Mapping[str, Any], asked_by: str) -> Speculation:
+def _from_mapping(content: Mapping[str, Any], asked_by: str) -> Speculation:
     """vLLM's `--speculative-config`, whose draft model decides the method where none is given.
 
     Source: vLLM `config/speculative.py`.
@@ -67,16 +67,16 @@ def of_mapping(content: Mapping[str, Any], asked_by: str) -> Speculation:
     return Speculation("vllm", str(method).lower(), asked_by, draft, tokens=tokens, mixed=mixed)
 
 
-def of_settings(settings: Config, prefix: str, server: str | None) -> Speculation | None:
+def speculation_from_settings(settings: Config, prefix: str, server: str | None) -> Speculation | None:
     """The mapping `speculative_config` that verl, NeMo-RL and ROLL hand on to vLLM; None for another server."""
     if server != "vllm":
         return None
-    settings = settings.quietly()
+    settings = settings.silent_copy()
     names = ("method", "model", "num_speculative_tokens", "use_heterogeneous_vocab")
     found = {name: settings.get(f"{prefix}.speculative_config.{name}") for name in names}
     given = {name: one.value for name, one in found.items() if one.word}
     if not given or given.get("num_speculative_tokens") == "0":
         return None
-    speculation = of_mapping(given, settings.cite(next(f"{prefix}.speculative_config.{name}" for name in given)))
+    speculation = _from_mapping(given, settings.cite(next(f"{prefix}.speculative_config.{name}" for name in given)))
     tokens = speculation.tokens or not found["num_speculative_tokens"].known
     return replace(speculation, known=found["method"].known and found["model"].known, tokens=tokens)

@@ -17,7 +17,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.hub_cache import hub_model
-from ckptkit.verify.launch.settings.settings import GivenValue, Settings
+from ckptkit.verify.launch.settings.settings import Settings, SettingValue
 from ckptkit.verify.launch.settings.tree import NULL, Tree, flat_settings
 from ckptkit.verify.launch.words import UnresolvedWord, Word, is_new_at_start
 
@@ -175,11 +175,11 @@ class Config(Settings):
             node = node.get(key) if isinstance(node, dict) else None
         yield from () if node is None else (key for key, _ in flat_settings(node, prefix))
 
-    def quietly(self) -> Config:
+    def silent_copy(self) -> Config:
         """The same settings with another list of what could not be resolved: for questions that nothing hangs on."""
         return Config(self.tree, self.environment)
 
-    def get(self, key: str) -> GivenValue:
+    def get(self, key: str) -> SettingValue:
         """The value of a key; None where it is absent, null, a mapping, or cannot be resolved."""
         try:
             node = self.find(key)
@@ -187,8 +187,8 @@ class Config(Settings):
             if key not in self._unresolved:
                 self._unresolved.add(key)
                 self.unread.append(f"{key}: {reason}")
-            return GivenValue(known=False)
-        return GivenValue(node.text, node) if isinstance(node, Word) else GivenValue()
+            return SettingValue(known=False)
+        return SettingValue(node.text, node) if isinstance(node, Word) else SettingValue()
 
     def is_new(self, key: str) -> bool:
         """Whether a name has the time of the start in it, so that nothing of that name can be there yet."""
@@ -298,7 +298,7 @@ class Config(Settings):
             self.notes += [] if note in self.notes else [note]
         return hub.path
 
-    def not_looked_at(self, pattern: re.Pattern[str]) -> None:
+    def report_unchecked(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""
         for key in self.names():
             if pattern.search(key) and self.text(key).lower() not in ("false", "", "{}", "[]"):

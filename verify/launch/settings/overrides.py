@@ -24,7 +24,7 @@ def is_override(text: str) -> bool:
     return match is not None and (match[3] is not None or match[1] == "~")
 
 
-def applied(
+def apply_overrides(
     tree: Mapping[str, Tree], words: Iterable[Word], is_group: Callable[[str], bool] = lambda _: False
 ) -> tuple[dict[str, Tree], list[Word]]:
     """A tree with the overrides among these words, and those that choose another file of a group.

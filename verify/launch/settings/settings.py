@@ -13,7 +13,7 @@ from ckptkit.verify.launch.words import Word
 
 
 @dataclass(frozen=True)
-class GivenValue:
+class SettingValue:
     """What a launch gives to one key.
 
     value: None where the launch gives nothing or null, and where it is not known.
@@ -39,7 +39,7 @@ class GivenValue:
 class Settings:
     """The settings of a launch, by key: `num_layers` of a command line, `policy.model_name` of a YAML file."""
 
-    def get(self, key: str) -> GivenValue:
+    def get(self, key: str) -> SettingValue:
         """What the launch gives to a key."""
         raise NotImplementedError
 

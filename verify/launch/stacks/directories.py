@@ -30,7 +30,7 @@ def teacher_sides(settings: Config, keys: re.Pattern[str]) -> list[Side]:
         if not settings.has(key) or enabled.lower() == "false":
             continue
         role = f"teacher {len(found) + 1}" if found else "teacher"
-        quiet = settings.quietly()
+        quiet = settings.silent_copy()
         side = hf_side(role, quiet, key, key)
         config = hf_config_of(side.path) if side and side.path else None
         if side and config and "not known" in config:

@@ -22,12 +22,21 @@ from ckptkit.formats.detect import TRACKER, tracker_text
 from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.names import settings
-from ckptkit.verify.launch.options.speculative import of_settings
+from ckptkit.verify.launch.options.speculative import speculation_from_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.stacks.sizes import (
+    NAMES,
+    GpuGroup,
+    GpuPlacement,
+    Gpus,
+    ModelSplit,
+    RolloutEngine,
+    Sizes,
+    places,
+)
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
@@ -48,7 +57,7 @@ _TEACHERS = re.compile(r"^teacher\.model_name$|^on_policy_distillation\.teacher_
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = launch.settings
-    settings.not_looked_at(_ELSEWHERE)
+    settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     # Where a pretrained checkpoint is given, the one that counts first.
@@ -82,13 +91,13 @@ def read(launch: Launch) -> Job:
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),
         hf=settings.model(_MODEL),
         hf_option=_MODEL,
-        adapter=None if megatron else _trained(settings.quietly()),
+        adapter=None if megatron else _trained(settings.silent_copy()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
         sharing=(("actor", ENGINE),) if copied and not resumed else (),
         placement=GpuPlacement(
             tuple(_groups(settings, roles, sizes)), cuts=(*(cut for cut in cuts if cut.ranks > 1), *engine.cuts)
         ),
-        speculation=of_settings(settings, f"{_GENERATION}.vllm_kwargs", engine.sizes.server),
+        speculation=speculation_from_settings(settings, f"{_GENERATION}.vllm_kwargs", engine.sizes.server),
     )
 
 
@@ -108,12 +117,12 @@ def _fits(tree: Mapping[str, Tree]) -> bool:
     return isinstance(policy, dict) and ("model_name" in policy or "megatron_cfg" in policy or "cluster" in tree)
 
 
-def _dtensor(settings: Config, roles: Sequence[str]) -> Iterator[Cut]:
+def _dtensor(settings: Config, roles: Sequence[str]) -> Iterator[ModelSplit]:
     """The tensor parallel ranks of a policy without Megatron."""
     key = f"{_DTENSOR}.tensor_parallel_size"
     ranks = settings.size(key) if settings.switch(f"{_DTENSOR}.enabled") else None
     for role in roles if ranks else ():
-        yield Cut(role, "dtensor", ranks or 1, settings.cite(key))
+        yield ModelSplit(role, "dtensor", ranks or 1, settings.cite(key))
 
 
 def _given(settings: Config, prefix: str) -> Side | None:
@@ -336,7 +345,7 @@ def _engine(settings: Config) -> RolloutEngine:
 def _packs_all(settings: Config) -> bool:
     """Whether vLLM is sent all Linear layers and experts in FP8 blocks of 128 x 128, by `precision: fp8`."""
     prefix = f"{_GENERATION}.vllm_cfg"
-    quiet = settings.quietly()
+    quiet = settings.silent_copy()
     layers = [quiet.text(f"{prefix}.num_{end}_layers_in_bf16", "0") for end in ("first", "last")]
     left_out = any(True for _ in settings.names(f"{prefix}.quantization_ignored_layer_kws"))
     plain = quiet.text(f"{prefix}.precision") == "fp8" and quiet.is_off(f"{prefix}.is_mx")

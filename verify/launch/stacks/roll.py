@@ -23,11 +23,11 @@ from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.lists import numbers
 from ckptkit.verify.launch.options.names import settings
-from ckptkit.verify.launch.options.speculative import of_settings
+from ckptkit.verify.launch.options.speculative import speculation_from_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
 from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.stacks.sizes import GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, places
 from ckptkit.verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
@@ -67,7 +67,7 @@ def _of_distillation(settings: Config) -> Config:
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = _of_distillation(launch.settings)
-    settings.not_looked_at(_ELSEWHERE)
+    settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     is_gae = settings.text("adv_estimator", "gae") == "gae"
     critic = ["critic"] if is_gae and settings.has("critic.strategy_args.strategy_name") else []
@@ -84,7 +84,7 @@ def read(launch: Launch) -> Job:
     groups = [size.group(role, _devices(settings, _ROLES[role])) for role, size in sizes.items()]
     fsdp = [role for role, name in strategies.items() if name.startswith("fsdp2")]
     keys = {role: f"{_ROLES[role]}.model_args.ulysses_size" for role in fsdp}
-    shared = [cut for role, key in keys.items() for cut in Cut.ulysses(settings, role, key)]
+    shared = [cut for role, key in keys.items() for cut in ModelSplit.ulysses(settings, role, key)]
     groups += [cut.group(_devices(settings, _ROLES[cut.role]), "ulysses_size") for cut in shared]
     arguments = {role: size.arguments(engine.sizes, settings, _SIZES[role]) for role, size in sizes.items()}
     return Job(
@@ -95,10 +95,10 @@ def read(launch: Launch) -> Job:
         models={"critic": settings.model(_key(settings, "critic"))} if critic else {},
         sizes=dict.fromkeys((*roles, ENGINE), engine.sizes) | arguments,
         sharing=(("actor", "reference"),) if same else (),
-        combinations=tuple(_adapters(settings.quietly(), engine.sizes.server)),
+        combinations=tuple(_adapters(settings.silent_copy(), engine.sizes.server)),
         placement=GpuPlacement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
-        adapter=_trained(settings.quietly(), engine.sizes.server),
-        speculation=of_settings(settings, _SIZES[ENGINE], engine.sizes.server),
+        adapter=_trained(settings.silent_copy(), engine.sizes.server),
+        speculation=speculation_from_settings(settings, _SIZES[ENGINE], engine.sizes.server),
     )
 
 

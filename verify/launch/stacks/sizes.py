@@ -105,7 +105,7 @@ def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | N
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelSplit:
     """How a role shares a model out otherwise than Megatron does: over `ranks` ranks.
 
     by: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
@@ -137,11 +137,11 @@ class Cut:
     file: Path | None = None
 
     @staticmethod
-    def ulysses(settings: Config, role: str, *keys: str) -> Iterator[Cut]:
+    def ulysses(settings: Config, role: str, *keys: str) -> Iterator[ModelSplit]:
         """The ranks that share a sequence by the first of these keys that has a value; nothing for a single one."""
         key = settings.first(*keys)
         if (ranks := settings.size(key)) and ranks > 1:
-            yield Cut(role, "ulysses", ranks, settings.cite(key))
+            yield ModelSplit(role, "ulysses", ranks, settings.cite(key))
 
     def group(self, gpus: Gpus, name: str) -> GpuGroup:
         """The GPUs that these ranks, which the stack calls so, must divide."""
@@ -159,7 +159,7 @@ class GpuPlacement:
 
     groups: tuple[GpuGroup, ...] = ()
     issues: tuple[Issue, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ModelSplit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class RolloutEngine:
     side: Side | None = None
     sizes: LaunchArguments = field(default_factory=LaunchArguments)
     groups: tuple[GpuGroup, ...] = ()
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[ModelSplit, ...] = ()
 
     def cut(
         self, tp: int, pp: int, ep: int | None, asked_by: str, *, plain: bool = True, fp8: bool = False
@@ -228,7 +228,7 @@ class RolloutEngine:
         sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
         if (server := server_named(self.sizes.server)) is None or tp < 2:
             return replace(self, sizes=sizes)
-        cut = Cut(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
+        cut = ModelSplit(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
         return replace(self, sizes=sizes, cuts=(cut,))
 
 
@@ -267,7 +267,7 @@ def option_placement(
     (_make_group, _resolve_sglang_config). Actor and critic share GPUs. Engines follow the trainer's GPUs, or share
     them with --colocate.
     """
-    ranks = ranks if set(_JOB).isdisjoint(given.given) else None
+    ranks = ranks if set(_JOB).isdisjoint(given.values) else None
     if {*_JOB, *_ENGINE}.isdisjoint(given.known) and ranks is None:
         return None
     sizes = _OptionSizes(given, words, ranks, is_miles)
@@ -301,7 +301,7 @@ class _OptionSizes:
         if given.has("sglang_moe_a2a_backend") and given.value("sglang_moe_a2a_backend") != "none":
             self.engine_ep = self.tp_of_engine
         self.plain_experts = not given.has("sglang_moe_dp_size") or given.value("sglang_moe_dp_size") == 1
-        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.given else self.tp_of_engine
+        self.dense_tp = None if "sglang_moe_dense_tp_size" in given.values else self.tp_of_engine
         self.shares_nodes = bool(given.value("colocate"))
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.file = words[0].file if words else None
@@ -358,7 +358,7 @@ class _OptionSizes:
         gpus = Gpus(total, "those of the rollout", self.node, first or 0)
         group = GpuGroup(ENGINE, gpus, ((name, (self.engine or 1,)),), places_of(words), first_file(words), is_placed)
         prefill = given.value("prefill_num_servers", 0)
-        is_known = total and self.engine and {"vllm_config", "sglang_config"}.isdisjoint(given.given)
+        is_known = total and self.engine and {"vllm_config", "sglang_config"}.isdisjoint(given.values)
         if is_known and self.engine and prefill is not None:
             left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
             yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
@@ -385,10 +385,10 @@ class _OptionSizes:
     def shared_nodes(self) -> Iterator[Issue]:
         """Engines on the trainer's nodes, whose size the launch gives twice."""
         names, node, each = ("num_gpus_per_node", "colocate", *_JOB), self.node, self.each
-        is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.given)
+        is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.values)
         shared = self.shares_nodes and self.server != "vllm" and self.engine and is_read
         if shared and (self.actor_nodes or 0) > 1 and node and each and node != each:
-            default = "" if "num_gpus_per_node" in self.given.given else ", by default"
+            default = "" if "num_gpus_per_node" in self.given.values else ", by default"
             expected = f"num_gpus_per_node = actor_num_gpus_per_node = {each}, since engines share the trainer's nodes"
             hint = f"give --num-gpus-per-node {each}: otherwise engines get the address of another node"
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
@@ -410,12 +410,12 @@ class _OptionSizes:
             return None
         return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
 
-    def cut(self) -> Cut | None:
+    def cut(self) -> ModelSplit | None:
         """How an engine shares a model out over its ranks; None where that is not known, or they do not divide."""
         tp, ep = self.tp_of_engine, self.engine_ep
         if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
             return None
-        return Cut(
+        return ModelSplit(
             ENGINE,
             self.server or "sglang",
             tp,

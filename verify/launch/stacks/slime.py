@@ -43,7 +43,7 @@ from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.arguments import Arguments, parse_arguments
 from ckptkit.verify.launch.options.argv import Option, last, options_of
 from ckptkit.verify.launch.options.names import names, trainer_options
-from ckptkit.verify.launch.options.speculative import of_options
+from ckptkit.verify.launch.options.speculative import speculation_from_options
 from ckptkit.verify.launch.options.tables import GPUS, READ, SIZES, option_of
 from ckptkit.verify.launch.settings.overrides import is_override
 from ckptkit.verify.launch.settings.tree import NULL, Tree, read_yaml
@@ -96,7 +96,7 @@ def read(launch: Launch) -> Job:
         sizes_at={name: word for name in _CUTS if (word := given.get(SIZES[name]).word)},
         sharing=_sharing(paths, sides),
         placement=option_placement(given, text.words, text.ranks, _is_miles(text)),
-        speculation=of_options(given, text.words),
+        speculation=speculation_from_options(given, text.words),
         adapter=_trained(given),
         updates=updates,
         arguments=given,
@@ -114,7 +114,7 @@ def _sizes(launch: Launch, given: Arguments, whole: bool) -> LaunchArguments:
     Megatron's default of etp is tp; where the launch was not read as a whole, nobody knows.
     """
     found = launch_arguments(given, launch.text.words, launch.environment)
-    tp, pp, ep = (getattr(found, name) or size for name, size in launch.given.sizes.items())
+    tp, pp, ep = (getattr(found, name) or size for name, size in launch.options.sizes.items())
     return replace(found, tp=tp, pp=pp, ep=ep, etp=found.etp or (tp if whole else None))
 
 
@@ -136,7 +136,7 @@ def _resumed(paths: _Paths, sides: Sequence[Side]) -> int:
 def _combinations(text: LaunchText, paths: _Paths, resumed: int) -> tuple[Issue, ...] | None:
     """Options that do not go together. slime judges the words before --custom-config-path sets anything."""
     given = parse_arguments(text.words)
-    if _TRAINERS.isdisjoint(given.given):
+    if _TRAINERS.isdisjoint(given.values):
         return None
     sequence = _sequence(given, paths.hf, _is_miles(text))
     raw = _raw(given, paths.hf) if _is_miles(text) else ()
@@ -291,7 +291,7 @@ class _Paths:
     @staticmethod
     def read(launch: Launch, files: _RoleFiles, mode: str | None, fsdp: bool = False) -> _Paths:
         """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
-        options, given, notes, paths = options_of(launch.text.words), launch.given, list[str](), dict[str, Any]()
+        options, given, notes, paths = options_of(launch.text.words), launch.options, list[str](), dict[str, Any]()
         # Those that preflight is given count before those of the words.
         hf, chosen = given.hf_checkpoint, {"load": given.load, "ref_load": given.ref_load, "ckpt_step": given.ckpt_step}
         for name, option in (_PATHS | _STEPS).items():

@@ -21,17 +21,17 @@ from ckptkit.formats.detect import TRACKER, tracker_text
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
-from ckptkit.verify.launch.options.speculative import Speculation, of_settings
+from ckptkit.verify.launch.options.speculative import Speculation, speculation_from_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
 from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
 from ckptkit.verify.launch.stacks.sizes import (
     NAMES,
-    Cut,
     GpuGroup,
     GpuPlacement,
     Gpus,
+    ModelSplit,
     RolloutEngine,
     Sizes,
     places,
@@ -91,7 +91,7 @@ def read(launch: Launch) -> Job:
         over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
         sizes[role] = size.arguments(engine.sizes, settings, over)
     unlike = tuple(_unlike(settings, roles)) if megatron else ()
-    settings.not_looked_at(_ELSEWHERE)
+    settings.report_unchecked(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
     # Before anything is resumed; Megatron weights are those of `model.path` too.
@@ -107,9 +107,9 @@ def read(launch: Launch) -> Job:
         sizes=sizes,
         sharing=() if resumed.path else tuple(sharing),
         placement=GpuPlacement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
-        speculation=_speculation(settings.quietly()),
-        adapter=_trained(settings.quietly()),
-        combinations=_combinations(launch, settings.quietly(), megatron),
+        speculation=_speculation(settings.silent_copy()),
+        adapter=_trained(settings.silent_copy()),
+        combinations=_combinations(launch, settings.silent_copy(), megatron),
     )
 
 
@@ -172,10 +172,10 @@ def _speculation(settings: Config) -> Speculation | None:
         sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
         method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
         return Speculation(name, method, settings.cite(f"{mtp}.enable_rollout"))
-    return of_settings(settings, f"{rollout}.engine_kwargs.vllm", name)
+    return speculation_from_settings(settings, f"{rollout}.engine_kwargs.vllm", name)
 
 
-def _sequences(settings: Config, roles: Sequence[str]) -> Iterator[Cut]:
+def _sequences(settings: Config, roles: Sequence[str]) -> Iterator[ModelSplit]:
     """The ranks that share a sequence in a trainer without Megatron. The reference takes the actor's size."""
     actor = (f"{_AR}.actor.ulysses_sequence_parallel_size", f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size")
     own = {
@@ -184,7 +184,7 @@ def _sequences(settings: Config, roles: Sequence[str]) -> Iterator[Cut]:
         "critic": ("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),
     }
     for role in roles:
-        yield from Cut.ulysses(settings, role, *own[role])
+        yield from ModelSplit.ulysses(settings, role, *own[role])
 
 
 def _is_megatron(settings: Config) -> bool:
@@ -421,10 +421,10 @@ def read_sft(launch: Launch) -> Job:
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
             settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
-    settings.not_looked_at(_TUNED_ELSEWHERE)
+    settings.report_unchecked(_TUNED_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
-    cuts = () if sizes else tuple(Cut.ulysses(settings, "actor", *_SEQUENCE))
+    cuts = () if sizes else tuple(ModelSplit.ulysses(settings, "actor", *_SEQUENCE))
     shared = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [GpuGroup("actor", gpus, (("1", (1,)),))]
     groups = [sizes.group("actor", gpus)] if sizes else shared
     return Job(

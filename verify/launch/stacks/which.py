@@ -13,7 +13,7 @@ from ckptkit.verify.launch.job import Job, Launch
 from ckptkit.verify.launch.options.argv import last, options_of
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.files import Composed, compose
-from ckptkit.verify.launch.settings.overrides import applied, is_override
+from ckptkit.verify.launch.settings.overrides import apply_overrides, is_override
 from ckptkit.verify.launch.settings.tree import flat_settings
 from ckptkit.verify.launch.stacks import nemo_rl, roll, slime, verl
 from ckptkit.verify.launch.stacks.others import set_up_by
@@ -52,7 +52,7 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
     if named.path is None and not any(is_override(word.text) for word in words) and not named.name:
         return _confirmed(STACKS[-1].read(launch), launch)
     composed = compose(named.path) if named.path else Composed({})
-    tree, groups = applied(composed.tree, words, lambda name: _is_group(name, named))
+    tree, groups = apply_overrides(composed.tree, words, lambda name: _is_group(name, named))
     own = [one for one in STACKS if named.path is None and one.is_own(named.name)]
     stack = next(iter([*(one for one in STACKS if one.fits(tree)), *own]), None)
     if stack is None and (other := set_up_by(tree)):
@@ -91,7 +91,7 @@ def _finished(job: Job, text: LaunchText, settings: Config, whole: bool) -> Job:
 
 def _stand_in(launch: Launch) -> Path | None:
     """The directory of --hf-checkpoint, which counts before the settings. Raises CkptkitError where it is not here."""
-    if not (given := launch.given.hf_checkpoint):
+    if not (given := launch.options.hf_checkpoint):
         return None
     hub = hub_model(str(given), launch.environment)
     if hub and hub.path is None:
@@ -104,7 +104,7 @@ def _confirmed(job: Job, launch: Launch) -> Job:
 
     A stack that takes options takes preflight's own paths before those of the words.
     """
-    given = launch.given
+    given = launch.options
     if not job.stack.one_model:
         if given.ckpt_step is not None:
             message = f"--ckpt-step does not go with settings of {job.stack.name}"

@@ -18,7 +18,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.verify.core.report import Finding
 from ckptkit.verify.launch.checks.gpus import engine_fit
 from ckptkit.verify.launch.preflight import preflight
-from ckptkit.verify.launch.stacks.sizes import Cut
+from ckptkit.verify.launch.stacks.sizes import ModelSplit
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 # What CK722 calls the side of a layer, by words of its finding, and the layers of an engine that it stands for.
@@ -58,7 +58,7 @@ def of_ours(case: Mapping[str, Any], engine: str, base: ModelDims) -> list[str]:
     if "kv_rank" in dims:
         parts = [dims.pop(name) for name in ("kv_rank", "nope", "rope", "value")]
         given = replace(base, mla=Mla(64, *parts))
-    cut = Cut("", engine, case["ranks"], "", attention=case["attention"], dense=case["ranks"])
+    cut = ModelSplit("", engine, case["ranks"], "", attention=case["attention"], dense=case["ranks"])
     issues = engine_fit(replace(given, **dims), {"quantization_config": FP8}, cut)
     return [issue.expected for issue in issues if " block of " in issue.expected]
 
@@ -119,21 +119,23 @@ def test_experts_that_vllm_033_splits_into_finer_blocks_are_a_warning(
     rank: int, engine: Any, severity: str, both: ModelDims
 ) -> None:
     dims = replace(both, dense_layers=(), expert_ffn=4 * rank)
-    issues = engine_fit(dims, {"quantization_config": FP8}, Cut("", engine, 4, "", dense=4))
+    issues = engine_fit(dims, {"quantization_config": FP8}, ModelSplit("", engine, 4, "", dense=4))
     assert [one.severity for one in issues if "moe_intermediate_size" in one.expected] == [severity]
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "cut", "warned"),
     [
-        (1000, Cut("", "sglang", 3, ""), True),  # 1024 rows
-        (1000, Cut("", "sglang", 4, ""), False),
-        (1100, Cut("", "sglang", 3, ""), False),  # 1152 rows
-        (1000, Cut("", "vllm", 3, ""), False),
-        (1000, Cut("", "sglang", 12, "", attention=4), False),
+        (1000, ModelSplit("", "sglang", 3, ""), True),  # 1024 rows
+        (1000, ModelSplit("", "sglang", 4, ""), False),
+        (1100, ModelSplit("", "sglang", 3, ""), False),  # 1152 rows
+        (1000, ModelSplit("", "vllm", 3, ""), False),
+        (1000, ModelSplit("", "sglang", 12, "", attention=4), False),
     ],
 )
-def test_sglang_pads_a_vocabulary_to_a_multiple_of_64(vocabulary: int, cut: Cut, warned: bool, both: ModelDims) -> None:
+def test_sglang_pads_a_vocabulary_to_a_multiple_of_64(
+    vocabulary: int, cut: ModelSplit, warned: bool, both: ModelDims
+) -> None:
     issues = engine_fit(replace(both, heads=12, groups=12, vocab=vocabulary), {}, cut)
     found = [one.severity for one in issues if "vocab_size" in one.expected]
     assert found == ["warning"] * warned
