@@ -21,10 +21,10 @@ from ckptkit.verify.launch.python.values import (
     Text,
     TooMuchPythonError,
     Unknown,
-    either_value,
     is_known,
-    pieces_of,
-    text_of,
+    join_pieces,
+    merge_values,
+    split_pieces,
 )
 
 # Calls a function: the callee, its arguments, those by name, and how the call is written.
@@ -106,7 +106,7 @@ def _stripped(text: Text, how: str) -> Any:
         pieces[0] = pieces[0].lstrip()
     if how in ("strip", "rstrip") and isinstance(pieces[-1], str):
         pieces[-1] = pieces[-1].rstrip()
-    return text_of(pieces)
+    return join_pieces(pieces)
 
 
 def _range(*bounds: int) -> list[int]:
@@ -116,7 +116,7 @@ def _range(*bounds: int) -> list[int]:
 
 
 def _text(value: Any = "") -> Any:
-    return text_of(pieces_of(value))
+    return join_pieces(split_pieces(value))
 
 
 def _length(value: Any) -> Any:
@@ -165,7 +165,7 @@ class Expressions:
             case ast.Constant(value=constant):
                 return constant
             case ast.JoinedStr(values=parts):
-                return text_of(piece for part in parts for piece in self._formatted(part))
+                return join_pieces(piece for part in parts for piece in self._formatted(part))
             case ast.Name(id=name):
                 return self._named(node, name)
             case ast.Attribute(value=inner, attr=name):
@@ -188,7 +188,7 @@ class Expressions:
                 truth = truth_of(self.value(test))
                 if truth is None:
                     why = f"it depends on `{unknown_expression(test, '').source}`, which is not known"
-                    return either_value(self.value(body), self.value(other), why)
+                    return merge_values(self.value(body), self.value(other), why)
                 return self.value(body if truth else other)
             case ast.List(elts=elements) | ast.Set(elts=elements):
                 return list(self._elements(elements))
@@ -218,7 +218,7 @@ class Expressions:
                 return (str(constant),)
             case ast.FormattedValue(value=inner, conversion=-1, format_spec=None):
                 value = self.value(inner)
-                return (unknown_expression(inner, value.why),) if isinstance(value, Unknown) else pieces_of(value)
+                return (unknown_expression(inner, value.why),) if isinstance(value, Unknown) else split_pieces(value)
         return (unknown_expression(part, "a format that is not worked out here"),)
 
     def _named(self, node: ast.expr, name: str) -> Any:
@@ -265,7 +265,7 @@ class Expressions:
         texts = isinstance(left, str | Text | Unknown) and isinstance(right, str | Text | Unknown)
         both = isinstance(left, Unknown) and isinstance(right, Unknown)
         if isinstance(symbol, ast.Add) and texts and not both:
-            return text_of((*pieces_of(left), *pieces_of(right)))
+            return join_pieces((*split_pieces(left), *split_pieces(right)))
         if not (is_known(left) and is_known(right)) or type(symbol) not in _BINARY:
             reason = next(
                 (value.why for value in (left, right) if isinstance(value, Unknown)), "not all of it is known"
@@ -378,8 +378,8 @@ class Expressions:
         if is_known(items) and sum(len(item) for item in items) < MAX_CHARACTERS:
             return function.call(items)
         between = function.call(["", ""])
-        parts = [(*((between,) if number else ()), *pieces_of(item)) for number, item in enumerate(items)]
-        return text_of(piece for part in parts for piece in part)
+        parts = [(*((between,) if number else ()), *split_pieces(item)) for number, item in enumerate(items)]
+        return join_pieces(piece for part in parts for piece in part)
 
     def _comprehension(self, node: ast.expr, element: ast.expr, generator: ast.comprehension) -> Any:
         many = self.value(generator.iter)

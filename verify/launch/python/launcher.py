@@ -23,15 +23,15 @@ from ckptkit.verify.launch.python.values import (
     ENVIRONMENT,
     MISSING,
     Class,
-    Maybe,
+    Conditional,
     Module,
     Piece,
     PythonFunction,
     State,
     TooMuchPythonError,
     Unknown,
-    pieces_of,
-    text_of,
+    join_pieces,
+    split_pieces,
     why_unread,
 )
 from ckptkit.verify.launch.shell.read import read_command
@@ -188,7 +188,7 @@ def _launch(script: Path, folders: Sequence[Path], started: _Started) -> LaunchT
     # A name that no file can have is none here.
     file = next((path for path in names if os.path.isfile(path)), None) if isinstance(kind, str) else None
     model = _model(script, file, kind, started.environment)
-    arguments = pieces_of(started.named.get("train_args", MISSING))
+    arguments = split_pieces(started.named.get("train_args", MISSING))
     program = started.named.get("train_script", "train.py")
     name = program if isinstance(program, str) else "train.py"
     sourced = f"source {shlex.quote(str(file))} && " if file and file.suffix == ".sh" else ""
@@ -210,12 +210,12 @@ def _model(script: Path, file: Path | None, kind: Any, environment: Mapping[str,
         found = model_arguments(file.parents[2] / _TOOL, kind, environment)
         if isinstance(found, str):
             return (" ".join(shlex.quote(word) for word in found.split()),)
-        return pieces_of(found)
+        return split_pieces(found)
     if isinstance(kind, str):
         where = f"scripts/models/{kind}.sh (miles: .py) is in no folder above {script.parent.absolute()}"
         why = f"{where}: set SLIME_DIR or MILES_DIR to the checkout that has it"
         return (Unknown(f"MODEL_ARGS of {kind}", why),)
-    gaps = [piece for piece in pieces_of(kind) if not isinstance(piece, str)]
+    gaps = [piece for piece in split_pieces(kind) if not isinstance(piece, str)]
     return (Unknown("MODEL_ARGS of a model", gaps[0].why if gaps else "its name is not known"),)
 
 
@@ -228,12 +228,12 @@ def _shell(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], sc
             continue
         name = f"ckptkit_{len(variables)}"
         after = pieces[number + 1] if number + 1 < len(pieces) else " "
-        inside = text_of(piece.pieces) if isinstance(piece, Maybe) else ""
+        inside = join_pieces(piece.pieces) if isinstance(piece, Conditional) else ""
         # Whole words, where blanks stand around them.
         whole = not text or text[-1].isspace()
         ends = (isinstance(inside, str) and inside[-1:].isspace()) or (isinstance(after, str) and after[:1].isspace())
         variables[name] = ()
-        if isinstance(piece, Maybe) and isinstance(inside, str) and whole and ends and not _special(inside):
+        if isinstance(piece, Conditional) and isinstance(inside, str) and whole and ends and not _special(inside):
             variables[name] = tuple(ShellValue(word, (), script, None, piece.why) for word in shlex.split(inside))
             text += f"${{{name}[@]}} "
             continue
@@ -244,7 +244,7 @@ def _shell(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], sc
         is_value = any(word.startswith("--") and "=" not in word for word in before)
         many = whole and isinstance(after, str) and (after[:1].isspace() or not after)
         gap = Gap(f"{shown}[@]" if many and not is_value else shown, piece.why)
-        variables[name] = (ShellValue(gap.source, (gap,), script, None, whole=True),)
+        variables[name] = (ShellValue(gap.source, (gap,), script, None, is_unsplit=True),)
         text += f"${{{name}}}"
     return text
 

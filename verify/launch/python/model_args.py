@@ -20,7 +20,7 @@ from ckptkit.verify.launch.python.values import (
     Text,
     TooMuchPythonError,
     Unknown,
-    text_of,
+    join_pieces,
     why_unread,
 )
 
@@ -67,7 +67,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
 def _join_lines(text: str | Text) -> str | Text:
     """A text with one blank between its words."""
     pieces = (text,) if isinstance(text, str) else text.pieces
-    joined = text_of(_one_line(piece) if isinstance(piece, str) else piece for piece in pieces)
+    joined = join_pieces(_one_line(piece) if isinstance(piece, str) else piece for piece in pieces)
     return joined.strip() if isinstance(joined, str) else joined
 
 

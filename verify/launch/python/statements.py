@@ -22,9 +22,9 @@ from ckptkit.verify.launch.python.values import (
     State,
     Text,
     Unknown,
-    either_value,
     is_known,
     merge_states,
+    merge_values,
 )
 
 # How statements ended: on, with a value that is returned, or by an exception.
@@ -224,7 +224,7 @@ class Follower:
             return "raise", None
         state, value, _ = every[0]
         for other, more, why in every[1:]:
-            state, value = merge_states(state, other, why), either_value(value, more, why)
+            state, value = merge_states(state, other, why), merge_values(value, more, why)
         self.state.take_over(state)
         return "return", value
 

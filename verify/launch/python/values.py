@@ -32,14 +32,14 @@ class Unknown:
 
 
 @dataclass(frozen=True)
-class Maybe:
+class Conditional:
     """A part of a text that is there only where a condition holds that nobody can decide."""
 
     pieces: tuple[Piece, ...]
     why: str
 
 
-Piece = str | Unknown | Maybe
+Piece = str | Unknown | Conditional
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def is_known(value: Any) -> bool:
     return not isinstance(value, dict) or all(is_known(one) for pair in value.items() for one in pair)
 
 
-def pieces_of(value: Any) -> tuple[Piece, ...]:
+def split_pieces(value: Any) -> tuple[Piece, ...]:
     """The parts of what `str` makes of a value."""
     if isinstance(value, Text):
         return value.pieces
@@ -144,7 +144,7 @@ def pieces_of(value: Any) -> tuple[Piece, ...]:
     return (str(value) if is_known(value) else Unknown("...", "a collection with values that are not known"),)
 
 
-def text_of(pieces: Iterable[Piece]) -> str | Text:
+def join_pieces(pieces: Iterable[Piece]) -> str | Text:
     """A text of these parts, neighbours joined; a `str` where all of it is known. Raises TooMuchPythonError."""
     joined: list[Piece] = []
     for piece in pieces:
@@ -159,12 +159,12 @@ def text_of(pieces: Iterable[Piece]) -> str | Text:
     return Text(tuple(joined))
 
 
-def either_value(one: Any, other: Any, why: str) -> Any:
+def merge_values(one: Any, other: Any, why: str) -> Any:
     """A value that is one of two. Of texts that begin with the same parts these are kept."""
     if one == other and type(one) is type(other):
         return one
     if isinstance(one, str | Text) and isinstance(other, str | Text):
-        return _merged_texts(list(pieces_of(one)), list(pieces_of(other)), why)
+        return _merged_texts(list(split_pieces(one)), list(split_pieces(other)), why)
     return Unknown("...", why)
 
 
@@ -181,22 +181,22 @@ def _merged_texts(here: list[Piece], there: list[Piece], why: str) -> str | Text
         cut = max(first.rfind(" ", 0, length), first.rfind("\n", 0, length)) + 1
         same.append(first[:cut])
         here[0], there[0] = first[cut:], second[cut:]
-    rest = [Maybe(tuple(piece for piece in side if piece != ""), why) for side in (here, there)]
-    return text_of([*same, *(piece for piece in rest if piece.pieces)])
+    rest = [Conditional(tuple(piece for piece in side if piece != ""), why) for side in (here, there)]
+    return join_pieces([*same, *(piece for piece in rest if piece.pieces)])
 
 
 def merge_states(one: State, other: State, why: str) -> State:
     """The names and attributes after one of two branches, where nobody knows which."""
     frames = [
         {
-            name: either_value(left.get(name, MISSING), right.get(name, MISSING), why)
+            name: merge_values(left.get(name, MISSING), right.get(name, MISSING), why)
             for name in left.keys() | right.keys()
         }
         for left, right in zip(one.frames, other.frames, strict=True)
     ]
     objects = {
         number: {
-            name: either_value(
+            name: merge_values(
                 attributes.get(name, MISSING), other.objects.get(number, attributes).get(name, MISSING), why
             )
             for name in attributes.keys() | other.objects.get(number, {}).keys()

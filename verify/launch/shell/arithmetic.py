@@ -24,8 +24,8 @@ _LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
 _MAX_INTEGER = 2**63
 
 
-class ArithmeticFault(Exception):  # noqa: N818 - not an error of the program: the caller says what is not known
-    """An expression whose value cannot be told, and why."""
+class ArithmeticFault(Exception):  # noqa: N818 - not an error of the program: the caller reports an unknown value
+    """The value of an expression is unknown; the message is the reason."""
 
 
 def _quotient(left: int, right: int) -> int:
@@ -35,24 +35,21 @@ def _quotient(left: int, right: int) -> int:
 
 
 class _Expression:
-    """An expression, how far it was read, and where variables are read and set."""
+    """The tokens of an expression with the current position; `get` and `put` read and set variables."""
 
     def __init__(self, text: str, get: Callable[[str], int], put: Callable[[str, int], None]) -> None:
         self.tokens = [found.groups() for found in _TOKEN.finditer(text.strip())]
         self.position = 0
         self.get, self.put = get, put
         self.depth = 0
-        self.skipped = 0  # how many parts around this one are not evaluated, as the right side of `0 &&`
-
-    def peek(self) -> str:
-        return self.tokens[self.position][2] or "" if self.position < len(self.tokens) else ""
+        self.skipped = 0  # number of enclosing parts that are not evaluated, such as the right side of `0 &&`
 
     def accept(self, *symbols: str) -> str:
-        symbol = self.peek()
-        if symbol and symbol in symbols:
-            self.position += 1
-            return symbol
-        return ""
+        symbol = self.tokens[self.position][2] if self.position < len(self.tokens) else ""
+        if not symbol or symbol not in symbols:
+            return ""
+        self.position += 1
+        return symbol
 
     def comma(self) -> int:
         value = self.ternary()
@@ -69,13 +66,13 @@ class _Expression:
             then = self.unless(not value, self.ternary)
             if not self.accept(":"):
                 raise ArithmeticFault("? without :")
-            other = self.unless(bool(value), self.ternary)
-            value = then if value else other
+            otherwise = self.unless(bool(value), self.ternary)
+            value = then if value else otherwise
         self.depth -= 1
         return value
 
     def unless(self, skipped: bool, part: Callable[[], int]) -> int:
-        """A part whose assignments do not happen where it is `skipped`."""
+        """The value of a part, without its assignments if it is `skipped`."""
         self.skipped += skipped
         value = part()
         self.skipped -= skipped
@@ -160,7 +157,7 @@ class _Expression:
 
 
 def integer(text: str) -> int:
-    """The value of a variable; an empty one is 0. Raises ArithmeticFault for other text than a number."""
+    """The value of a variable, 0 for empty text. Raises ArithmeticFault for text that is not a number."""
     found = re.fullmatch(r"\s*([-+]?)(0[xX][0-9a-fA-F]+|[0-9]+)\s*", text)
     if found is None:
         if not text.strip():

@@ -1,4 +1,4 @@
-"""Expands words as bash does: variables, arrays, arithmetic, known commands, quotes and the splitting at blanks."""
+"""Expands words as bash does: variables, arrays, arithmetic, known commands, quotes and word splitting."""
 
 from __future__ import annotations
 
@@ -9,91 +9,98 @@ from pathlib import Path
 
 from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
 from ckptkit.verify.launch.shell.lexer import Lexer
-from ckptkit.verify.launch.shell.operators import changed_text
+from ckptkit.verify.launch.shell.operators import apply_operator
 from ckptkit.verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
-from ckptkit.verify.launch.shell.values import MAX_CHARACTERS, MAX_WORDS, Gap, Shell, ShellValue, TooMuchError, together
+from ckptkit.verify.launch.shell.values import (
+    MAX_CHARACTERS,
+    MAX_WORDS,
+    Gap,
+    Shell,
+    ShellValue,
+    TooMuchError,
+    join_texts,
+    unknown_value,
+)
 
-# What arithmetic assigns to: `n = 1`, `n += 1`, `A[0]++`, `--n`.
+# An assignment in arithmetic: `n = 1`, `n += 1`, `A[0]++`, `--n`.
 _ASSIGNED = re.compile(
     r"([A-Za-z_]\w*)(?:\[[^]]*\])?\s*(?:(?:<<|>>|[-+*/%&|^])?=(?!=)|\+\+|--)|(?:\+\+|--)\s*([A-Za-z_]\w*)"
 )
 _DEFAULTS = (":-", "-", ":+", "+")
 _NAMED = re.compile(r"[A-Za-z_]\w*|[0-9]+")
-# An unquoted pattern of file names. So are Megatron's patterns of layers, which no file has: `[0]*3+[1]*58`,
-# `Et*3|(tt|)*29,m|L`, `MEM*EMEM`.
+# An unquoted pattern of file names, and Megatron's patterns of layers, which look like one but match no file:
+# `[0]*3+[1]*58`, `Et*3|(tt|)*29,m|L`, `MEM*EMEM`.
 _GLOB = re.compile(r"[*?]")
 _LAYERS = re.compile(r"[\[\]\d*+(),\0]*|(?=.*\|)[EtmL\d*(),|\0]*|[ME*GD+|/-]{8,}")
-
-
 BRACES, FILES = "braces are not expanded here", "it expands to names of files"
+_UNSUPPORTED = "this change of a variable is not worked out here"
 
 
 @dataclass
 class _Fields:
-    """The words that become of one: those that are whole, and the one that is being put together."""
+    """The words from the expansion of one: the complete ones, and the parts of the current one."""
 
     shell: Shell
     line: int
     done: list[ShellValue] = field(default_factory=list)
     text: str = ""
     gaps: list[Gap] = field(default_factory=list)
-    there: bool = False
-    maybe: str = ""
+    is_word: bool = False
+    condition: str = ""
     origin: ShellValue | None = None
     pieces: int = 0
 
     def add(self, value: ShellValue, quoted: bool = True) -> None:
-        """Adds a text to the current word. An unquoted one is only a word where it is not empty."""
+        """Adds a text to the current word. Empty text makes a word only if it is quoted."""
         self.text += value.text
         self.gaps += value.gaps
-        self.maybe = self.maybe or value.maybe
-        self.there |= quoted or bool(value.text)
+        self.condition = self.condition or value.condition
+        self.is_word |= quoted or bool(value.text)
         if value.text or value.gaps:
             self.origin, self.pieces = value, self.pieces + 1
         if len(self.text) > MAX_CHARACTERS:
             raise TooMuchError(f"a word has more than {MAX_CHARACTERS} characters")
 
     def end(self) -> None:
-        """Ends the current word. One that is an array's element alone is written where that is."""
-        if self.there:
-            alone = self.origin if self.pieces == 1 and self.origin and self.origin.line is not None else None
-            file, line = (alone.file, alone.line) if alone else (self.shell.file, self.line)
-            self.done.append(ShellValue(self.text, tuple(self.gaps), file, line, self.maybe))
-        self.text, self.gaps, self.there, self.maybe, self.origin, self.pieces = "", [], False, "", None, 0
+        """Ends the current word. A word that is one array element keeps the place of the element."""
+        if self.is_word:
+            at = self.origin if self.pieces == 1 and self.origin and self.origin.line is not None else None
+            file, line = (at.file, at.line) if at else (self.shell.file, self.line)
+            self.done.append(ShellValue(self.text, tuple(self.gaps), file, line, self.condition))
+        self.text, self.gaps, self.is_word, self.condition, self.origin, self.pieces = "", [], False, "", None, 0
 
 
 def expand(shell: Shell, words: Sequence[ShellWord]) -> list[ShellValue]:
-    """The words that become of these."""
-    found: list[ShellValue] = []
+    """The words after expansion and splitting."""
+    values: list[ShellValue] = []
     for word in words:
-        found += (made := _expand(shell, word))
+        values += (made := _expand_word(shell, word))
         shell.step(sum(len(value.text) for value in made) + len(made))
-        if len(found) > MAX_WORDS:
+        if len(values) > MAX_WORDS:
             raise TooMuchError(f"a command has more than {MAX_WORDS} words")
-    return found
+    return values
 
 
-def _expand(shell: Shell, word: ShellWord) -> list[ShellValue]:
-    if why := _many_words(word):
-        source = "".join(part.text if isinstance(part, Literal) else part.source for part in word.parts)
-        return [ShellValue(source, (Gap(source, why),), shell.file, word.line)]
+def _expand_word(shell: Shell, word: ShellWord) -> list[ShellValue]:
+    if why := _multiplier(word):
+        return [unknown_value(word.source, why, shell.file, word.line)]
     fields = _Fields(shell, word.line)
-    for number, part in enumerate(_with_defaults(shell, word.parts)):
+    for number, part in enumerate(_insert_defaults(shell, word.parts)):
         match part:
             case Literal(text, split=True):
-                _add_split(fields, _literal(shell, text, False, number == 0), False)
+                _add_split(fields, _expand_tilde(shell, text, False, number == 0), False)
             case Literal(text, quoted):
-                fields.add(_literal(shell, text, quoted, number == 0), quoted)
+                fields.add(_expand_tilde(shell, text, quoted, number == 0), quoted)
             case Parameter(quoted=True) if _is_list(part):
-                values = _listed(shell, part)
+                values = _parameter_values(shell, part)
                 for count, value in enumerate(values):
                     if count:
                         fields.end()
                     fields.add(value)
                 # "${A[@]}" of an empty array is not a word, but `"${A[@]}"` is parsed with an empty literal before it.
-                fields.there = bool(values) or fields.text != ""
+                fields.is_word = bool(values) or fields.text != ""
             case _:
-                for count, value in enumerate(_values(shell, part)):
+                for count, value in enumerate(_part_values(shell, part)):
                     if count:
                         fields.end()
                     _add_split(fields, value, getattr(part, "quoted", False))
@@ -101,19 +108,17 @@ def _expand(shell: Shell, word: ShellWord) -> list[ShellValue]:
     return fields.done
 
 
-def _many_words(word: ShellWord) -> str:
-    """Why a word is others in their place: braces, or a pattern of file names. Empty where it is not."""
+def _multiplier(word: ShellWord) -> str:
+    """Why a word expands to several words: braces, or a pattern of file names. Otherwise ""."""
     text = "".join(
         part.text if isinstance(part, Literal) and not part.quoted else "\0" * bool(getattr(part, "text", "x"))
         for part in word.parts
     )
-    if _braced(text):
-        return BRACES
-    return FILES if _is_glob(text) else ""
+    return BRACES if _has_braces(text) else FILES if _is_glob(text) else ""
 
 
-def _braced(text: str) -> bool:
-    """Whether braces stand for several words: `{a,b}`, `{1..3}`, also inside of others."""
+def _has_braces(text: str) -> bool:
+    """Whether braces expand to several words: `{a,b}`, `{1..3}`, also inside other braces."""
     opened: list[list[bool]] = []
     for index, character in enumerate(text):
         if character == "{":
@@ -129,43 +134,38 @@ def _is_glob(text: str) -> bool:
     return _GLOB.search(text) is not None and not _LAYERS.fullmatch(text)
 
 
-def _literal(shell: Shell, text: str, quoted: bool, first: bool) -> ShellValue:
-    if quoted or not first or not text.startswith("~"):
+def _expand_tilde(shell: Shell, text: str, quoted: bool, first: bool) -> ShellValue:
+    name, slash, path = text.partition("/")
+    if quoted or not first or not re.fullmatch(r"~[A-Za-z_+-]?[\w-]*", name):
         return ShellValue(text)
-    name, slash, rest = text.partition("/")
     home = shell.lookup("HOME")
-    if not re.fullmatch(r"~[A-Za-z_+-]?[\w-]*", name):
-        return ShellValue(text)
     if name != "~" or home is None or not home.values:
         return ShellValue(text, (Gap(name, "the home directory is not known"),))
-    return replace(home.values[0], text=home.values[0].text + slash + rest)
+    return replace(home.values[0], text=home.values[0].text + slash + path)
 
 
 def _add_split(fields: _Fields, value: ShellValue, quoted: bool) -> None:
-    """Adds a value; an unquoted one is split at blanks. Those of a gap are not known: a word with one stays unknown."""
-    if quoted or value.whole:
+    """Adds a value, split at blanks unless it is quoted. A gap is not split: a word with one stays unknown."""
+    blanks = separators(fields.shell)
+    if quoted or value.is_unsplit:
         fields.add(value)
         return
-    blanks = separators(fields.shell)
     if blanks.startswith("${"):
         fields.add(replace(value, gaps=(*value.gaps, Gap(value.text, "IFS is not known"))))
         return
-    if value.gaps:
-        for count, part in enumerate(_split_around_gaps(value, blanks)):
-            if count:
-                fields.end()
-            fields.add(part, quoted=False)
-        return
-    pieces = re.split(f"[{re.escape(blanks)}]+", value.text) if blanks else [value.text]
-    others = re.escape("".join(blanks.split()))
-    if others and re.search(rf"^[{others}]|[{others}]\s*[{others}]", value.text):
+    marks = re.escape("".join(blanks.split()))
+    if not value.gaps and marks and re.search(rf"^[{marks}]|[{marks}]\s*[{marks}]", value.text):
         fields.add(replace(value, gaps=(Gap(value.text, "IFS makes empty words of it"),)))
         return
-    for count, piece in enumerate(pieces):
+    for count, word in enumerate(_split_around_gaps(value, blanks) if value.gaps else _split(value, blanks)):
         if count:
             fields.end()
-        gaps = (Gap(piece, FILES),) if _is_glob(piece) else ()
-        fields.add(ShellValue(piece, gaps, value.file, value.line, value.maybe), quoted=False)
+        fields.add(word, quoted=False)
+
+
+def _split(value: ShellValue, blanks: str) -> list[ShellValue]:
+    pieces = re.split(f"[{re.escape(blanks)}]+", value.text) if blanks else [value.text]
+    return [replace(value, text=piece, gaps=(Gap(piece, FILES),) if _is_glob(piece) else ()) for piece in pieces]
 
 
 def _split_around_gaps(value: ShellValue, blanks: str) -> list[ShellValue]:
@@ -175,46 +175,46 @@ def _split_around_gaps(value: ShellValue, blanks: str) -> list[ShellValue]:
         text = text.replace(gap.source, f"\0{number}\0", 1)
     if blanks.strip() or text.count("\0") != 2 * len(value.gaps) or not any(blank in text for blank in blanks):
         return [value]
-    found = []
+    words = []
     for piece in re.split(f"[{re.escape(blanks)}]+", text):
         gaps = tuple(value.gaps[int(number)] for number in re.findall("\0([0-9]+)\0", piece))
-        whole = re.sub("\0([0-9]+)\0", lambda mark: value.gaps[int(mark[1])].source, piece)
-        found.append(ShellValue(whole, gaps, value.file, value.line, value.maybe))
-    return found
+        source = re.sub("\0([0-9]+)\0", lambda mark: value.gaps[int(mark[1])].source, piece)
+        words.append(replace(value, text=source, gaps=gaps))
+    return words
 
 
 def separators(shell: Shell) -> str:
     """The characters of `$IFS`."""
-    known = shell.lookup("IFS") if "IFS" in shell.variables else None
-    return known.values[0].text if known and known.values else " \t\n"
+    variable = shell.variables.get("IFS")
+    return variable.values[0].text if variable and variable.values else " \t\n"
 
 
-def joined(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) -> ShellValue:
-    """A word as the one text that an assignment or a `[[ ]]` takes: nothing is split.
+def expand_text(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) -> ShellValue:
+    """A word as one text without splitting, for an assignment or `[[ ]]`.
 
-    `is_pattern`: as `case` and the right side of `==` take it, where what is quoted stands for itself.
+    `is_pattern`: for `case` and the right side of `==`, in which quoted characters match literally.
     """
     if word is None:
         return ShellValue("")
-    text, gaps, maybe = "", list[Gap](), ""
-    for number, part in enumerate(_with_defaults(shell, word.parts)):
+    text, gaps, condition = "", list[Gap](), ""
+    for number, part in enumerate(_insert_defaults(shell, word.parts)):
         quoted = getattr(part, "quoted", False)
         if not isinstance(part, Literal):
-            values = _values(shell, part)
-        elif not (quoted or part.split or is_pattern) and _braced(part.text):
-            values = [unknown(part.text, BRACES)]
+            values = _part_values(shell, part)
+        elif not (quoted or part.split or is_pattern) and _has_braces(part.text):
+            values = [unknown_value(part.text, BRACES)]
         else:
-            values = [_literal(shell, part.text, quoted, number == 0)]
+            values = [_expand_tilde(shell, part.text, quoted, number == 0)]
         star = isinstance(part, Parameter) and "*" in (part.index, part.name)
-        between = separators(shell)[:1] if star else " "
+        separator = separators(shell)[:1] if star else " "
         for count, value in enumerate(values):
             piece = re.sub(r"[*?[]", r"[\g<0>]", value.text) if is_pattern and quoted else value.text
-            text = together((text, piece), between if count else "")
+            text = join_texts((text, piece), separator if count else "")
             gaps += value.gaps
-            maybe = maybe or value.maybe
+            condition = condition or value.condition
     if not is_pattern:
         shell.step(len(text))
-    return ShellValue(text, tuple(gaps), shell.file, word.line, maybe)
+    return ShellValue(text, tuple(gaps), shell.file, word.line, condition)
 
 
 def _is_list(part: Parameter) -> bool:
@@ -222,124 +222,119 @@ def _is_list(part: Parameter) -> bool:
     return not part.length and (part.index == "@" or part.name == "@")
 
 
-def _values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[ShellValue]:
+def _part_values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[ShellValue]:
     """The values of one part, which are several for an array."""
     match part:
         case Arithmetic(text, source):
             try:
-                return [ShellValue(str(calculate_in(shell, text)))]
+                return [ShellValue(str(evaluate_arithmetic(shell, text)))]
             except ArithmeticFault as fault:
-                return [unknown(source, str(fault))]
+                return [unknown_value(source, str(fault))]
         case Substitution(readable=False):
-            return [unknown(part.source, "the output of another command")]
+            return [unknown_value(part.source, "the output of another command")]
         case Substitution():
             return [shell.run(shell, part)]
-    values = _listed(shell, part)
+    values = _parameter_values(shell, part)
     if not part.quoted or "*" not in (part.index, part.name):
         return values
-    text = together((value.text for value in values), separators(shell)[:1])
-    return [ShellValue(text, tuple(gap for value in values for gap in value.gaps), maybe=next(_maybes(values), ""))]
+    text = join_texts((value.text for value in values), separators(shell)[:1])
+    return [ShellValue(text, tuple(gap for value in values for gap in value.gaps), condition=_condition(values))]
 
 
-def _maybes(values: Sequence[ShellValue]) -> Iterator[str]:
-    yield from (value.maybe for value in values if value.maybe)
+def _condition(values: Sequence[ShellValue]) -> str:
+    """The first condition of these values."""
+    return next((value.condition for value in values if value.condition), "")
 
 
-def _reasons(values: Sequence[ShellValue]) -> str:
-    """Why the first of these that is not known is not."""
-    return next(_reason(value) for value in values if not value.known)
+def _reason(values: Sequence[ShellValue]) -> str:
+    """Why the first unknown value is unknown."""
+    first = next(value for value in values if not value.known)
+    return "; ".join(gap.why for gap in first.gaps) or first.condition
 
 
-def unknown(source: str, why: str) -> ShellValue:
-    """A value of which nothing is known."""
-    return ShellValue(source, (Gap(source, why),))
-
-
-def calculate_in(shell: Shell, text: str) -> int:
-    """The value of an arithmetic expression, whose variables are the shell's. Raises ArithmeticFault."""
+def evaluate_arithmetic(shell: Shell, text: str) -> int:
+    """The value of an arithmetic expression with the shell's variables. Raises ArithmeticFault."""
     # `${A[i]}`, `${#A[@]}` and `$1` are expanded first, as bash does; plain names are left to the expression.
     lexer = Lexer(text, "arithmetic")
-    value = joined(shell, lexer.word(frozenset())) if re.search(r"\$[^A-Za-z_]", text) else ShellValue(text)
+    value = expand_text(shell, lexer.word(frozenset())) if re.search(r"\$[^A-Za-z_]", text) else ShellValue(text)
     if not value.known:
-        raise ArithmeticFault(_reason(value))
+        raise ArithmeticFault(_reason([value]))
 
     def get(name: str) -> int:
-        known = shell.lookup(name)
-        if known is None or not known.values:
+        variable = shell.lookup(name)
+        if variable is None or not variable.values:
             return 0
-        found = known.values[0]
-        if not found.known:
-            raise ArithmeticFault(_reason(found))
+        if not variable.values[0].known:
+            raise ArithmeticFault(_reason(variable.values))
         try:
-            return integer(found.text)
+            return integer(variable.values[0].text)
         except ArithmeticFault as error:
-            raise ArithmeticFault(f"${name} is {found.text[:40]!r}, which is not a number") from error
+            raise ArithmeticFault(f"${name} is {variable.values[0].text[:40]!r}, which is not a number") from error
+
+    def put(name: str, number: int) -> None:
+        shell.assign(name, ShellValue(str(number), (), shell.file))
 
     try:
-        return calculate(
-            value.text, get, lambda name, number: shell.assign(name, ShellValue(str(number), (), shell.file))
-        )
+        return calculate(value.text, get, put)
     except ArithmeticFault as fault:
-        for found in _ASSIGNED.finditer(value.text):
-            shell.forget(found[1] or found[2], str(fault))
+        for match in _ASSIGNED.finditer(value.text):
+            shell.forget(match[1] or match[2], str(fault))
         raise
 
 
-def _reason(value: ShellValue) -> str:
-    return "; ".join(gap.why for gap in value.gaps) or value.maybe
-
-
-def _listed(shell: Shell, part: Parameter) -> list[ShellValue]:
+def _parameter_values(shell: Shell, part: Parameter) -> list[ShellValue]:
     """The values of a parameter, after its operator."""
-    values = _looked_up(shell, part)
+    values = _look_up(shell, part)
+    is_every = part.index in ("@", "*")
     if part.indirect:
         return _indirect(shell, part, values)
     if part.length:
         return [_length(part, values or [])]
     if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
-        return _defaulted(shell, part, values)
-    if values is None and part.index in ("@", "*") and not shell.unresolved:
+        return _assign_default(shell, part, values)
+    if values is None and is_every and not shell.unresolved:
         # No array comes from the environment: one that the script does not set is empty.
         shell.empty.setdefault(part.name, str(shell.file or "the text"))
         return []
-    set_here = shell.variables.get(part.name)
-    if values is None and part.index and set_here and set_here.array and all(value.known for value in set_here.values):
-        return [ShellValue("")]
     if values is None:
-        return [unknown(part.source, "set neither in the script nor in the environment")]
+        array = shell.variables.get(part.name)
+        if part.index and array and array.array and all(value.known for value in array.values):
+            return [ShellValue("")]
+        return [unknown_value(part.source, "set neither in the script nor in the environment")]
     if not part.operator:
         return values
-    known = shell.lookup(part.name)
-    if part.operator == ":" and (part.name in ("@", "*") or (part.index in ("@", "*") and known and known.array)):
+    variable = shell.lookup(part.name)
+    if part.operator == ":" and (part.name in ("@", "*") or (is_every and variable and variable.array)):
         return _slice(shell, part, values)
-    return [_changed(shell, part, value) for value in values]
+    return [_apply_operator(shell, part, value) for value in values]
 
 
 def _slice(shell: Shell, part: Parameter, values: list[ShellValue]) -> list[ShellValue]:
-    """`${A[@]:1:2}`; of `$@` the word 0 is the script."""
+    """`${A[@]:1:2}`; word 0 of `$@` is the script."""
     if not all(value.known for value in values):
-        return [unknown(part.source, _reasons(values))]
+        return [unknown_value(part.source, _reason(values))]
     if part.name in ("@", "*"):
         values = [ShellValue(str(shell.file or "bash")), *values]
     bounds = _bounds(shell, part, len(values))
-    return [unknown(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
+    return [unknown_value(part.source, bounds)] if isinstance(bounds, str) else values[bounds]
 
 
 def _bounds(shell: Shell, part: Parameter, length: int) -> slice | str:
-    """What `:start:count` takes of so many characters or words; a reason where nobody can tell."""
+    """The slice of `:start:count` for this number of characters or words, or the reason why it is unknown."""
     start_text, colon, count_text = part.argument.partition(":")
     if "?" in part.argument or count_text.strip().startswith("-"):
-        return "this change of a variable is not worked out here"
+        return _UNSUPPORTED
     try:
-        start = calculate_in(shell, start_text)
-        count = calculate_in(shell, count_text) if colon else length
+        start = evaluate_arithmetic(shell, start_text)
+        count = evaluate_arithmetic(shell, count_text) if colon else length
     except ArithmeticFault as fault:
         return str(fault)
     start += length if start < 0 else 0
     return slice(0, 0) if start < 0 or count < 0 else slice(start, start + count)
 
 
-def _looked_up(shell: Shell, part: Parameter) -> list[ShellValue] | None:
+def _look_up(shell: Shell, part: Parameter) -> list[ShellValue] | None:
+    """The values of a parameter before its operator, or None if it is not set."""
     if part.name in ("@", "*"):
         shell.argument_uses.append(0)
         return list(shell.arguments)
@@ -347,118 +342,118 @@ def _looked_up(shell: Shell, part: Parameter) -> list[ShellValue] | None:
         return _positional(shell, int(part.name[-9:]))
     if part.name == "#":
         shell.argument_uses.append(0)
-        if any(value.maybe or value.gaps for value in shell.arguments):
-            return [unknown(part.source, "how many there are is not known")]
+        if not all(value.known for value in shell.arguments):
+            return [unknown_value(part.source, "the number of arguments is not known")]
         return [ShellValue(str(len(shell.arguments)))]
-    if part.name in ("?", "$", "!", "-") or part.name in ("RANDOM", "SECONDS", "BASHPID"):
-        return [unknown(part.source, "known only when the script runs")]
+    if part.name in ("?", "$", "!", "-", "RANDOM", "SECONDS", "BASHPID"):
+        return [unknown_value(part.source, "known only when the script runs")]
     if part.name == "BASH_SOURCE" and part.index not in (None, "0", "@", "*"):
-        return [unknown(part.source, "which file sources this one is not followed")]
-    if part.name == "BASH_SOURCE" and part.name not in shell.variables:
-        return [ShellValue(str(shell.file))] if shell.file else None
-    if part.name == "PWD" and part.name not in shell.variables:
-        return [ShellValue(str(shell.directory))] if shell.directory else None
-    known = shell.lookup(part.name)
-    if known is None or part.index in ("@", "*"):
-        return None if known is None else list(known.values)
-    return _element(shell, part, known.values)
+        return [unknown_value(part.source, "the files that source this one are not followed")]
+    if part.name in ("BASH_SOURCE", "PWD") and part.name not in shell.variables:
+        path = shell.file if part.name == "BASH_SOURCE" else shell.directory
+        return [ShellValue(str(path))] if path else None
+    variable = shell.lookup(part.name)
+    if variable is None or part.index in ("@", "*"):
+        return None if variable is None else list(variable.values)
+    return _element(shell, part, variable.values)
 
 
 def _positional(shell: Shell, number: int) -> list[ShellValue] | None:
     if number == 0:
         return [ShellValue(str(shell.script))] if shell.script else None
     shell.argument_uses.append(number)
-    if any(value.maybe for value in shell.arguments[:number]):
-        return [unknown(f"${number}", next(_maybes(shell.arguments)))]
+    if condition := _condition(shell.arguments[:number]):
+        return [unknown_value(f"${number}", condition)]
     if number <= len(shell.arguments):
         return [shell.arguments[number - 1]]
-    # A function is called with these and no others; what a script is started with is not known for certain.
+    # A function has no other arguments; a script may be started with more than we know.
     return [ShellValue("")] if shell.locals else None
 
 
 def _element(shell: Shell, part: Parameter, values: Sequence[ShellValue]) -> list[ShellValue] | None:
-    index = 0
-    if part.index is not None:
-        try:
-            index = calculate_in(shell, part.index)
-        except ArithmeticFault as fault:
-            return [unknown(part.source, str(fault))]
-    # What is not known may be several elements.
+    try:
+        index = 0 if part.index is None else evaluate_arithmetic(shell, part.index)
+    except ArithmeticFault as fault:
+        return [unknown_value(part.source, str(fault))]
+    # An unknown value may be several elements.
     before = values[:index] if index >= 0 else values
-    if any(value.maybe for value in values[: index + 1]) or not all(value.known for value in before):
-        return [unknown(part.source, _reasons(values))]
+    if any(value.condition for value in values[: index + 1]) or not all(value.known for value in before):
+        return [unknown_value(part.source, _reason(values))]
     if index < -len(values):
-        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: bash stops, since there is no such element"] = (
-            None
-        )
+        shell.unresolved[f"{shell.file or 'the text'}: {part.source}: bash stops, since the element is missing"] = None
     return [values[index]] if -len(values) <= index < len(values) else None
 
 
 def _length(part: Parameter, values: Sequence[ShellValue]) -> ShellValue:
     if not all(value.known for value in values):
-        return unknown(part.source, "not all of it is known")
+        return unknown_value(part.source, "not all of it is known")
     many = part.index in ("@", "*") or part.name in ("@", "*")
     return ShellValue(str(len(values) if many else len(values[0].text if values else "")))
 
 
 def _indirect(shell: Shell, part: Parameter, values: list[ShellValue] | None) -> list[ShellValue]:
-    """`${!A[@]}`: the indices of an array; `${!A}`: what the variable has that `$A` names."""
+    """`${!A[@]}`, the indices of an array, and `${!A}`, the value of the variable with the name in `$A`."""
     if part.index in ("@", "*"):
         if not all(value.known for value in values or ()):
-            return [unknown(part.source, "which elements there are is not known")]
+            return [unknown_value(part.source, "the elements of the array are not known")]
         return [ShellValue(str(index)) for index in range(len(values or ()))]
     name = values[0] if values else None
     if name is None or not name.known or not _NAMED.fullmatch(name.text):
-        why = "which variable it is can not be told here"
+        why = "the name of the variable is not known"
         shell.unresolved[f"{shell.file or 'the text'}: {part.source}: {why}, and bash stops if it is not one"] = None
-        return [unknown(part.source, why)]
-    return _listed(shell, replace(part, name=name.text, index=None, indirect=False))
+        return [unknown_value(part.source, why)]
+    return _parameter_values(shell, replace(part, name=name.text, index=None, indirect=False))
 
 
 def _is_empty(part: Parameter, values: Sequence[ShellValue] | None) -> bool | None:
-    """Whether `${A:-default}` and its like take the parameter for one that is not set; None where nobody can tell."""
-    if values and all(value.maybe for value in values):
+    """Whether `${A:-default}` and similar operators see the parameter as unset, or None if that is unknown."""
+    if values and all(value.condition for value in values):
         return None
     if not values or not part.operator.startswith(":"):
         return not values
-    if any(value.text and not value.gaps and not value.maybe for value in values):
+    if any(value.text and value.known for value in values):
         return False
     return None if any(not value.known for value in values) else len(values) == 1 and not values[0].text
 
 
-def _with_defaults(shell: Shell, parts: Sequence[Part]) -> Iterator[Part]:
-    """The parts of a word, where those of a default stand in the place of `${A:-default}` and `${A:+other}`."""
+def _insert_defaults(shell: Shell, parts: Sequence[Part]) -> Iterator[Part]:
+    """The parts of a word, with the parts of the default in place of `${A:-default}` and `${A:+default}`."""
     for part in parts:
-        if not isinstance(part, Parameter) or part.length or part.indirect or part.operator not in _DEFAULTS:
+        if (
+            not isinstance(part, Parameter)
+            or part.length
+            or part.indirect
+            or part.operator not in _DEFAULTS
+            or _is_empty(part, _look_up(shell, part)) is not (part.operator[-1] == "-")
+        ):
             yield part
             continue
-        if _is_empty(part, _looked_up(shell, part)) is not (part.operator[-1] == "-"):
-            yield part
-            continue
-        where = str(shell.file or "the command line")
-        inner = Lexer(part.argument, where).argument(part.quoted)
-        for one in _with_defaults(shell, inner):
-            yield replace(one, split=True) if isinstance(one, Literal) and not one.quoted else one
-        if part.quoted and not inner:
+        default = _argument(shell, part)
+        for inner in _insert_defaults(shell, default):
+            yield replace(inner, split=True) if isinstance(inner, Literal) and not inner.quoted else inner
+        if part.quoted and not default:
             yield Literal("", True)
 
 
-def _defaulted(shell: Shell, part: Parameter, values: list[ShellValue] | None) -> list[ShellValue]:
-    """`${A:=default}` and `${A:?message}`, and the value of a parameter that takes no default."""
+def _argument(shell: Shell, part: Parameter) -> tuple[Part, ...]:
+    return Lexer(part.argument, str(shell.file or "the command line")).argument(part.quoted)
+
+
+def _assign_default(shell: Shell, part: Parameter, values: list[ShellValue] | None) -> list[ShellValue]:
+    """`${A:=default}` and `${A:?message}`, and the value of a parameter that needs no default."""
     if not (empty := _is_empty(part, values)):
-        maybe = next(_maybes(values or ()), "") if empty is None else ""
-        return [unknown(part.source, maybe)] if maybe else list(values or ())
+        condition = _condition(values or ()) if empty is None else ""
+        return [unknown_value(part.source, condition)] if condition else list(values or ())
     if part.operator[-1] == "+":
         return [] if _is_list(part) else [ShellValue("")]
     if part.operator[-1] == "?":
-        return [unknown(part.source, "the script stops, since it is not set")]
-    word = ShellWord(Lexer(part.argument, str(shell.file or "the command line")).argument(part.quoted), 0)
-    default = joined(shell, word)
+        return [unknown_value(part.source, "the script stops, since it is not set")]
+    default = expand_text(shell, ShellWord(_argument(shell, part), 0))
     shell.assign(part.name, default)
-    return [ShellValue(default.text, default.gaps, maybe=default.maybe)]
+    return [ShellValue(default.text, default.gaps, condition=default.condition)]
 
 
-def _changed(shell: Shell, part: Parameter, value: ShellValue) -> ShellValue:
+def _apply_operator(shell: Shell, part: Parameter, value: ShellValue) -> ShellValue:
     """`${A#pattern}`, `${A/pattern/text}`, `${A:1:2}`, `${A,,}`."""
     if value.gaps:
         return ShellValue(part.source, value.gaps)
@@ -468,19 +463,13 @@ def _changed(shell: Shell, part: Parameter, value: ShellValue) -> ShellValue:
         bounds = _bounds(shell, part, len(value.text))
         changed = None if isinstance(bounds, str) else value.text[bounds]
     elif trims:
-        word = Lexer(part.argument, str(shell.file or "the command line")).word(frozenset())
-        pattern = joined(shell, word, is_pattern=True)
-        changed = changed_text(value.text, part.operator, pattern.text) if pattern.known else None
+        pattern = expand_text(shell, ShellWord(_argument(shell, replace(part, quoted=False)), 0), is_pattern=True)
+        changed = apply_operator(value.text, part.operator, pattern.text) if pattern.known else None
     else:
-        changed = changed_text(value.text, part.operator, part.argument)
-    if changed is None:
-        return unknown(part.source, "this change of a variable is not worked out here")
-    return ShellValue(changed, (), value.file, value.line, value.maybe)
+        changed = apply_operator(value.text, part.operator, part.argument)
+    return unknown_value(part.source, _UNSUPPORTED) if changed is None else replace(value, text=changed)
 
 
-def script_directory(shell: Shell, text: str) -> Path | None:
-    """A path of the script, relative to the directory it has changed to; None where that is not known."""
-    path = Path(text)
-    if path.is_absolute():
-        return path
-    return None if shell.directory is None else shell.directory / path
+def resolve_path(shell: Shell, text: str) -> Path | None:
+    """A path of the script in its working directory, or None if that is unknown."""
+    return Path(text) if Path(text).is_absolute() else None if shell.directory is None else shell.directory / text

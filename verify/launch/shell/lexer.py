@@ -1,4 +1,4 @@
-"""Cuts the text of a bash script into words: quotes, escapes, comments, expansions, line continuations."""
+"""Splits the text of a bash script into words: quotes, escapes, comments, expansions, line continuations."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import re
 from dataclasses import dataclass
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.launch.shell.operators import unescaped
+from ckptkit.verify.launch.shell.operators import decode_escapes
 from ckptkit.verify.launch.shell.syntax import Arithmetic, Literal, Parameter, Part, ShellWord, Substitution
 
-# Ends an unquoted word.
-_BREAKS = frozenset(" \t\n;&|<>()")
+_BREAKS = frozenset(" \t\n;&|<>()")  # they end an unquoted word
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9]|[@*#?$!-]")
 _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
 _HEREDOC = re.compile(r"(?<!<)<<(-)?(?!<)[ \t]*([^\s;&|<>()]+)")
 _ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_SINGLE = re.compile(r"'([^']*)'")
+_COMMENT = re.compile("#[^\n]*")
+_LINE = re.compile("[^\n]*\n|[^\n]+")
+_QUOTES = frozenset("\\'\"$`")
 _DEPTH = 100
-_CHECK = "check it with `bash -n`; if that accepts it, paste the trainer's command into a file of its own"
+_CHECK = "check it with `bash -n`; if that accepts it, paste the trainer's command into a new file"
 
 
 @dataclass
@@ -31,13 +34,12 @@ class Lexer:
     depth: int = 0
 
     def error(self, message: str, line: int | None = None) -> CkptkitError:
-        """What is wrong with the script, and where."""
-        where = f"{self.name}:{line or self.line}"
-        return CkptkitError(f"{where}: {message}", _CHECK)
+        """An error at a line of the script, by default the current one."""
+        return CkptkitError(f"{self.name}:{line or self.line}: {message}", _CHECK)
 
     @property
     def rest(self) -> bool:
-        """Whether anything is left."""
+        """Whether any text is left."""
         return self.position < len(self.text)
 
     def peek(self, count: int = 1) -> str:
@@ -45,24 +47,34 @@ class Lexer:
         return self.text[self.position : self.position + count]
 
     def take(self, count: int = 1) -> str:
-        """The next characters, which are then behind."""
-        taken = self.text[self.position : self.position + count]
+        """Reads the next characters."""
+        taken = self.peek(count)
         self.position += count
         self.line += taken.count("\n")
         return taken
 
+    def take_match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Reads the text that a pattern matches here."""
+        match = pattern.match(self.text, self.position)
+        self.take(len(match[0]) if match else 0)
+        return match
+
     def skip_blanks(self) -> None:
-        """Goes past blanks, continued lines, and a comment up to the end of its line."""
+        """Skips blanks, continued lines, and a comment up to the end of its line."""
         while self.rest:
             if self.peek() in " \t":
                 self.take()
             elif self.peek(2) in ("\\\n", "\\"):  # the second one ends the file
                 self.take(2)
             elif self.peek() == "#":
-                end = self.text.find("\n", self.position)
-                self.take((len(self.text) if end < 0 else end) - self.position)
+                self.take_match(_COMMENT)
             else:
                 return
+
+    def next_line(self) -> int:
+        """The position after the end of this line."""
+        newline = self.text.find("\n", self.position)
+        return len(self.text) if newline < 0 else newline + 1
 
     def at_word(self) -> bool:
         """Whether a word begins here."""
@@ -88,40 +100,31 @@ class Lexer:
                 escaped = self.take() or "\\"
                 parts += [] if escaped == "\n" else [Literal(escaped, quoted=True)]
             case "'":
-                parts.append(Literal(self._until("'"), quoted=True))
+                if not (found := self.take_match(_SINGLE)):
+                    raise self.error("' is never closed")
+                parts.append(Literal(found[1], quoted=True))
             case '"':
                 self._double(parts)
             case "$" if self.peek(2) == "$'":
-                parts.append(Literal(self._escaped(), quoted=True))
+                if not (found := self.take_match(_ANSI)):
+                    raise self.error("$' is never closed")
+                parts.append(Literal(decode_escapes(found[1]), quoted=True))
             case "$" if self.peek(2) == '$"':
                 self.take()
                 self._double(parts)
             case "$" | "`":
                 parts.append(self._dollar(quoted=False))
             case _:
-                start = self.position
-                while self.rest and self.peek() not in breaks and self.peek() not in "\\'\"$`":
-                    self.take()
-                parts.append(Literal(self.text[start : self.position]))
+                parts.append(Literal(self._until(breaks | _QUOTES)))
 
-    def _until(self, quote: str) -> str:
-        line = self.line
-        self.take()
-        end = self.text.find(quote, self.position)
-        if end < 0:
-            raise self.error(f"{quote} is never closed", line)
-        return self.take(end - self.position + 1)[:-1]
-
-    def _escaped(self) -> str:
-        """The text of `$'...'`, in which a quote may be escaped too."""
-        found = _ANSI.match(self.text, self.position)
-        if found is None:
-            raise self.error("$' is never closed")
-        self.take(len(found[0]))
-        return unescaped(found[1])
+    def _until(self, ends: frozenset[str]) -> str:
+        start = self.position
+        while self.rest and self.peek() not in ends:
+            self.take()
+        return self.text[start : self.position]
 
     def _double(self, parts: list[Part]) -> None:
-        """A string in double quotes, in which `$`, backticks and some escapes count."""
+        """A string in double quotes, in which `$`, backticks and some escapes are special."""
         line = self.line
         self.take()
         parts.append(Literal("", quoted=True))
@@ -131,23 +134,20 @@ class Lexer:
         self.take()
 
     def _expanded(self, parts: list[Part], end: str) -> None:
-        """Text in which only expansions and their escapes count, up to the quote `end`, or up to the last character."""
-        special = f"$`\\{end}"
+        """Text in which only expansions and their escapes are special, up to the quote `end` or the last character."""
+        special = frozenset(f"$`\\{end}")
         while self.rest and (not end or self.peek() != end):
             if self.peek() in "$`":
                 parts.append(self._dollar(quoted=True))
             elif self.peek() == "\\":
                 escaped = self.take(2)[1:]
                 if escaped != "\n":
-                    parts.append(Literal(escaped if escaped and escaped in special else f"\\{escaped}", quoted=True))
+                    parts.append(Literal(escaped if escaped in special else f"\\{escaped}", quoted=True))
             else:
-                start = self.position
-                while self.rest and self.peek() not in special:
-                    self.take()
-                parts.append(Literal(self.text[start : self.position], quoted=True))
+                parts.append(Literal(self._until(special), quoted=True))
 
     def argument(self, quoted: bool) -> tuple[Part, ...]:
-        """All that is left as the argument of `${name:-argument}`; `quoted`: the whole stands in double quotes."""
+        """The rest as the argument of `${name:-argument}`, which may itself be in double quotes (`quoted`)."""
         if not quoted:
             return self.word(frozenset()).parts
         parts: list[Part] = []
@@ -157,24 +157,22 @@ class Lexer:
         return tuple(parts)
 
     def heredoc(self, mark: str, literal: bool, tabs: bool, begin: int) -> tuple[ShellWord, int]:
-        """The text of a heredoc that begins at position `begin`, up to the line `mark`, and the position behind it."""
+        """The text of a heredoc from position `begin` to the line `mark`, and the position after that line."""
         line = self.text.count("\n", 0, begin) - self.text.count("\n", 0, self.position) + self.line
-        lines: list[str] = []
-        while begin < len(self.text):
-            end = self.text.find("\n", begin)
-            end = len(self.text) if end < 0 else end + 1
-            shown = self.text[begin:end].lstrip("\t" if tabs else "")
-            begin = end
+        text = ""
+        for match in _LINE.finditer(self.text, begin):
+            begin = match.end()
+            shown = match[0].lstrip("\t" if tabs else "")
             if shown.rstrip("\n") == mark:
                 break
-            lines.append(shown)
-        parts: list[Part] = [Literal("" if not literal else "".join(lines), quoted=True)]
+            text += shown
+        parts: list[Part] = [Literal(text if literal else "", quoted=True)]
         if not literal:
-            Lexer("".join(lines), self.name, line=line)._expanded(parts, "")
+            Lexer(text, self.name, line=line)._expanded(parts, "")
         return ShellWord(tuple(parts), line), begin
 
     def _dollar(self, quoted: bool) -> Part:
-        """What begins with `$` or a backtick."""
+        """A part that begins with `$` or a backtick."""
         start, line = self.position, self.line
         if self.peek() == "`":
             text = self._until_backtick()
@@ -190,8 +188,7 @@ class Lexer:
         if self.peek(2) == "${":
             return self._braces(quoted)
         self.take()
-        if found := _NAME.match(self.text, self.position):
-            self.take(len(found[0]))
+        if found := self.take_match(_NAME):
             return Parameter(found[0], f"${found[0]}", quoted)
         return Literal("$", quoted)
 
@@ -206,7 +203,7 @@ class Lexer:
         return text
 
     def _calculation(self) -> str | None:
-        """The text up to `))`; None where the parentheses are those of a command."""
+        """The text up to `))`, or None if the parentheses enclose a command."""
         start, depth = self.position, 0
         while self.rest:
             if self.peek(2) == "))" and not depth:
@@ -219,7 +216,7 @@ class Lexer:
         return None
 
     def calculation(self) -> str:
-        """The text between `((` and `))`. Raises CkptkitError where it does not end."""
+        """The text between `((` and `))`. Raises CkptkitError if `))` is missing."""
         line = self.line
         self.take(2)
         if (text := self._calculation()) is None:
@@ -227,30 +224,25 @@ class Lexer:
         return text
 
     def _command(self, quoted: bool, readable: bool = True) -> Substitution:
-        """The command in parentheses that begins here."""
+        """The command in the parentheses that begin here."""
         start, line = self.position, self.line
         self.take()
-        inside = self.position
         while self.peek() != ")":
             if not self.rest:
                 raise self.error("$( is never closed", line)
-            self._inside()
-        text = self.text[inside : self.position]
+            self._skip_part()
         self.take()
         source = self.text[start - 1 : self.position]
-        return Substitution(text, source, quoted, line, readable)
+        return Substitution(source[2:-1], source, quoted, line, readable)
 
-    def _inside(self) -> None:
-        """Goes past one part of a command in parentheses, so that only its own one closes it."""
+    def _skip_part(self) -> None:
+        """Skips one part of a command in parentheses, with any parentheses in it."""
         self._deeper()
         if self.peek() == "(":
             self._command(False)
-        elif found := _HEREDOC.match(self.text, self.position):
-            self.take(len(found[0]))
-            newline = self.text.find("\n", self.position)
-            begin = len(self.text) if newline < 0 else newline + 1
-            end = self.heredoc(found[2].strip("'\"\\"), True, bool(found[1]), begin)[1]
-            # What follows on the line of `<<` is taken with the heredoc: nothing there opens or closes parentheses.
+        elif found := self.take_match(_HEREDOC):
+            end = self.heredoc(found[2].strip("'\"\\"), True, bool(found[1]), self.next_line())[1]
+            # The rest of the line of `<<` is skipped with the heredoc: its parentheses do not count.
             self.take(end - self.position)
         elif self.peek() == "#" and self.text[self.position - 1] in " \t\n;(":
             self.skip_blanks()
@@ -266,21 +258,19 @@ class Lexer:
             raise self.error("parentheses and braces are nested too deeply to be read")
 
     def _braces(self, quoted: bool) -> Part:
-        """`${...}`, whose argument is kept as text."""
+        """`${...}`, with its argument as text."""
         self._deeper()
         start, line = self.position, self.line
         self.take(2)
         mark = self.peek() if self.peek() in "#!" and self.peek(2)[1:] not in ("}", "") else ""
         self.take(len(mark))
-        found = _LONG_NAME.match(self.text, self.position)
-        if found is None:
+        if not (found := self.take_match(_LONG_NAME)):
             raise self.error("${ without a name", line)
-        self.take(len(found[0]))
         index = self._brackets() if self.peek() == "[" else None
-        operator = _OPERATOR.match(self.text, self.position)
-        self.take(len(operator[0]) if operator else 0)
+        match = self.take_match(_OPERATOR)
+        operator = match[0] if match else ""
         begin = self.position
-        plain = quoted and not (operator and operator[0][0] in "#%/")
+        plain = quoted and operator[:1] not in ("#", "%", "/")
         while self.peek() != "}":
             if not self.rest:
                 raise self.error("${ is never closed", line)
@@ -292,8 +282,7 @@ class Lexer:
         self.take()
         self.depth -= 1
         source = self.text[start : self.position]
-        shown = operator[0] if operator else ""
-        return Parameter(found[0], source, quoted, index, shown, argument, mark == "#", mark == "!")
+        return Parameter(found[0], source, quoted, index, operator, argument, mark == "#", mark == "!")
 
     def _brackets(self) -> str:
         line = self.line

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from ckptkit.verify.launch.shell import syntax
 from ckptkit.verify.launch.shell.lexer import Lexer
@@ -11,20 +10,18 @@ from ckptkit.verify.launch.shell.syntax import Literal, Node, ShellWord
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
 _REDIRECT = re.compile(r"\d*(?:&>>|&>|<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)(?!\()")
+_RESERVED = re.compile(r"(?:[a-z]+|[{}!]|\[\[)(?=[\s;&|()<>]|$)")
 _ENDS = frozenset({"then", "do", "done", "fi", "else", "elif", "esac", "}"})
 _DEPTH = 60
-# Builtins whose arguments may be assignments with arrays.
+# Builtins with assignments, also of arrays, as arguments.
 _DECLARES = frozenset({"export", "declare", "local", "readonly", "typeset"})
 
 
 def parse(text: str, name: str, line: int = 1) -> tuple[Node, ...]:
-    """The commands of a script called `name`, whose first line is number `line`.
-
-    Raises CkptkitError, with the line, where bash would refuse the script too.
-    """
+    """The commands of the script `name`, which begins at line `line`. Raises CkptkitError if bash refuses it too."""
     parser = _Parser(Lexer(text, name, line=line))
     if "\r\n" in text:
-        raise parser.lexer.error("lines end in carriage returns, with which bash does not run it")
+        raise parser.lexer.error("lines end in carriage returns, which bash does not accept")
     nodes = parser.list_until(frozenset())
     if parser.lexer.rest:
         raise parser.lexer.error(f"unexpected {parser.lexer.peek()!r}")
@@ -32,7 +29,7 @@ def parse(text: str, name: str, line: int = 1) -> tuple[Node, ...]:
 
 
 class _Parser:
-    """Where the parser is: its lexer, the end of heredocs behind this line, and how deeply commands are nested."""
+    """The state of a parser: its lexer, the end of heredocs after this line, and the depth of nested commands."""
 
     def __init__(self, lexer: Lexer) -> None:
         self.lexer = lexer
@@ -40,7 +37,7 @@ class _Parser:
         self.depth = 0
 
     def list_until(self, ends: frozenset[str]) -> tuple[Node, ...]:
-        """Commands up to one of these reserved words, a closing parenthesis, `;;` or the end. Leaves it to be read."""
+        """Commands before one of these reserved words, a closing parenthesis, `;;` or the end."""
         self.depth += 1
         if self.depth > _DEPTH:
             raise self.lexer.error("commands are nested too deeply to be read")
@@ -58,7 +55,7 @@ class _Parser:
         return tuple(nodes)
 
     def _separators(self) -> None:
-        """Goes past blanks, newlines with the heredocs behind them, `;` and `&`."""
+        """Skips blanks, newlines with the heredocs after them, `;` and `&`."""
         while True:
             self.lexer.skip_blanks()
             if self.lexer.peek() == "\n":
@@ -73,14 +70,14 @@ class _Parser:
         self.heredoc_end = None
 
     def _reserved(self) -> str:
-        """The word that begins here, without taking it."""
-        found = re.compile(r"(?:[a-z]+|[{}!]|\[\[)(?=[\s;&|()<>]|$)").match(self.lexer.text, self.lexer.position)
-        return found[0] if found else ""
+        """The next word, if it may be a reserved one."""
+        match = _RESERVED.match(self.lexer.text, self.lexer.position)
+        return match[0] if match else ""
 
     def _expect(self, word: str, opened: int) -> None:
         self._separators()
         if self._reserved() != word:
-            raise self.lexer.error(f"no {word!r} for what begins here", opened)
+            raise self.lexer.error(f"no {word!r} for the command that begins here", opened)
         self.lexer.take(len(word))
 
     def _and_or(self) -> Node:
@@ -116,33 +113,36 @@ class _Parser:
         return syntax.Pipeline(tuple(commands), negated, line) if negated or commands[1:] else commands[0]
 
     def _command(self) -> Node:
-        compound: dict[str, Callable[[int], Node]] = {
-            "if": self._if,
-            "for": self._for,
-            "select": self._for,
-            "while": self._while,
-            "until": self._while,
-            "case": self._case,
-            "function": self._function,
-            "{": self._group,
-            "[[": self._test,
-        }
         line = self.lexer.line
-        if read := compound.get(self._reserved()):
-            node = read(line)
-        elif self.lexer.peek(2) == "((":
-            node = syntax.Calculation(self.lexer.calculation(), line)
-        elif self.lexer.peek() == "(":
-            node = self._parentheses(line)
-        else:
-            return self._simple(line)
-        return syntax.CommandGroup((node,), line, silent=True) if self._redirections() else node
+        node: Node
+        match self._reserved():
+            case "if":
+                node = self._if(line)
+            case "for" | "select":
+                node = self._for(line)
+            case "while" | "until":
+                node = self._while(line)
+            case "case":
+                node = self._case(line)
+            case "function":
+                node = self._function(line)
+            case "{":
+                node = self._group(line)
+            case "[[":
+                node = self._test(line)
+            case _ if self.lexer.peek(2) == "((":
+                node = syntax.Calculation(self.lexer.calculation(), line)
+            case _ if self.lexer.peek() == "(":
+                node = self._subshell(line)
+            case _:
+                return self._simple(line)
+        return syntax.CommandGroup((node,), line, silent=True) if self._skip_redirections() else node
 
-    def _parentheses(self, line: int) -> Node:
+    def _subshell(self, line: int) -> Node:
         self.lexer.take()
         body = self.list_until(frozenset())
         if self.lexer.peek() != ")" or not body:
-            raise self.lexer.error("( is never closed, or holds nothing", line)
+            raise self.lexer.error("( is never closed, or encloses no command", line)
         self.lexer.take()
         return syntax.CommandGroup(body, line, subshell=True)
 
@@ -173,20 +173,20 @@ class _Parser:
             parts = [part.strip() for part in self.lexer.calculation().split(";")]
             if len(parts) != 3:
                 raise self.lexer.error("for (( without two semicolons", line)
-            return syntax.ForArithmetic(parts[0], parts[1], parts[2], self._body(line), line)
+            return syntax.ForArithmetic(parts[0], parts[1], parts[2], self._loop_body(line), line)
         name = self.lexer.word().plain or ""
-        words: list[ShellWord] | None = None
         self._blank_lines()
-        if self._reserved() == "in":
-            self.lexer.take(2)
-            words = []
+        if self._reserved() != "in":
+            return syntax.For(name, None, self._loop_body(line), line)
+        self.lexer.take(2)
+        self.lexer.skip_blanks()
+        words: list[ShellWord] = []
+        while self.lexer.at_word():
+            words.append(self.lexer.word())
             self.lexer.skip_blanks()
-            while self.lexer.at_word():
-                words.append(self.lexer.word())
-                self.lexer.skip_blanks()
-        return syntax.For(name, None if words is None else tuple(words), self._body(line), line)
+        return syntax.For(name, tuple(words), self._loop_body(line), line)
 
-    def _body(self, line: int) -> tuple[Node, ...]:
+    def _loop_body(self, line: int) -> tuple[Node, ...]:
         self._expect("do", line)
         body = self.list_until(frozenset({"done"}))
         self._expect("done", line)
@@ -195,7 +195,7 @@ class _Parser:
     def _while(self, line: int) -> Node:
         until = self.lexer.take(5) == "until"
         condition = self.list_until(frozenset({"do"}))
-        return syntax.While(condition, self._body(line), until, line)
+        return syntax.While(condition, self._loop_body(line), until, line)
 
     def _case(self, line: int) -> Node:
         self.lexer.take(4)
@@ -233,15 +233,15 @@ class _Parser:
         self.lexer.skip_blanks()
         name = self.lexer.word().plain or ""
         self.lexer.skip_blanks()
-        if re.match(r"\(\s*\)", self.lexer.text[self.lexer.position :][:10]):
-            self._empty_parentheses()
+        return self._definition(name, line, re.match(r"\(\s*\)", self.lexer.peek(10)) is not None)
+
+    def _definition(self, name: str, line: int, has_parentheses: bool) -> Node:
+        if has_parentheses:
+            self.lexer.take()
+            self.lexer.skip_blanks()
+            self.lexer.take()
         self._blank_lines()
         return syntax.ShellFunction(name, self._command(), line)
-
-    def _empty_parentheses(self) -> None:
-        self.lexer.take()
-        self.lexer.skip_blanks()
-        self.lexer.take()
 
     def _test(self, line: int) -> Node:
         self.lexer.take(2)
@@ -272,31 +272,24 @@ class _Parser:
                 here, target = text or here, output or target
             elif not self.lexer.at_word():
                 break
-            elif (found := _ASSIGNED.match(self.lexer.text, self.lexer.position)) and (
-                not words or words[0].plain in _DECLARES
-            ):
-                # Behind `export` and its like the name also stays a word.
-                words += [ShellWord((Literal(found[1]),), self.lexer.line)] if words else []
-                assignments.append(self._assignment(found))
+            elif (not words or words[0].plain in _DECLARES) and (found := self.lexer.take_match(_ASSIGNED)):
+                # After `export` and other declarations the name is also a word.
+                at = self.lexer.line - found[0].count("\n")
+                words += [ShellWord((Literal(found[1]),), at)] if words else []
+                assignments.append(self._assignment(found, at))
             else:
                 words.append(self.lexer.word())
                 if len(words) == 1 and words[0].plain and self.lexer.peek() == "(":
-                    return self._definition(words[0].plain, line)
+                    return self._definition(words[0].plain, line, True)
         if not words and not assignments and here is None and self.lexer.peek() not in ("", "\n", ";", "&", "|", ")"):
             raise self.lexer.error(f"unexpected {self.lexer.peek()!r}")
         return syntax.Simple(tuple(assignments), tuple(words), line, here, target)
 
-    def _definition(self, name: str, line: int) -> Node:
-        self._empty_parentheses()
-        self._blank_lines()
-        return syntax.ShellFunction(name, self._command(), line)
-
-    def _assignment(self, found: re.Match[str]) -> syntax.Assignment:
-        line, name, append = self.lexer.line, found[1], bool(found[3])
-        self.lexer.take(len(found[0]))
+    def _assignment(self, found: re.Match[str], line: int) -> syntax.Assignment:
+        name, index, append = found.groups()
         if self.lexer.peek() == "(":
-            return syntax.Assignment(name, append, line, array=self._array(), index=found[2])
-        return syntax.Assignment(name, append, line, value=self.lexer.word(), index=found[2])
+            return syntax.Assignment(name, bool(append), line, array=self._array(), index=index)
+        return syntax.Assignment(name, bool(append), line, value=self.lexer.word(), index=index)
 
     def _array(self) -> tuple[ShellWord, ...]:
         line, words = self.lexer.line, list[ShellWord]()
@@ -314,8 +307,8 @@ class _Parser:
     def _at_redirect(self) -> bool:
         return _REDIRECT.match(self.lexer.text, self.lexer.position) is not None
 
-    def _redirections(self) -> bool:
-        """Goes past redirections, and returns whether one of them takes the output."""
+    def _skip_redirections(self) -> bool:
+        """Skips redirections. Returns whether one of them takes the output."""
         taken = False
         self.lexer.skip_blanks()
         while self._at_redirect():
@@ -324,18 +317,16 @@ class _Parser:
         return taken
 
     def _redirection(self) -> tuple[ShellWord | None, ShellWord | None]:
-        """Goes past a redirection. Returns the text of a `<<<` or a heredoc, and where the output goes to."""
-        found = _REDIRECT.match(self.lexer.text, self.lexer.position)
-        whole = self.lexer.take(len(found[0]) if found else 0)
-        operator = whole.lstrip("0123456789")
+        """Reads a redirection. Returns the text of a `<<<` or a heredoc, and the target of the output."""
+        found = self.lexer.take_match(_REDIRECT)
+        source = found[0] if found else ""
+        operator = source.lstrip("0123456789")
         self.lexer.skip_blanks()
         target = self.lexer.word()
         if operator not in ("<<", "<<-"):
-            taken = operator in (">", ">>", ">|", ">&", "&>", "&>>") and whole[:1] in ("1", ">", "&")
+            taken = operator in (">", ">>", ">|", ">&", "&>", "&>>") and source[:1] in ("1", ">", "&")
             return target if operator == "<<<" else None, target if taken else None
-        mark = "".join(part.text if isinstance(part, Literal) else part.source for part in target.parts)
         literal = any(isinstance(part, Literal) and part.quoted for part in target.parts)
-        newline = self.lexer.text.find("\n", self.lexer.position)
-        begin = self.heredoc_end or (len(self.lexer.text) if newline < 0 else newline + 1)
-        text, self.heredoc_end = self.lexer.heredoc(mark, literal, operator == "<<-", begin)
+        begin = self.heredoc_end or self.lexer.next_line()
+        text, self.heredoc_end = self.lexer.heredoc(target.source, literal, operator == "<<-", begin)
         return text, None

@@ -18,8 +18,8 @@ from ckptkit.verify.launch.options.names import nearest
 from ckptkit.verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
 from ckptkit.verify.launch.shell.expand import BRACES
 from ckptkit.verify.launch.shell.parser import parse
-from ckptkit.verify.launch.shell.run import follow, substituted
-from ckptkit.verify.launch.shell.trainers import started_processes
+from ckptkit.verify.launch.shell.run import follow, run_substitution
+from ckptkit.verify.launch.shell.trainers import count_processes
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, TooMuchError, Variable, clipped
 from ckptkit.verify.launch.stacks.slime import unread
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
@@ -51,7 +51,7 @@ def read_script(
     text = _text(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
     given = tuple(ShellValue(word) for word in arguments)
-    shell = Shell(script, Path.cwd(), environment or {}, substituted, given, script=script)
+    shell = Shell(script, Path.cwd(), environment or {}, run_substitution, given, script=script)
     try:
         follow(shell, parse(text, place))
     except TooMuchError as error:
@@ -72,9 +72,9 @@ def read_command(
     text: str, variables: Mapping[str, tuple[ShellValue, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
     """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
-    shell = Shell(script, Path.cwd(), environment, substituted, script=script)
+    shell = Shell(script, Path.cwd(), environment, run_substitution, script=script)
     for name, values in variables.items():
-        shell.variables[name] = Variable(values, array=not values or any(value.maybe for value in values))
+        shell.variables[name] = Variable(values, array=not values or any(value.condition for value in values))
     try:
         follow(shell, parse(text, f"{script}:{line}"))
     except TooMuchError as error:
@@ -116,7 +116,7 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
     wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
-    ranks = started_processes(start.before)
+    ranks = count_processes(start.before)
     return LaunchText(words, environment, tuple(unresolved), wrong, start.program, ranks, start.directory)
 
 
@@ -149,7 +149,7 @@ def _default_config(program: Path) -> Path | None:
 def _word(value: ShellValue) -> Word:
     if value.known:
         return Word(value.text, value.file, value.line)
-    why = value.maybe or "; ".join(str(gap) for gap in value.gaps)
+    why = value.condition or "; ".join(str(gap) for gap in value.gaps)
     return UnresolvedWord(value.text, value.file, value.line, why)
 
 
@@ -170,7 +170,7 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
             continue
         else:
             about, taken = option, True
-        if about == "--load" and not value.maybe and any(map(_is_new, value.gaps)):
+        if about == "--load" and not value.condition and any(map(_is_new, value.gaps)):
             # A directory with the time of the start in its name: it is a new one.
             word = Word(word.text, word.file, word.line)
         if isinstance(word, UnresolvedWord):

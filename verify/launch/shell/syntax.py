@@ -1,4 +1,4 @@
-"""The parts of a bash script: words, commands and what holds them together.
+"""The syntax tree of a bash script: words and commands.
 
 Source of the grammar: the GNU Bash Reference Manual, "Basic Shell Features".
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Literal:
-    """Text as it stands; quoted text is a word even where it is empty. `split`: at blanks, as a default is."""
+    """Verbatim text. Quoted text is a word even if it is empty; `split` text is split at blanks, as a default is."""
 
     text: str
     quoted: bool = False
@@ -19,11 +19,7 @@ class Literal:
 
 @dataclass(frozen=True)
 class Parameter:
-    """`$name` or `${name...}`.
-
-    `index` is what stands in brackets, `operator` and `argument` what follows the name (`:-` and `default`). `length`:
-    `${#name}`; `indirect`: `${!name}`. `source` is the whole as written.
-    """
+    """`$name` or `${name[index]operator argument}`, such as `${name:-default}`; `source` is its text in the script."""
 
     name: str
     source: str
@@ -31,8 +27,8 @@ class Parameter:
     index: str | None = None
     operator: str = ""
     argument: str = ""
-    length: bool = False
-    indirect: bool = False
+    length: bool = False  # `${#name}`
+    indirect: bool = False  # `${!name}`
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,16 @@ class ShellWord:
 
     @property
     def plain(self) -> str | None:
-        """Its text where it is one unquoted literal, as a reserved word must be."""
+        """Its text if it is one unquoted literal, as a reserved word must be."""
         match self.parts:
             case (Literal(text, False),):
                 return text
         return None
+
+    @property
+    def source(self) -> str:
+        """Its text in the script, without quotes."""
+        return "".join(part.text if isinstance(part, Literal) else part.source for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Assignment:
 class Simple:
     """Assignments, then a command with its words; `here` is the text of `<<<` or of a heredoc.
 
-    `target`: the file that its output goes to; other redirections are left out.
+    `target` is the file of its output; other redirections are left out.
     """
 
     assignments: tuple[Assignment, ...]
@@ -158,7 +159,7 @@ class While:
 
 @dataclass(frozen=True)
 class Case:
-    """`case subject in`, with the patterns of each body and what ends it: `;;`, `;&` or `;;&`."""
+    """`case subject in`, with the patterns, the body and the end (`;;`, `;&` or `;;&`) of each branch."""
 
     subject: ShellWord
     branches: tuple[tuple[tuple[ShellWord, ...], tuple[Node, ...], str], ...]
@@ -200,17 +201,5 @@ class Test:
     line: int
 
 
-Node = (
-    Simple
-    | Pipeline
-    | AndOr
-    | If
-    | For
-    | ForArithmetic
-    | While
-    | Case
-    | CommandGroup
-    | ShellFunction
-    | Calculation
-    | Test
-)
+Compound = If | For | ForArithmetic | While | Case | CommandGroup | ShellFunction | Calculation | Test
+Node = Simple | Pipeline | AndOr | Compound
