@@ -1,4 +1,4 @@
-"""Reads the launch that a bash script is: the words of its trainer, its variables, and what could not be told."""
+"""Reads the launch in a bash script: the trainer's words and variables, and everything that could not be resolved."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from ckptkit.verify.launch.stacks.slime import unread
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
-# Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
-_BESIDE = frozenset({"--config-path", "-cp", "--config_path"})
-_PLACED = frozenset({*PATHS, *_BESIDE, "--config", "--config-dir", "-cd"})
+# Options with paths: relative to the program for `_OF_PROGRAM`, else to the working directory.
+_OF_PROGRAM = frozenset({"--config-path", "-cp", "--config_path"})
+_WITH_PATHS = frozenset({*PATHS, *_OF_PROGRAM, "--config", "--config-dir", "-cd"})
 _SETTING = re.compile(r"[+~]{0,2}[A-Za-z_]\w*(?:[./@][\w-]+)+|[+~]{1,2}[A-Za-z_]\w*")
-# A variable of this name that is given without an option may be any number of options.
+# A variable with such a name that is not the value of an option may be any number of options.
 _MANY = re.compile(r"ARGS|ARGUMENTS|OPTS|OPTIONS|FLAGS|EXTRA", re.IGNORECASE)
-# Relax's option for the GPUs of its roles: `[CPUs, GPUs]` of each.
-_RESOURCE = "--resource"
+_RESOURCE = "--resource"  # Relax's option for the CPUs and GPUs of its roles
 _NODES, _EACH, _NODE = "--actor-num-nodes", "--actor-num-gpus-per-node", "--num-gpus-per-node"
 
 
@@ -42,16 +41,16 @@ def read_script(
     arguments: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
 ) -> LaunchText:
-    """What a bash script, or a pasted command, gives to its trainer. The script is read and never run.
+    """The launch in a bash script, or in `text` such as a pasted command, which is read and never run.
 
-    `text` is used where there is no file. `arguments` are the positional parameters of a script that uses them, else
-    they come behind its words; `environment` holds the variables that it would start with. Raises CkptkitError where
-    it cannot be read, is no bash, or starts no trainer.
+    `arguments` are the positional parameters of a script that uses them, else further words of the trainer.
+    `environment` contains the script's initial variables. Raises CkptkitError if the script cannot be read, is not
+    bash, or starts no trainer.
     """
-    text = _text(script) if text is None and script is not None else text or ""
+    text = _read(script) if text is None and script is not None else text or ""
     place = str(script) if script else "the text"
-    given = tuple(ShellValue(word) for word in arguments)
-    shell = Shell(script, Path.cwd(), environment or {}, run_substitution, given, script=script)
+    parameters = tuple(ShellValue(word) for word in arguments)
+    shell = Shell(script, Path.cwd(), environment or {}, run_substitution, parameters, script=script)
     try:
         follow(shell, parse(text, place))
     except TooMuchError as error:
@@ -63,15 +62,15 @@ def read_script(
         return _without_trainer(shell, place, arguments)
     if len({words for words, _, _ in starts}) > 1:
         lines = " and ".join(f"{file or 'line'}:{line}" for _, line, file in starts)
-        more = f"{lines} both start a trainer: give the command that is meant as a script of its own"
-        return LaunchText(unresolved=(more, *shell.unresolved))
+        both = f"{lines} both start a trainer: put the command that you mean into a separate script"
+        return LaunchText(unresolved=(both, *shell.unresolved))
     return _launch(shell, shell.starts[0], [] if shell.argument_uses else arguments)
 
 
 def read_command(
     text: str, variables: Mapping[str, tuple[ShellValue, ...]], script: Path, line: int, environment: Mapping[str, str]
 ) -> LaunchText:
-    """What one command gives to its trainer, which a program at `script:line` would run with these variables."""
+    """The launch in one command, which a program runs at `script:line` with these variables."""
     shell = Shell(script, Path.cwd(), environment, run_substitution, script=script)
     for name, values in variables.items():
         shell.variables[name] = Variable(values, array=not values or any(value.condition for value in values))
@@ -80,12 +79,12 @@ def read_command(
     except TooMuchError as error:
         return LaunchText(unresolved=(f"{script}:{line}: {error}",))
     if not shell.starts:
-        return LaunchText(unresolved=(f"{script}:{line}: its command starts no trainer that is known",))
-    start = replace(shell.starts[0], line=line)
-    return _launch(shell, replace(start, words=tuple(replace(one, file=script, line=line) for one in start.words)), [])
+        return LaunchText(unresolved=(f"{script}:{line}: its command starts no known trainer",))
+    words = tuple(replace(word, file=script, line=line) for word in shell.starts[0].words)
+    return _launch(shell, replace(shell.starts[0], line=line, words=words), [])
 
 
-def _text(script: Path) -> str:
+def _read(script: Path) -> str:
     try:
         return read_regular(script, _MAX_BYTES).decode(errors="replace")
     except OSError as error:
@@ -93,44 +92,43 @@ def _text(script: Path) -> str:
 
 
 def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> LaunchText:
-    """A text that is options and nothing else, as they are pasted from a log; anything else starts no trainer."""
+    """The launch in a text that is only options, as pasted from a log. Raises CkptkitError for any other text."""
     if len(shell.lost) == 1 and not shell.unresolved:
         words, line, file = shell.lost[0]
         return _launch(shell, Start(words, (), {}, line, file, shell.directory), arguments)
     if shell.stopped:
-        message = f"{place}: it ends at {shell.stopped[-1]} before a trainer starts"
-        hint = "set the variables that it asks for in the environment of this command, as for the job"
-        raise CkptkitError(message, hint)
+        hint = "set the variables that it requires in the environment of this command, as for the job"
+        raise CkptkitError(f"{place}: it ends at {shell.stopped[-1]} before a trainer starts", hint)
     hint = "give the script that runs `python3 train.py ...`, or paste that command into a file"
     raise CkptkitError(f"{place}: no command starts a trainer (train.py, train_async.py, pretrain_gpt.py)", hint)
 
 
 def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
     unresolved: dict[str, None] = dict(shell.unresolved)
-    words = (*_default(start), *_words(start, unresolved), *(Word(text) for text in arguments))
+    words = (*_default_config(start), *_words(start, unresolved), *(Word(text) for text in arguments))
     if "relax" in start.program.lower().replace("/", ".").split("."):
-        words = (*_options_of_resource(words), *words)
+        words = (*_expand_resource(words), *words)
     environment = {name: _word(value) for name, value in start.environment.items()}
-    environment |= dict(_runtime(start.before, unresolved))
+    environment |= dict(_runtime_variables(start.before, unresolved))
     for name in (QAT_FLAG, QAT_GROUP):
         if isinstance(word := environment.get(name), UnresolvedWord):
             unresolved[f"{word.place}: {name}: {word.why}"] = None
-    wrong = (*shell.issues, *_lost(shell), *_misspelled(shell))
+    issues = (*shell.issues, *_lost_lines(shell), *_misspelled_arrays(shell))
     ranks = count_processes(start.before)
-    return LaunchText(words, environment, tuple(unresolved), wrong, start.program, ranks, start.directory)
+    return LaunchText(words, environment, tuple(unresolved), issues, start.program, ranks, start.directory)
 
 
-def _default(start: Start) -> Iterator[Word]:
-    """The file of settings that the program itself names, where the launch names none."""
-    named = any(value.text.partition("=")[0] == "--config" for value in start.words)
-    if start.program_file and not named and (path := _default_config(start.program_file)):
+def _default_config(start: Start) -> Iterator[Word]:
+    """The program's default for `--config`, if the launch does not set it."""
+    is_set = any(value.text.partition("=")[0] == "--config" for value in start.words)
+    if start.program_file and not is_set and (path := _find_default(start.program_file)):
         yield Word(f"--config={path}", start.file, start.line)
 
 
-def _default_config(program: Path) -> Path | None:
-    """The file that a program of NeMo-RL takes: `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
+def _find_default(program: Path) -> Path | None:
+    """The default file of a NeMo-RL program: `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
 
-    None where its file is not there, or says nothing of the kind.
+    None if the program is missing, or assigns no such path.
     """
     try:
         tree = ast.parse(read_regular(program, _MAX_PROGRAM).decode(errors="replace"))
@@ -140,8 +138,9 @@ def _default_config(program: Path) -> Path | None:
         match node:
             case ast.Assign(targets=[ast.Attribute(attr="config")], value=ast.Call(args=[folder, *parts]) as call):
                 names = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-                known = ast.unparse(call.func) == "os.path.join" and ast.unparse(folder) == "os.path.dirname(__file__)"
-                if known and names and len(names) == len(parts):
+                is_join = ast.unparse(call.func) == "os.path.join"
+                is_here = ast.unparse(folder) == "os.path.dirname(__file__)"
+                if is_join and is_here and names and len(names) == len(parts):
                     return program.parent.joinpath(*names)
     return None
 
@@ -154,101 +153,97 @@ def _word(value: ShellValue) -> Word:
 
 
 def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
-    """The words of a trainer; `unresolved` gets a line for each that is not known and that something depends on."""
-    option, taken = "", False
+    """The words of a trainer. Adds a line to `unresolved` for each unknown word that a check needs."""
+    option, has_value = "", False
     for value in start.words:
-        word = _placed(_word(value), "" if taken else option, start)
+        word = _make_absolute(_word(value), "" if has_value else option, start)
         name, equals, _ = value.text.partition("=")
         if name.startswith("--"):
-            option, taken = "" if equals or name in SWITCH_NAMES else name, False
-            about = name
-        elif taken and _SETTING.fullmatch(name) and equals:
-            # An override of a setting, as Hydra has them, behind the value of an option.
+            option, has_value = "" if equals or name in SWITCH_NAMES else name, False
+            owner = name
+        elif has_value and _SETTING.fullmatch(name) and equals:
+            # A Hydra override after the value of an option.
             if isinstance(word, UnresolvedWord):
                 unresolved[f"{word.place}: {word.text}: {word.why}"] = None
             yield word
             continue
         else:
-            about, taken = option, True
-        if about == "--load" and not value.condition and any(map(_is_new, value.gaps)):
+            owner, has_value = option, True
+        if owner == "--load" and not value.condition and any(map(_is_new, value.gaps)):
             # A directory with the time of the start in its name: it is a new one.
             word = Word(word.text, word.file, word.line)
         if isinstance(word, UnresolvedWord):
-            anything = not about or _may_be_options(value, name)
-            if anything or _matters(about):
-                prefix = f"{about} " if about and not anything and about != name else ""
+            anything = not owner or _may_be_options(value, name)
+            if anything or _is_needed(owner):
+                prefix = f"{owner} " if owner and not anything and owner != name else ""
                 unresolved[f"{word.place}: {prefix}{clipped(value.text)}: {clipped(word.why)}"] = None
-            word = UnresolvedWord(word.text, word.file, word.line, word.why, anything)
+            word = replace(word, anything=anything)
         yield word
 
 
 def _is_new(gap: Gap) -> bool:
-    """Whether a part of a name is another one at every start."""
-    called = gap.why.startswith("the call of ") and is_new_at_start(gap.why)
-    return called or is_new_at_start(gap.source)
+    """Whether a part of a name is different at every start."""
+    return is_new_at_start(gap.source) or (gap.why.startswith("the call of ") and is_new_at_start(gap.why))
 
 
-def _matters(option: str) -> bool:
-    """Whether anything that is looked at depends on the value of an option."""
+def _is_needed(option: str) -> bool:
+    """Whether a check needs the value of an option."""
     if option in (_RESOURCE, "--save"):
         return option == _RESOURCE
     return option in OPTIONS or bool(unread([option, "1"], frozenset()))
 
 
-def _placed(word: Word, option: str, start: Start) -> Word:
-    """A word; a path that is relative to another directory than this one's becomes absolute."""
+def _make_absolute(word: Word, option: str, start: Start) -> Word:
+    """Makes a path absolute if it is relative to a directory other than the current one."""
     here = Path.cwd()
     name, equals, value = word.text.partition("=")
-    about = name if equals and name in _PLACED else option if option in _PLACED else ""
-    if not about or isinstance(word, UnresolvedWord):
+    owner = name if equals and name in _WITH_PATHS else option if option in _WITH_PATHS else ""
+    if not owner or isinstance(word, UnresolvedWord):
         return word
     base = start.directory
-    if about in _BESIDE:
-        # Hydra looks for it beside the program; that of a module is where it is installed.
+    if owner in _OF_PROGRAM:
+        # Hydra looks for it next to the program; a module's directory is where it is installed.
         base = start.program_file.parent if start.program_file else here
-    text = value if about == name else word.text
+    text = value if owner == name else word.text
     if base == here or text.startswith("--") or text.isdecimal() or Path(text).is_absolute():
         return word
     if base is None:
         return UnresolvedWord(word.text, word.file, word.line, "relative to a directory that is not known")
-    text = str(base / text)
-    return Word(f"{name}={text}" if about == name else text, word.file, word.line)
+    return replace(word, text=f"{name}={base / text}" if owner == name else str(base / text))
 
 
 def _may_be_options(value: ShellValue, name: str) -> bool:
-    """Whether a word that is not known may be several, options among them; `name` is what stands before its `=`."""
+    """Whether an unknown word may be several words, with options among them; `name` is the text before its `=`."""
     if name.startswith("--"):
         return any(gap.source in name or gap.why == BRACES for gap in value.gaps)
     if len(value.gaps) != 1 or value.text != value.gaps[0].source:
         return False
     if value.text.startswith("{"):
-        # An expression of Python, of which the launcher's reader says whether it is the value of an option.
+        # A Python expression: the launcher's reader marks it if it is not the value of an option.
         return value.text.endswith("[@]")
     return "[@]" in value.text or "$@" in value.text or _MANY.search(value.text) is not None
 
 
-def _runtime(before: Sequence[ShellValue], unresolved: dict[str, None]) -> Iterator[tuple[str, Word]]:
+def _runtime_variables(before: Sequence[ShellValue], unresolved: dict[str, None]) -> Iterator[tuple[str, Word]]:
     """The variables that `ray job submit --runtime-env-json` gives to the trainer."""
     for number, value in enumerate(before):
-        name, equals, given = value.text.partition("=")
+        name, equals, content = value.text.partition("=")
         if name != "--runtime-env-json":
             continue
-        text = value if equals else before[number + 1] if number + 1 < len(before) else ShellValue("")
-        content = given if equals else text.text
+        source = value if equals else before[number + 1] if number + 1 < len(before) else ShellValue("")
         try:
-            variables = json.loads(content).get("env_vars") or {}
-            pairs = [(str(key), str(variable)) for key, variable in variables.items()]
+            variables = json.loads(content if equals else source.text).get("env_vars") or {}
+            texts = {str(key): str(variable) for key, variable in variables.items()}
         except (ValueError, AttributeError, RecursionError):
-            place = f"{text.file}:{text.line}" if text.file else "the text"
+            place = f"{source.file}:{source.line}" if source.file else "the text"
             unresolved[f"{place}: --runtime-env-json: its text is not known, or is not JSON"] = None
             continue
-        for key, variable in pairs:
-            gap = next((gap for gap in text.gaps if gap.source in variable), None)
-            known = Word(variable, text.file, text.line)
-            yield key, UnresolvedWord(variable, text.file, text.line, str(gap)) if gap else known
+        for key, text in texts.items():
+            gaps = tuple(gap for gap in source.gaps if gap.source in text)[:1]
+            yield key, _word(ShellValue(text, gaps, source.file, source.line))
 
 
-def _lost(shell: Shell) -> Iterator[Issue]:
+def _lost_lines(shell: Shell) -> Iterator[Issue]:
     """Commands that begin with an option: the line before them lacks its `\\`."""
     if not shell.starts:
         return
@@ -264,11 +259,11 @@ def _lost(shell: Shell) -> Iterator[Issue]:
         )
 
 
-def _misspelled(shell: Shell) -> Iterator[Issue]:
-    """Arrays that are set nowhere one is that differs in a letter: bash expands them to nothing."""
+def _misspelled_arrays(shell: Shell) -> Iterator[Issue]:
+    """Unset arrays, which bash expands to no words, with a name one letter away from the name of a set one."""
+    arrays = [name for name, variable in shell.variables.items() if variable.array and variable.values]
     for name, file in shell.empty.items():
-        meant = nearest(name, (one for one, value in shell.variables.items() if value.array and value.values), 1)
-        if meant is not None and len(name) > 3:
+        if len(name) > 3 and (meant := nearest(name, arrays, 1)) is not None:
             yield Issue(
                 f"an array that is set, such as ${{{meant}[@]}}",
                 f"${{{name}[@]}} is set nowhere, so none of its words reach the trainer",
@@ -277,12 +272,12 @@ def _misspelled(shell: Shell) -> Iterator[Issue]:
             )
 
 
-def _options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
-    """The options of slime that `--resource` stands for; they come before those of the launch, which count more.
+def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:
+    """The slime options for `--resource`, to be put before those of the launch, which override them.
 
-    The actor's GPUs make nodes of `--num-gpus-per-node`, unless a launch gives the actor's own options. Source: Relax
+    The actor's GPUs fill nodes of `--num-gpus-per-node`, unless the launch has the actor's own options. Source: Relax
     `backends/megatron/arguments.py` (_derive_cluster_args_from_resource), as of 2026-09.
-    Raises CkptkitError where its text is not JSON of this form.
+    Raises CkptkitError if the value is not JSON of this form.
     """
     options = options_of(words)
     word = _value(options, _RESOURCE)
@@ -293,14 +288,13 @@ def _options_of_resource(words: Sequence[Word]) -> Iterator[Word]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         hint = 'write it as {"actor": [1, 8], "rollout": [1, 8]}: CPUs and GPUs of every role'
         raise CkptkitError(f"{word.place}: {_RESOURCE} {word.text[:80]} is not JSON of roles", hint) from error
-    found: dict[str, int] = {}
-    given = [_number(options, name, default) for name, default in ((_EACH, 8), (_NODES, 1))]
-    if gpus.get("actor", 0) > 0 and given == [8, 1]:
+    expanded: dict[str, int] = {}
+    if gpus.get("actor", 0) > 0 and _number(options, _EACH, 8) == 8 and _number(options, _NODES, 1) == 1:
         each = min(_number(options, _NODE, 8) or 8, gpus["actor"])
-        found |= {_EACH: each, _NODES: max(1, gpus["actor"] // each)}
+        expanded |= {_EACH: each, _NODES: max(1, gpus["actor"] // each)}
     if gpus.get("rollout", 0) > 0:
-        found["--rollout-num-gpus"] = gpus["rollout"]
-    for pair in found.items():
+        expanded["--rollout-num-gpus"] = gpus["rollout"]
+    for pair in expanded.items():
         yield from (Word(str(text), word.file, word.line) for text in pair)
 
 
