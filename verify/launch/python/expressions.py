@@ -1,4 +1,4 @@
-"""Works out expressions of a Python file; what needs more than its own data is not known, and keeps its source."""
+"""Evaluates expressions of a Python file; one that needs more than data of the file is `Unknown`, with its source."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ from ckptkit.verify.launch.python.values import (
     split_pieces,
 )
 
-# Calls a function: the callee, its arguments, those by name, and how the call is written.
+# Calls a function with positional arguments, named arguments, and the syntax of the call.
 Call = Callable[[State, Module, Any, Sequence[Any], Mapping[str, Any], ast.Call], Any]
 _SHOWN, _MAX_ITEMS = 80, 10_000
 _MAX_INTEGER = 2**63
+_NOT_KNOWN = "it depends on a value that is not known"
+_NO_LIST = "a list that is not known"
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -49,8 +51,8 @@ _COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.GtE: operator.ge,
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
-    ast.In: lambda one, many: one in many,
-    ast.NotIn: lambda one, many: one not in many,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
 }
 _METHODS = frozenset(
     {
@@ -61,27 +63,32 @@ _METHODS = frozenset(
 
 
 def unknown_expression(node: ast.AST, why: str) -> Unknown:
-    """A value that is not known, as it is written."""
+    """An unknown value with the source of its expression."""
     source = " ".join(ast.unparse(node).split())
     return Unknown(source if len(source) <= _SHOWN else f"{source[:_SHOWN]}...", why)
 
 
+def _with_source(node: ast.AST, value: Any) -> Any:
+    """The value of a name or item; an unknown one gets the source of the expression."""
+    return unknown_expression(node, value.why) if isinstance(value, Unknown) else value
+
+
 class Environment:
-    """`os.environ`: the variables that a launch starts with, and those that it sets. The state keeps them."""
+    """`os.environ`, with its variables in the state."""
 
 
-def _searched(node: ast.Call, pattern: Any, text: Any) -> Any:
-    """`re.search(pattern, text)`, of patterns that take no time: few repetitions, and none of a group."""
+def _search(node: ast.Call, pattern: Any, text: Any) -> Any:
+    """`re.search(pattern, text)` for fast patterns: at most two repetitions, and none of a group."""
     if not (isinstance(pattern, str) and isinstance(text, str)):
-        return unknown_expression(node, "it depends on a value that is not known")
-    many = sum(pattern.count(sign) for sign in "*+{")
-    if many > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
+        return unknown_expression(node, _NOT_KNOWN)
+    repetitions = sum(pattern.count(sign) for sign in "*+{")
+    if repetitions > 2 or len(text) > 200 or re.search(r"\)[*+{?]", pattern):
         return unknown_expression(node, "a pattern that is not worked out here")
     return getattr(re, ast.unparse(node.func).rpartition(".")[2])(pattern, text)
 
 
 def truth_of(value: Any) -> bool | None:
-    """Whether a value counts as true; None where nobody can tell."""
+    """The truth of a value, or None if it is unknown."""
     if isinstance(value, Text):
         return True if any(isinstance(piece, str) for piece in value.pieces) else None
     if isinstance(value, Unknown):
@@ -91,20 +98,18 @@ def truth_of(value: Any) -> bool | None:
     return bool(value)
 
 
-def _items_of(many: Any) -> list[Any]:
-    """The items of a collection. Raises TooMuchPythonError for too many of them."""
-    if isinstance(many, dict):
-        return list(many)
-    if len(many) > _MAX_ITEMS:
+def _items(collection: Any) -> list[Any]:
+    """The items of a collection. Raises TooMuchPythonError for a list that is too long."""
+    if not isinstance(collection, dict) and len(collection) > _MAX_ITEMS:
         raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
-    return list(many)
+    return list(collection)
 
 
-def _stripped(text: Text, how: str) -> Any:
+def _strip(text: Text, method: str) -> Any:
     pieces = list(text.pieces)
-    if how in ("strip", "lstrip") and isinstance(pieces[0], str):
+    if method in ("strip", "lstrip") and isinstance(pieces[0], str):
         pieces[0] = pieces[0].lstrip()
-    if how in ("strip", "rstrip") and isinstance(pieces[-1], str):
+    if method in ("strip", "rstrip") and isinstance(pieces[-1], str):
         pieces[-1] = pieces[-1].rstrip()
     return join_pieces(pieces)
 
@@ -115,45 +120,32 @@ def _range(*bounds: int) -> list[int]:
     return list(range(*bounds))
 
 
-def _text(value: Any = "") -> Any:
-    return join_pieces(split_pieces(value))
-
-
 def _length(value: Any) -> Any:
     return len(value) if not isinstance(value, Unknown | Text) else Unknown("len(...)", "its length is not known")
 
 
-# Those that take values of which not all is known.
+# Functions and methods that accept unknown values.
 _LENIENT = frozenset({"str", "len", "print", "list", "tuple", "dict", "items", "get", "strip", "lstrip", "rstrip"})
-_BUILTINS: Mapping[str, Builtin] = {
-    "int": Builtin("int", int),
-    "float": Builtin("float", float),
-    "bool": Builtin("bool", bool),
-    "str": Builtin("str", _text),
-    "len": Builtin("len", _length),
-    "min": Builtin("min", min),
-    "max": Builtin("max", max),
-    "sum": Builtin("sum", sum),
-    "abs": Builtin("abs", abs),
-    "round": Builtin("round", round),
-    "sorted": Builtin("sorted", sorted),
-    "any": Builtin("any", any),
-    "all": Builtin("all", all),
-    "range": Builtin("range", _range),
-    "list": Builtin("list", lambda many=(): many if isinstance(many, Unknown) else list(many)),
-    "tuple": Builtin("tuple", lambda many=(): many if isinstance(many, Unknown) else tuple(many)),
-    "print": Builtin("print", lambda *_, **__: None),
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{one.__name__: one for one in (int, float, bool, min, max, sum, abs, round, sorted, any, all)},
+    "str": lambda value="": join_pieces(split_pieces(value)),
+    "len": _length,
+    "range": _range,
+    "list": lambda items=(), /: items if isinstance(items, Unknown) else list(items),
+    "tuple": lambda items=(), /: items if isinstance(items, Unknown) else tuple(items),
+    "print": lambda *_, **__: None,
 }
+_BUILTINS = {name: Builtin(name, call) for name, call in _FUNCTIONS.items()}
 
 
 class Expressions:
-    """Works out expressions in the names of a state and a module; `call` follows functions."""
+    """Evaluates expressions with the names of a state and a module; `call` follows functions."""
 
     def __init__(self, state: State, module: Module, call: Call) -> None:
         self.state, self.module, self.call = state, module, call
 
     def value(self, node: ast.expr) -> Any:
-        """The value of an expression, `Unknown` where it cannot be told."""
+        """The value of an expression, or `Unknown`."""
         self.state.step()
         try:
             return self._value(node)
@@ -167,29 +159,27 @@ class Expressions:
             case ast.JoinedStr(values=parts):
                 return join_pieces(piece for part in parts for piece in self._formatted(part))
             case ast.Name(id=name):
-                return self._named(node, name)
+                return self._name(node, name)
             case ast.Attribute(value=inner, attr=name):
                 return self._attribute(node, self.value(inner), name)
             case ast.BinOp(left=left, op=symbol, right=right):
                 return self._binary(node, self.value(left), symbol, self.value(right))
             case ast.BoolOp(op=symbol, values=values):
-                return self._either(node, isinstance(symbol, ast.Or), values)
+                return self._and_or(node, isinstance(symbol, ast.Or), values)
             case ast.UnaryOp(op=ast.Not(), operand=inner):
                 truth = truth_of(self.value(inner))
-                return (
-                    unknown_expression(node, "it depends on a value that is not known") if truth is None else not truth
-                )
+                return unknown_expression(node, _NOT_KNOWN) if truth is None else not truth
             case ast.UnaryOp(op=ast.USub(), operand=inner):
                 value = self.value(inner)
                 return -value if is_known(value) else value
             case ast.Compare(left=left, ops=[symbol], comparators=[right]):
-                return self._compared(node, self.value(left), symbol, self.value(right))
-            case ast.IfExp(test=test, body=body, orelse=other):
+                return self._compare(node, self.value(left), symbol, self.value(right))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
                 truth = truth_of(self.value(test))
                 if truth is None:
                     why = f"it depends on `{unknown_expression(test, '').source}`, which is not known"
-                    return merge_values(self.value(body), self.value(other), why)
-                return self.value(body if truth else other)
+                    return merge_values(self.value(body), self.value(orelse), why)
+                return self.value(body if truth else orelse)
             case ast.List(elts=elements) | ast.Set(elts=elements):
                 return list(self._elements(elements))
             case ast.Tuple(elts=elements):
@@ -199,7 +189,7 @@ class Expressions:
             case ast.Subscript(value=inner, slice=index):
                 return self._item(node, self.value(inner), index)
             case ast.Call():
-                return self._called(node)
+                return self._call(node)
             case (
                 ast.ListComp(elt=element, generators=[generator])
                 | ast.GeneratorExp(elt=element, generators=[generator])
@@ -208,8 +198,8 @@ class Expressions:
             case ast.Lambda():
                 return PythonFunction(node, self.module)
             case ast.NamedExpr(target=ast.Name(id=name), value=inner):
-                self.state.frames[-1][name] = self.value(inner)
-                return self.state.frames[-1][name]
+                value = self.state.frames[-1][name] = self.value(inner)
+                return value
         return unknown_expression(node, "it is not worked out here")
 
     def _formatted(self, part: ast.expr) -> tuple[Any, ...]:
@@ -221,45 +211,39 @@ class Expressions:
                 return (unknown_expression(inner, value.why),) if isinstance(value, Unknown) else split_pieces(value)
         return (unknown_expression(part, "a format that is not worked out here"),)
 
-    def _named(self, node: ast.expr, name: str) -> Any:
+    def _name(self, node: ast.expr, name: str) -> Any:
         for names in (self.state.frames[-1], self.module.names):
             if name in names:
-                value = names[name]
-                return unknown_expression(node, value.why) if isinstance(value, Unknown) else value
-        if name in _BUILTINS:
-            return _BUILTINS[name]
-        return unknown_expression(node, "it is not set in this file")
+                return _with_source(node, names[name])
+        return _BUILTINS[name] if name in _BUILTINS else unknown_expression(node, "it is not set in this file")
 
     def _attribute(self, node: ast.expr, value: Any, name: str) -> Any:
         if isinstance(value, Object):
-            return self._of_object(node, value, name)
+            return self._object_attribute(node, value, name)
         if isinstance(value, Module):
-            found = value.names.get(name, MISSING)
-            return unknown_expression(node, found.why) if isinstance(found, Unknown) else found
+            return _with_source(node, value.names.get(name, MISSING))
         if isinstance(value, re.Match) and name in ("group", "groups"):
             return Builtin(name, getattr(value, name))
         if isinstance(value, Environment) and name in ("get", "getenv"):
-            return Builtin("getenv", lambda one, default=None: self.state.variable(one, default))
+            return Builtin("getenv", lambda variable, default=None: self.state.variable(variable, default))
         if isinstance(value, str | list | dict) and name in _METHODS:
             return Builtin(name, getattr(value, name))
         if isinstance(value, Text) and name in ("strip", "lstrip", "rstrip"):
-            return Builtin(name, lambda: _stripped(value, name))
-        if isinstance(value, Unknown):
-            return unknown_expression(node, value.why)
-        return unknown_expression(node, "an attribute that is not followed")
+            return Builtin(name, lambda: _strip(value, name))
+        why = value.why if isinstance(value, Unknown) else "an attribute that is not followed"
+        return unknown_expression(node, why)
 
-    def _of_object(self, node: ast.expr, value: Object, name: str) -> Any:
+    def _object_attribute(self, node: ast.expr, value: Object, name: str) -> Any:
         """An attribute, a property or a method of an object."""
         attributes = self.state.objects[value.number]
         method = value.kind.methods.get(name)
         if name not in attributes and method is not None and isinstance(method.node, ast.FunctionDef):
             bound = PythonFunction(method.node, method.module, value)
-            if any(ast.unparse(one).endswith("property") for one in method.node.decorator_list):
+            if any(ast.unparse(decorator).endswith("property") for decorator in method.node.decorator_list):
                 call = ast.copy_location(ast.Call(node, [], []), node)
                 return self.call(self.state, self.module, bound, [], {}, call)
             return bound
-        found = attributes.get(name, MISSING)
-        return unknown_expression(node, found.why) if isinstance(found, Unknown) else found
+        return _with_source(node, attributes.get(name, MISSING))
 
     def _binary(self, node: ast.expr, left: Any, symbol: ast.operator, right: Any) -> Any:
         texts = isinstance(left, str | Text | Unknown) and isinstance(right, str | Text | Unknown)
@@ -267,13 +251,11 @@ class Expressions:
         if isinstance(symbol, ast.Add) and texts and not both:
             return join_pieces((*split_pieces(left), *split_pieces(right)))
         if not (is_known(left) and is_known(right)) or type(symbol) not in _BINARY:
-            reason = next(
-                (value.why for value in (left, right) if isinstance(value, Unknown)), "not all of it is known"
-            )
-            return unknown_expression(node, reason)
+            reasons = (value.why for value in (left, right) if isinstance(value, Unknown))
+            return unknown_expression(node, next(reasons, "not all of it is known"))
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
-            many, times = (left, right) if not isinstance(left, int) else (right, left)
-            if len(many) * max(0, times) > _MAX_ITEMS:
+            items, times = (left, right) if not isinstance(left, int) else (right, left)
+            if len(items) * max(0, times) > _MAX_ITEMS:
                 raise TooMuchPythonError("a list of more items than a model has layers")
         if isinstance(symbol, ast.Mod) and isinstance(left, str):
             return unknown_expression(node, "a format that is not worked out here")
@@ -284,19 +266,19 @@ class Expressions:
             return unknown_expression(node, "a number that no option takes")
         return result
 
-    def _either(self, node: ast.expr, is_or: bool, values: Sequence[ast.expr]) -> Any:
-        """`and` and `or`, which stop at the first value that decides."""
+    def _and_or(self, node: ast.expr, is_or: bool, operands: Sequence[ast.expr]) -> Any:
+        """`and` and `or`, which stop at the first operand that decides."""
         value: Any = None
-        for one in values:
-            value = self.value(one)
+        for operand in operands:
+            value = self.value(operand)
             truth = truth_of(value)
             if truth is None:
-                return unknown_expression(node, "it depends on a value that is not known")
+                return unknown_expression(node, _NOT_KNOWN)
             if truth == is_or:
                 return value
         return value
 
-    def _compared(self, node: ast.expr, left: Any, symbol: ast.cmpop, right: Any) -> Any:
+    def _compare(self, node: ast.expr, left: Any, symbol: ast.cmpop, right: Any) -> Any:
         if isinstance(symbol, ast.In | ast.NotIn) and isinstance(right, Environment):
             if isinstance(self.state.variable(left, None), Unknown):
                 return unknown_expression(node, "it depends on a variable that is not known")
@@ -304,107 +286,103 @@ class Expressions:
         if isinstance(left, Text) and isinstance(symbol, ast.Is | ast.IsNot) and right is None:
             return isinstance(symbol, ast.IsNot)
         if not (is_known(left) and is_known(right)):
-            return unknown_expression(node, "it depends on a value that is not known")
+            return unknown_expression(node, _NOT_KNOWN)
         return _COMPARED[type(symbol)](left, right)
 
     def _elements(self, elements: Sequence[ast.expr]) -> Iterator[Any]:
         for element in elements:
             if isinstance(element, ast.Starred):
-                many = self.value(element.value)
-                yield from (
-                    _items_of(many) if is_known(many) else (unknown_expression(element, "a list that is not known"),)
-                )
+                items = self.value(element.value)
+                yield from _items(items) if is_known(items) else (unknown_expression(element, _NO_LIST),)
             else:
                 yield self.value(element)
 
     def _dictionary(self, node: ast.Dict) -> Any:
-        found: dict[Any, Any] = {}
-        for key, value in zip(node.keys, node.values, strict=True):
-            known = self.value(value)
+        items: dict[Any, Any] = {}
+        for key, expression in zip(node.keys, node.values, strict=True):
+            value = self.value(expression)
             if key is not None:
-                found[self.value(key)] = known
-            elif isinstance(known, dict):
-                found |= known
+                items[self.value(key)] = value
+            elif isinstance(value, dict):
+                items |= value
             else:
-                found[unknown_expression(value, "names that are not known")] = known
-        return found
+                items[unknown_expression(expression, "names that are not known")] = value
+        return items
 
     def _item(self, node: ast.expr, value: Any, index: ast.expr) -> Any:
         if isinstance(index, ast.Slice):
-            bounds = [None if one is None else self.value(one) for one in (index.lower, index.upper, index.step)]
+            bounds = [bound and self.value(bound) for bound in (index.lower, index.upper, index.step)]
             known = is_known(value) and is_known(bounds)
             return value[slice(*bounds)] if known else unknown_expression(node, "not all of it is known")
         at = self.value(index)
         if isinstance(value, Environment):
             return self.state.variable(at, unknown_expression(node, "the variable is not set"))
         if isinstance(value, Unknown | Text | Module | Object | Class) or not is_known(at):
-            return unknown_expression(node, "it depends on a value that is not known")
-        found = value[at]
-        return unknown_expression(node, found.why) if isinstance(found, Unknown) else found
+            return unknown_expression(node, _NOT_KNOWN)
+        return _with_source(node, value[at])
 
-    def _called(self, node: ast.Call) -> Any:
+    def _call(self, node: ast.Call) -> Any:
         function = self.value(node.func)
         arguments = list(self._elements(node.args))
         if ast.unparse(node.func) in ("re.search", "re.match", "re.fullmatch") and len(arguments) == 2:
-            return _searched(node, *arguments)
+            return _search(node, *arguments)
         if ast.unparse(node.func) == "getattr" and isinstance(arguments[0], Object) and isinstance(arguments[1], str):
-            found = self._of_object(node, arguments[0], arguments[1])
-            absent = arguments[1] not in self.state.objects[arguments[0].number] and isinstance(found, Unknown)
-            return arguments[2] if absent and arguments[2:] else found
+            value = self._object_attribute(node, arguments[0], arguments[1])
+            is_absent = arguments[1] not in self.state.objects[arguments[0].number] and isinstance(value, Unknown)
+            return arguments[2] if is_absent and arguments[2:] else value
         named = {keyword.arg: self.value(keyword.value) for keyword in node.keywords if keyword.arg}
-        more = [self.value(keyword.value) for keyword in node.keywords if not keyword.arg]
-        for one in more:
-            named |= one if isinstance(one, dict) else {}
-        if isinstance(function, Builtin) and function.name == "join" and len(arguments) == 1:
-            return self._joined(node, function, arguments[0])
-        if isinstance(function, Builtin) and function.name not in _LENIENT:
-            if not (is_known(arguments) and is_known(named)):
-                return unknown_expression(node, "it depends on a value that is not known")
-            if function.name == "replace" and sum(len(one) for one in arguments if isinstance(one, str)) > _SHOWN:
-                return unknown_expression(node, "a change of a text that is not worked out here")
-            result = function.call(*arguments, **named)
-            if isinstance(result, str) and len(result) > MAX_CHARACTERS:
-                raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
-            return result
-        if isinstance(function, Builtin):
+        for value in [self.value(keyword.value) for keyword in node.keywords if not keyword.arg]:
+            named |= value if isinstance(value, dict) else {}
+        if not isinstance(function, Builtin):
+            return self.call(self.state, self.module, function, arguments, named, node)
+        if function.name == "join" and len(arguments) == 1:
+            return self._join(node, function, arguments[0])
+        if function.name in _LENIENT:
             return function.call(*arguments, **named)
-        return self.call(self.state, self.module, function, arguments, named, node)
+        if not (is_known(arguments) and is_known(named)):
+            return unknown_expression(node, _NOT_KNOWN)
+        if function.name == "replace" and sum(len(text) for text in arguments if isinstance(text, str)) > _SHOWN:
+            return unknown_expression(node, "a change of a text that is not worked out here")
+        result = function.call(*arguments, **named)
+        if isinstance(result, str) and len(result) > MAX_CHARACTERS:
+            raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
+        return result
 
-    def _joined(self, node: ast.expr, function: Builtin, many: Any) -> Any:
-        """`" ".join(texts)`, of which some are not wholly known."""
-        if isinstance(many, Unknown | Text):
-            return unknown_expression(node, "a list that is not known")
-        items = _items_of(many)
+    def _join(self, node: ast.expr, function: Builtin, texts: Any) -> Any:
+        """`" ".join(texts)`, also for texts with unknown parts."""
+        if isinstance(texts, Unknown | Text):
+            return unknown_expression(node, _NO_LIST)
+        items = _items(texts)
         if is_known(items) and sum(len(item) for item in items) < MAX_CHARACTERS:
             return function.call(items)
-        between = function.call(["", ""])
-        parts = [(*((between,) if number else ()), *split_pieces(item)) for number, item in enumerate(items)]
+        separator = function.call(["", ""])
+        parts = [(*((separator,) if number else ()), *split_pieces(item)) for number, item in enumerate(items)]
         return join_pieces(piece for part in parts for piece in part)
 
     def _comprehension(self, node: ast.expr, element: ast.expr, generator: ast.comprehension) -> Any:
-        many = self.value(generator.iter)
-        if isinstance(many, Unknown | Text) or not isinstance(generator.target, ast.Name | ast.Tuple):
-            return unknown_expression(node, "a list that is not known")
-        found, before = [], dict(self.state.frames[-1])
-        for item in _items_of(many):
+        items = self.value(generator.iter)
+        if isinstance(items, Unknown | Text) or not isinstance(generator.target, ast.Name | ast.Tuple):
+            return unknown_expression(node, _NO_LIST)
+        values, before = [], dict(self.state.frames[-1])
+        for item in _items(items):
             self.bind(generator.target, item)
             truths = [truth_of(self.value(test)) for test in generator.ifs]
             if None in truths:
-                return unknown_expression(node, "it depends on a value that is not known")
+                return unknown_expression(node, _NOT_KNOWN)
             if all(truths):
-                found.append(self.value(element))
+                values.append(self.value(element))
         self.state.frames[-1] = before
-        return found
+        return values
 
     def bind(self, target: ast.expr, value: Any) -> None:
-        """Assigns to a name, an attribute of an object, or several of these."""
+        """Assigns to a name, an attribute of an object, an item, or several of these."""
         match target:
             case ast.Name(id=name):
                 self.state.frames[-1][name] = value
             case ast.Tuple(elts=targets) | ast.List(elts=targets):
-                items = _items_of(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
-                for number, one in enumerate(targets):
-                    self.bind(one, items[number] if items else unknown_expression(target, "a value that is not known"))
+                items = _items(value) if isinstance(value, list | tuple) and len(value) == len(targets) else None
+                for number, part in enumerate(targets):
+                    self.bind(part, items[number] if items else unknown_expression(target, "a value that is not known"))
             case ast.Attribute(value=inner, attr=name):
                 if isinstance(object_ := self.value(inner), Object):
                     self.state.objects[object_.number][name] = value
@@ -415,7 +393,6 @@ class Expressions:
                     variables[name] = value if isinstance(at, str) and isinstance(value, str) else gap
             case ast.Subscript(value=ast.Name(id=name), slice=index):
                 before, at = self.value(ast.Name(name, ast.Load())), self.value(index)
-                known = isinstance(before, dict) and is_known(at)
-                self.state.frames[-1][name] = (
-                    {**before, at: value} if known else Unknown(name, "an item that is not known was set")
-                )
+                unknown = Unknown(name, "an item that is not known was set")
+                is_item = isinstance(before, dict) and is_known(at)
+                self.state.frames[-1][name] = {**before, at: value} if is_item else unknown

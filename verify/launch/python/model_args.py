@@ -1,4 +1,4 @@
-"""The model arguments that a Python file of miles gives: `model_args_utils.py NAME`, read and not run.
+"""Reads the model arguments in a Python file of miles, as `model_args_utils.py NAME` prints them. Runs nothing.
 
 Source: miles `utils/external_utils/model_args_utils.py`: the function `model_args` of `scripts/models/NAME.py` gives
 one text, with keyword arguments where a model is derived from another one.
@@ -30,22 +30,22 @@ _MAX_FILES = 10
 
 
 def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> str | Text | Unknown:
-    """The arguments of the model `name` on one line, or why they are not known. `tool` is the file that is asked."""
+    """The arguments of the model `name` on one line, or why they are unknown. `tool` is `model_args_utils.py`."""
     count = itertools.count()
 
-    def load(path: Path, given: Mapping[str, Any]) -> str | Text | Unknown:
-        """The arguments that a file gives; models are derived from one another."""
+    def load(path: Path, named: Mapping[str, Any]) -> str | Text | Unknown:
+        """The arguments in a file, which may be derived from another model's."""
         if next(count) == _MAX_FILES:
             return Unknown(path.name, "its models are derived from one another in circles")
         follower = Follower(tool.absolute().parent, environment, {"load_sibling_model_args": sibling})
-        follower.modules[Path()] = Module(Path())  # so that no file is the one that is started
+        follower.modules[Path()] = Module(Path())  # so that no file is `__main__`
         try:
             module = follower.module(path)
             function = module.names.get(_FUNCTION)
             if not isinstance(function, PythonFunction):
                 return Unknown(path.name, f"{path} has no function {_FUNCTION}")
             call = ast.copy_location(ast.Call(ast.Name(_FUNCTION, ast.Load()), [], []), function.node)
-            value = follower.call(follower.state, module, function, [], given, ast.fix_missing_locations(call))
+            value = follower.call(follower.state, module, function, [], named, ast.fix_missing_locations(call))
         except (OSError, ValueError) as error:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
         except (SyntaxError, TooMuchPythonError, RecursionError, MemoryError) as error:
@@ -56,7 +56,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
 
     def sibling(_: State, arguments: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         """`load_sibling_model_args(__file__, NAME, ...)`."""
-        if len(arguments) != 2 or not all(isinstance(one, str) for one in arguments):
+        if len(arguments) != 2 or not all(isinstance(argument, str) for argument in arguments):
             return Unknown(ast.unparse(node), "another model of unknown name")
         return load(Path(arguments[0]).parent / f"{arguments[1]}.py", named)
 

@@ -1,31 +1,32 @@
-"""What a Python file works with, as far as it is known: plain values, texts with unknown parts, objects, functions."""
+"""Values of a Python file: plain Python values, unknown values, texts with unknown parts, objects, functions."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 MAX_STEPS = 50_000
 MAX_CHARACTERS = 1_000_000
 MAX_DEPTH = 40
-ENVIRONMENT = 0  # the number under which a state keeps the variables
+ENVIRONMENT = 0  # the key of the environment in `State.objects`
 
 
 class TooMuchPythonError(Exception):
-    """A file does more than a launch does: the limit that it reached."""
+    """A file does more than a launch does; the message is the limit that it reached."""
 
 
 def why_unread(error: Exception) -> str:
-    """Why a Python file was not read to its end. The parser's errors for deep nesting have no text, or a poor one."""
+    """Why a Python file was not read to its end. The parser's own errors for deep nesting have no useful text."""
     return "it nests deeper than Python parses" if isinstance(error, RecursionError | MemoryError) else str(error)
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """A value that is not known: how it is written, and why."""
+    """An unknown value: its source, and the reason."""
 
     source: str
     why: str
@@ -33,7 +34,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Conditional:
-    """A part of a text that is there only where a condition holds that nobody can decide."""
+    """A part of a text that exists only under an undecidable condition."""
 
     pieces: tuple[Piece, ...]
     why: str
@@ -44,7 +45,7 @@ Piece = str | Unknown | Conditional
 
 @dataclass(frozen=True)
 class Text:
-    """A text of which some parts are not known."""
+    """A text with unknown parts."""
 
     pieces: tuple[Piece, ...]
 
@@ -60,17 +61,17 @@ class PythonFunction:
 
 @dataclass(frozen=True)
 class Class:
-    """A dataclass: its fields with their defaults, those of its bases first, and its methods."""
+    """A dataclass: its fields with defaults, inherited ones first, and its methods."""
 
     name: str
     fields: Mapping[str, ast.AnnAssign]
     methods: Mapping[str, PythonFunction]
-    modules: Mapping[str, Module]  # the file in which each field stands
+    modules: Mapping[str, Module]  # the file of each field
 
 
 @dataclass(frozen=True)
 class Object:
-    """An instance of a dataclass; its attributes are kept in the state under its number."""
+    """An instance of a dataclass; its attributes are in `State.objects` under its number."""
 
     number: int
     kind: Class = field(compare=False, hash=False)
@@ -78,7 +79,7 @@ class Object:
 
 @dataclass(frozen=True)
 class Module:
-    """A file: its path, and its names. `names` are filled while it is read."""
+    """A file: its path, and its names, which are filled in while it is read."""
 
     path: Path
     names: dict[str, Any] = field(default_factory=dict, compare=False, hash=False)
@@ -86,7 +87,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Builtin:
-    """A function that is worked out here: of known arguments it gives its result."""
+    """A function that is evaluated for known arguments."""
 
     name: str
     call: Callable[..., Any] = field(compare=False)
@@ -94,7 +95,7 @@ class Builtin:
 
 @dataclass
 class State:
-    """Local names by call, attributes of objects, and how much was done. `steps` is shared by all branches."""
+    """Local names by call, attributes of objects, and the amount of work; all branches share `steps`."""
 
     frames: list[dict[str, Any]] = field(default_factory=lambda: [{}])
     objects: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -107,13 +108,13 @@ class State:
             raise TooMuchPythonError("it does more than a launch does")
 
     def variable(self, name: Any, default: Any) -> Any:
-        """A variable of the environment, as `os.environ.get` gives it."""
+        """`os.environ.get(name, default)`."""
         if not isinstance(name, str):
             return Unknown("...", "a variable of unknown name")
         return self.objects.get(ENVIRONMENT, {}).get(name, default)
 
     def branch(self) -> State:
-        """A copy whose names and attributes change apart from this one's."""
+        """A copy with separate names and attributes."""
         objects = {number: dict(attributes) for number, attributes in self.objects.items()}
         return State([dict(frame) for frame in self.frames], objects, self.steps)
 
@@ -125,16 +126,16 @@ class State:
 
 
 def is_known(value: Any) -> bool:
-    """Whether nothing of a value is unknown."""
-    if isinstance(value, Unknown | Text):
-        return False
+    """Whether a value has no unknown part."""
     if isinstance(value, list | tuple | set):
-        return all(is_known(one) for one in value)
-    return not isinstance(value, dict) or all(is_known(one) for pair in value.items() for one in pair)
+        return all(map(is_known, value))
+    if isinstance(value, dict):
+        return all(is_known(item) for pair in value.items() for item in pair)
+    return not isinstance(value, Unknown | Text)
 
 
 def split_pieces(value: Any) -> tuple[Piece, ...]:
-    """The parts of what `str` makes of a value."""
+    """The parts of `str(value)`."""
     if isinstance(value, Text):
         return value.pieces
     if isinstance(value, Unknown):
@@ -145,65 +146,53 @@ def split_pieces(value: Any) -> tuple[Piece, ...]:
 
 
 def join_pieces(pieces: Iterable[Piece]) -> str | Text:
-    """A text of these parts, neighbours joined; a `str` where all of it is known. Raises TooMuchPythonError."""
+    """A text of these parts, as a `str` if all of it is known. Raises TooMuchPythonError if it is too long."""
     joined: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, str) and joined and isinstance(joined[-1], str):
             joined[-1] += piece
         elif piece != "":
             joined.append(piece)
-    if sum(len(piece) for piece in joined if isinstance(piece, str)) > MAX_CHARACTERS:
+    known = [piece for piece in joined if isinstance(piece, str)]
+    if sum(map(len, known)) > MAX_CHARACTERS:
         raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
-    if all(isinstance(piece, str) for piece in joined):
-        return "".join(piece for piece in joined if isinstance(piece, str))
-    return Text(tuple(joined))
+    return "".join(known) if len(known) == len(joined) else Text(tuple(joined))
 
 
-def merge_values(one: Any, other: Any, why: str) -> Any:
-    """A value that is one of two. Of texts that begin with the same parts these are kept."""
-    if one == other and type(one) is type(other):
-        return one
-    if isinstance(one, str | Text) and isinstance(other, str | Text):
-        return _merged_texts(list(split_pieces(one)), list(split_pieces(other)), why)
+def merge_values(first: Any, second: Any, why: str) -> Any:
+    """A value that is one of two. Texts keep their common start."""
+    if first == second and type(first) is type(second):
+        return first
+    if isinstance(first, str | Text) and isinstance(second, str | Text):
+        return _merge_texts(list(split_pieces(first)), list(split_pieces(second)), why)
     return Unknown("...", why)
 
 
-def _merged_texts(here: list[Piece], there: list[Piece], why: str) -> str | Text:
+def _merge_texts(first: list[Piece], second: list[Piece], why: str) -> str | Text:
     same: list[Piece] = []
-    while here and there and here[0] == there[0]:
-        same.append(here.pop(0))
-        there.pop(0)
-    if here and there and isinstance(here[0], str) and isinstance(there[0], str):
-        first, second = here[0], there[0]
-        length = next((at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
-        length = min(len(first), len(second)) if length is None else length
-        # Words stay whole: what is common ends behind a blank.
-        cut = max(first.rfind(" ", 0, length), first.rfind("\n", 0, length)) + 1
-        same.append(first[:cut])
-        here[0], there[0] = first[cut:], second[cut:]
-    rest = [Conditional(tuple(piece for piece in side if piece != ""), why) for side in (here, there)]
-    return join_pieces([*same, *(piece for piece in rest if piece.pieces)])
+    while first and second and first[0] == second[0]:
+        same.append(first.pop(0))
+        second.pop(0)
+    if first and second and isinstance(first[0], str) and isinstance(second[0], str):
+        length = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first[0], second[0], strict=False))))
+        # Words are not split: the common start ends after a blank.
+        end = max(first[0].rfind(" ", 0, length), first[0].rfind("\n", 0, length)) + 1
+        same.append(first[0][:end])
+        first[0], second[0] = first[0][end:], second[0][end:]
+    different = (tuple(piece for piece in side if piece != "") for side in (first, second))
+    return join_pieces([*same, *(Conditional(pieces, why) for pieces in different if pieces)])
 
 
-def merge_states(one: State, other: State, why: str) -> State:
-    """The names and attributes after one of two branches, where nobody knows which."""
-    frames = [
-        {
-            name: merge_values(left.get(name, MISSING), right.get(name, MISSING), why)
-            for name in left.keys() | right.keys()
-        }
-        for left, right in zip(one.frames, other.frames, strict=True)
-    ]
-    objects = {
-        number: {
-            name: merge_values(
-                attributes.get(name, MISSING), other.objects.get(number, attributes).get(name, MISSING), why
-            )
-            for name in attributes.keys() | other.objects.get(number, {}).keys()
-        }
-        for number, attributes in one.objects.items()
-    }
-    return State(frames, other.objects | objects, one.steps)
+def merge_states(first: State, second: State, why: str) -> State:
+    """The names and attributes after one of two branches, if it is not known which."""
+
+    def merge(left: Mapping[str, Any], right: Mapping[str, Any]) -> dict[str, Any]:
+        names = left.keys() | right.keys()
+        return {name: merge_values(left.get(name, MISSING), right.get(name, MISSING), why) for name in names}
+
+    frames = [merge(left, right) for left, right in zip(first.frames, second.frames, strict=True)]
+    objects = {number: merge(one, second.objects.get(number, one)) for number, one in first.objects.items()}
+    return State(frames, second.objects | objects, first.steps)
 
 
 MISSING = Unknown("", "it is not set")

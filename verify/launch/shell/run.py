@@ -537,8 +537,8 @@ def _source(shell: Shell, words: list[ShellValue], line: int) -> Outcome:
         shell.report(line, f"source {name}: {error.message}")
         return "", None
     except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        shell.report(line, f"source {shortened(name)}: {why}")
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        shell.report(line, f"source {shortened(name)}: {reason}")
         return "", None
     file, arguments, loops = shell.file, shell.arguments, shell.loops
     shell.file, shell.arguments, shell.callers, shell.loops = path, tuple(words[2:]) or arguments, shell.callers + 1, 0
