@@ -1,4 +1,1 @@
-"""Reads Python files that are data in the form of code: model arguments and launchers of miles. Nothing is run.
-
-What cannot be worked out from constants, f-strings, defaults and simple conditions is not known.
-"""
+"""Reads model arguments and launchers in Python files of miles, by constants and simple conditions. Runs nothing."""

@@ -1,8 +1,8 @@
-"""The launch that a launcher of slime or miles in Python is: `run_*.py`, read and never run.
+"""Reads a launcher of slime or miles in Python, `run_*.py`, without running it.
 
 Source: slime and miles `utils/external_utils/command_utils.py` (execute_train) and `typer_utils.py` (dataclass_cli):
-the fields of a dataclass are the options of the launcher, its function gives one text of arguments to `execute_train`.
-The arguments of the model are those of `scripts/models/NAME.sh` in slime's checkout, and of `NAME.py` in miles'.
+the fields of a dataclass are the options of the launcher, and its function passes one text of arguments to
+`execute_train`. The arguments of the model are in `scripts/models/NAME.sh` (slime) or `NAME.py` (miles).
 """
 
 from __future__ import annotations
@@ -39,24 +39,21 @@ from ckptkit.verify.launch.shell.values import Gap, ShellValue
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 
 _START = "execute_train"
-# They start processes, or read what the machine of the job has.
-_QUIET: frozenset[str] = frozenset(
-    {
-        *("exec_command", "exec_command_cpu", "exec_command_gpu", "exec_command_multi_node", "convert_checkpoint"),
-        "fp8_cast_bf16",
-        *("hf_download_dataset", "rsync_simple", "ssh_start_ray_workers", "start_mooncake_master"),
-    }
+# Functions without a result that start processes or inspect the job's machine.
+_IGNORED: Sequence[str] = (
+    *("exec_command", "exec_command_cpu", "exec_command_gpu", "exec_command_multi_node", "convert_checkpoint"),
+    *("fp8_cast_bf16", "hf_download_dataset", "rsync_simple", "ssh_start_ray_workers", "start_mooncake_master"),
 )
 _TOOL = Path("miles/utils/external_utils/model_args_utils.py")
 _MARKS = (_TOOL, Path("slime/utils/external_utils/command_utils.py"))
-# Variables that name a checkout, and what the launcher's own variables begin with.
+# Variables with the path of a checkout, and prefixes of the launcher's own variables.
 _CHECKOUTS = ("SLIME_DIR", "SLIME", "MILES_DIR", "MILES")
 _PREFIXES = ("SLIME_SCRIPT_", "MILES_SCRIPT_")
 
 
 @dataclass(frozen=True)
-class _Started:
-    """A call of `execute_train`: its arguments by name, its line, and the variables at that point."""
+class _Start:
+    """A call of `execute_train`: its arguments by name, its line, and the environment at that point."""
 
     named: Mapping[str, Any]
     line: int
@@ -64,23 +61,23 @@ class _Started:
 
 
 def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
-    """What a launcher in Python gives to its trainer. `arguments` are its own: a command and options of its fields.
+    """The launch in a Python launcher. `arguments` are the launcher's own: a command and options for its fields.
 
-    Raises CkptkitError where the file cannot be read or starts no trainer.
+    Raises CkptkitError if the file cannot be read or starts no trainer.
     """
-    started: list[_Started] = []
+    starts: list[_Start] = []
 
-    def start(state: State, given: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
+    def start(state: State, positional: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
         names = ("train_args", "num_gpus_per_node", "megatron_model_type", "train_script")
         variables = dict(state.objects[ENVIRONMENT])
-        started.append(_Started(dict(zip(names, given, strict=False)) | dict(named), node.lineno, variables))
+        starts.append(_Start(dict(zip(names, positional, strict=False)) | dict(named), node.lineno, variables))
         return None
 
-    # Where the checkout may be: above the launcher, or where a variable says.
-    named = [Path(environment[name]).absolute() for name in _CHECKOUTS if environment.get(name)]
-    folders = [*script.absolute().parents, *named]
+    # Possible folders of the checkout.
+    checkouts = [Path(environment[name]).absolute() for name in _CHECKOUTS if environment.get(name)]
+    folders = [*script.absolute().parents, *checkouts]
     root = next((folder for folder in folders if any((folder / mark).is_file() for mark in _MARKS)), None)
-    watched = {_START: start} | dict.fromkeys(_QUIET, lambda *_: None)
+    watched = {_START: start} | dict.fromkeys(_IGNORED, lambda *_: None)
     follower = Follower(root or script.absolute().parent, environment, watched)
     try:
         module = follower.module(script)
@@ -93,23 +90,23 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
         raise CkptkitError(f"{place}: {error.msg}", "check it with `python3 -m py_compile`") from error
     except (TooMuchPythonError, RecursionError, MemoryError, ValueError) as error:
         return LaunchText(unresolved=(f"{script}: {why_unread(error)}, so it was not read to its end",))
-    if not started:
+    if not starts:
         hint = f"give a launcher that calls `{_START}`, or paste the command that it prints into a file"
         raise CkptkitError(f"{script}: no call of {_START} is reached", hint)
-    texts = [_launch(script, folders, one) for one in started]
-    if len({tuple(word.text for word in text.words) for text in texts}) > 1:
-        lines = " and ".join(dict.fromkeys(f"{script}:{one.line}" for one in started))
-        more = f"its commands start trainers with different arguments, at {lines}"
-        return LaunchText(unresolved=(f"{more}: give the command that is meant as the first word behind --",))
-    if root is None and texts[0].unresolved:
+    launches = [_launch(script, folders, one) for one in starts]
+    if len({tuple(word.text for word in launch.words) for launch in launches}) > 1:
+        lines = " and ".join(dict.fromkeys(f"{script}:{one.line}" for one in starts))
+        why = f"its commands start trainers with different arguments, at {lines}"
+        return LaunchText(unresolved=(f"{why}: give the name of one command as the first word after --",))
+    if root is None and launches[0].unresolved:
         missing = f"{_MARKS[1]} (miles: {_TOOL}) is in no folder above it"
         why = f"{script}: {missing}, so its imports are not known: set SLIME_DIR or MILES_DIR to the checkout"
-        return replace(texts[0], unresolved=(why,))
-    return replace(texts[0], directory=root)
+        return replace(launches[0], unresolved=(why,))
+    return replace(launches[0], directory=root)
 
 
 def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> None:
-    """Follows the functions that the launcher offers: that of `typer.run`, or those with `@app.command()`."""
+    """Follows the commands of a launcher: the function of `typer.run`, or the functions with `@app.command()`."""
     commands = {name.replace("_", "-"): function for name, function in _commands(module)}
     if not commands:
         follower.main(module)
@@ -122,30 +119,30 @@ def _run_commands(follower: Follower, module: Module, arguments: list[str]) -> N
         parameter = next(iter(function.node.args.args), None)
         kind = follower.expressions(module).value(parameter.annotation) if parameter and parameter.annotation else None
         variables = follower.state.objects[ENVIRONMENT]
-        made = follower.create(kind, _given(kind, arguments, variables)) if isinstance(kind, Class) else None
+        options = [follower.create(kind, _parse_fields(kind, arguments, variables))] if isinstance(kind, Class) else []
         call = ast.copy_location(ast.Call(ast.Name("main", ast.Load()), [], []), function.node)
-        # Options that the launcher itself refuses start nothing.
-        if not isinstance(made, Unknown):
-            follower.call(follower.state, module, function, [] if made is None else [made], {}, call)
+        # A launcher that refuses its options starts no trainer.
+        if not any(isinstance(option, Unknown) for option in options):
+            follower.call(follower.state, module, function, options, {}, call)
         follower.state = state
 
 
 def _commands(module: Module) -> Iterator[tuple[str, PythonFunction]]:
-    tree = {name: value for name, value in module.names.items() if isinstance(value, PythonFunction)}
-    for name, function in tree.items():
-        if isinstance(function.node, ast.FunctionDef) and function.module is module:
-            decorators = [ast.unparse(one) for one in function.node.decorator_list]
-            if any(".command" in one or one.endswith("dataclass_cli") for one in decorators):
-                yield name, function
+    for name, value in module.names.items():
+        match value:
+            case PythonFunction(ast.FunctionDef() as node) if value.module is module:
+                decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+                if any(".command" in text or text.endswith("dataclass_cli") for text in decorators):
+                    yield name, value
 
 
-def _given(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that variables (`MILES_SCRIPT_NUM_NODES`) and options give: `--num-nodes 4`, `--flag`, `--no-flag`.
+def _parse_fields(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields set by variables (`MILES_SCRIPT_NUM_NODES`) and options: `--num-nodes 4`, `--flag`, `--no-flag`.
 
     Raises CkptkitError for another option.
     """
-    given: dict[str, Any] = {
-        name: value if isinstance(value, Unknown) else _converted(ast.unparse(field.annotation), str(value))
+    values: dict[str, Any] = {
+        name: value if isinstance(value, Unknown) else _convert(ast.unparse(field.annotation), str(value))
         for name, field in kind.fields.items()
         for prefix in _PREFIXES
         if (value := environment.get(f"{prefix}{name.upper()}")) is not None
@@ -159,14 +156,13 @@ def _given(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]
             raise CkptkitError(f"{name} is not an option of {kind.name}", f"its fields are {', '.join(kind.fields)}")
         annotation = ast.unparse(kind.fields[negated or field].annotation)
         if annotation.startswith("bool") and not equals:
-            given[negated or field] = not negated
+            values[negated or field] = not negated
         else:
-            text = value if equals else words.pop(0) if words else ""
-            given[field] = _converted(annotation, text)
-    return given
+            values[field] = _convert(annotation, value if equals else words.pop(0) if words else "")
+    return values
 
 
-def _converted(annotation: str, text: str) -> Any:
+def _convert(annotation: str, text: str) -> Any:
     if "int" in annotation and re.fullmatch(r"-?[0-9]{1,18}", text):
         return int(text)
     if annotation.startswith("bool"):
@@ -179,48 +175,46 @@ def _converted(annotation: str, text: str) -> Any:
     return text
 
 
-def _launch(script: Path, folders: Sequence[Path], started: _Started) -> LaunchText:
-    """The text of one call of `execute_train`, as a command of a shell that has variables for what is not known."""
-    variables: dict[str, tuple[ShellValue, ...]] = {}
-    environment = {name: value for name, value in started.environment.items() if isinstance(value, str)}
-    kind = started.named.get("megatron_model_type", MISSING)
-    names = (folder / "scripts" / "models" / f"{kind}{ending}" for folder in folders for ending in (".py", ".sh"))
-    # A name that no file can have is none here.
-    file = next((path for path in names if os.path.isfile(path)), None) if isinstance(kind, str) else None
-    model = _model(script, file, kind, started.environment)
-    arguments = split_pieces(started.named.get("train_args", MISSING))
-    program = started.named.get("train_script", "train.py")
-    name = program if isinstance(program, str) else "train.py"
+def _launch(script: Path, folders: Sequence[Path], start: _Start) -> LaunchText:
+    """The launch in one call of `execute_train`, read as a shell command with variables for unknown parts."""
+    environment = {name: value for name, value in start.environment.items() if isinstance(value, str)}
+    model = start.named.get("megatron_model_type", MISSING)
+    paths = (folder / "scripts" / "models" / f"{model}{ending}" for folder in folders for ending in (".py", ".sh"))
+    file = next(filter(os.path.isfile, paths), None) if isinstance(model, str) else None
+    program = start.named.get("train_script", "train.py")
+    name = shlex.quote(program if isinstance(program, str) else "train.py")
     sourced = f"source {shlex.quote(str(file))} && " if file and file.suffix == ".sh" else ""
-    pieces: tuple[Piece, ...] = (f"{sourced}python3 {shlex.quote(name)} ", *model, " ", *arguments)
-    text = _shell(list(pieces), variables, script)
-    files = [script, *([file] if file else [])]
-    read = read_command(text, variables, script, started.line, environment)
-    words = tuple(_placed(read.words, _lines(files), script, started.line))
-    return replace(read, words=words, environment=dict(_environment(started, script)))
+    arguments = split_pieces(start.named.get("train_args", MISSING))
+    model_pieces = _model_pieces(script, file, model, start.environment)
+    variables: dict[str, tuple[ShellValue, ...]] = {}
+    text = _shell_text([f"{sourced}python3 {name} ", *model_pieces, " ", *arguments], variables, script)
+    launch = read_command(text, variables, script, start.line, environment)
+    lines = _option_lines([script, *([file] if file else [])])
+    words = tuple(_add_places(launch.words, lines, script, start.line))
+    return replace(launch, words=words, environment=dict(_environment(start, script)))
 
 
-def _model(script: Path, file: Path | None, kind: Any, environment: Mapping[str, Any]) -> tuple[Piece, ...]:
-    """The arguments of the model, each quoted; those of a script of bash as its array."""
-    if kind is None:
+def _model_pieces(script: Path, file: Path | None, model: Any, environment: Mapping[str, Any]) -> tuple[Piece, ...]:
+    """The quoted arguments of the model, or the array of a bash script."""
+    if model is None:
         return ()
     if file and file.suffix == ".sh":
         return ("${MODEL_ARGS[@]}",)
     if file:
-        found = model_arguments(file.parents[2] / _TOOL, kind, environment)
-        if isinstance(found, str):
-            return (" ".join(shlex.quote(word) for word in found.split()),)
-        return split_pieces(found)
-    if isinstance(kind, str):
-        where = f"scripts/models/{kind}.sh (miles: .py) is in no folder above {script.parent.absolute()}"
-        why = f"{where}: set SLIME_DIR or MILES_DIR to the checkout that has it"
-        return (Unknown(f"MODEL_ARGS of {kind}", why),)
-    gaps = [piece for piece in split_pieces(kind) if not isinstance(piece, str)]
-    return (Unknown("MODEL_ARGS of a model", gaps[0].why if gaps else "its name is not known"),)
+        arguments = model_arguments(file.parents[2] / _TOOL, model, environment)
+        if isinstance(arguments, str):
+            return (" ".join(shlex.quote(word) for word in arguments.split()),)
+        return split_pieces(arguments)
+    if isinstance(model, str):
+        missing = f"scripts/models/{model}.sh (miles: .py) is in no folder above {script.parent.absolute()}"
+        why = f"{missing}: set SLIME_DIR or MILES_DIR to the checkout that has it"
+        return (Unknown(f"MODEL_ARGS of {model}", why),)
+    unknown = [piece for piece in split_pieces(model) if not isinstance(piece, str)]
+    return (Unknown("MODEL_ARGS of a model", unknown[0].why if unknown else "its name is not known"),)
 
 
-def _shell(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], script: Path) -> str:
-    """These parts as text of a shell; a part that is not known becomes a variable, one that may be there an array."""
+def _shell_text(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], script: Path) -> str:
+    """The shell text of these parts, with a variable for an unknown part and an array for a conditional one."""
     text = ""
     for number, piece in enumerate(pieces):
         if isinstance(piece, str):
@@ -229,27 +223,24 @@ def _shell(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]], sc
         name = f"ckptkit_{len(variables)}"
         after = pieces[number + 1] if number + 1 < len(pieces) else " "
         inside = join_pieces(piece.pieces) if isinstance(piece, Conditional) else ""
-        # Whole words, where blanks stand around them.
-        whole = not text or text[-1].isspace()
+        # Blanks around the part make it complete words.
+        begins = not text or text[-1].isspace()
         ends = (isinstance(inside, str) and inside[-1:].isspace()) or (isinstance(after, str) and after[:1].isspace())
-        variables[name] = ()
-        if isinstance(piece, Conditional) and isinstance(inside, str) and whole and ends and not _special(inside):
+        if isinstance(piece, Conditional) and isinstance(inside, str) and begins and ends and not _is_special(inside):
             variables[name] = tuple(ShellValue(word, (), script, None, piece.why) for word in shlex.split(inside))
             text += f"${{{name}[@]}} "
             continue
-        source = piece.source if isinstance(piece, Unknown) else "".join(_sources(piece.pieces))
-        shown = f"{{{source}}}"
-        # A part by itself may be any number of options, except behind an option, whose value it is.
-        before = text.split()[-1:]
-        is_value = any(word.startswith("--") and "=" not in word for word in before)
-        many = whole and isinstance(after, str) and (after[:1].isspace() or not after)
-        gap = Gap(f"{shown}[@]" if many and not is_value else shown, piece.why)
+        source = piece.source if isinstance(piece, Unknown) else "".join(map(_source, piece.pieces))
+        # A word may be any number of options, unless it is the value of the option before it.
+        is_value = any(word.startswith("--") and "=" not in word for word in text.split()[-1:])
+        is_word = begins and isinstance(after, str) and (after[:1].isspace() or not after)
+        gap = Gap(f"{{{source}}}[@]" if is_word and not is_value else f"{{{source}}}", piece.why)
         variables[name] = (ShellValue(gap.source, (gap,), script, None, is_unsplit=True),)
         text += f"${{{name}}}"
     return text
 
 
-def _special(text: str) -> bool:
+def _is_special(text: str) -> bool:
     try:
         shlex.split(text)
     except ValueError:
@@ -257,14 +248,13 @@ def _special(text: str) -> bool:
     return any(sign in text for sign in "$`\\")
 
 
-def _sources(pieces: Sequence[Piece]) -> Iterator[str]:
-    for piece in pieces:
-        yield piece if isinstance(piece, str) else piece.source if isinstance(piece, Unknown) else "..."
+def _source(piece: Piece) -> str:
+    return piece if isinstance(piece, str) else piece.source if isinstance(piece, Unknown) else "..."
 
 
-def _lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
-    """Where each option is written first."""
-    found: dict[str, tuple[Path, int]] = {}
+def _option_lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
+    """The first place of each option."""
+    places: dict[str, tuple[Path, int]] = {}
     for file in files:
         try:
             lines = file.read_text(errors="replace").splitlines()
@@ -272,12 +262,14 @@ def _lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
             continue
         for number, line in enumerate(lines, 1):
             for option in re.findall(r"--[A-Za-z][\w-]*", line.partition("#")[0]):
-                found.setdefault(option, (file, number))
-    return found
+                places.setdefault(option, (file, number))
+    return places
 
 
-def _placed(words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script: Path, line: int) -> Iterator[Word]:
-    """Words at the line of their option."""
+def _add_places(
+    words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script: Path, line: int
+) -> Iterator[Word]:
+    """The words at the place of their option."""
     place = script, line
     for word in words:
         if word.text.startswith("--"):
@@ -285,12 +277,12 @@ def _placed(words: Sequence[Word], lines: Mapping[str, tuple[Path, int]], script
         yield replace(word, file=place[0], line=place[1])
 
 
-def _environment(started: _Started, script: Path) -> Iterator[tuple[str, Word]]:
-    """The variables that the launcher gives to the trainer."""
-    variables = started.named.get("extra_env_vars", None)
+def _environment(start: _Start, script: Path) -> Iterator[tuple[str, Word]]:
+    """The variables that the launcher sets for the trainer."""
+    variables = start.named.get("extra_env_vars")
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if isinstance(name, str) and isinstance(value, str):
-            yield name, Word(value, script, started.line)
+            yield name, Word(value, script, start.line)
         elif isinstance(name, str):
             why = value.why if isinstance(value, Unknown) else "not all of it is known"
-            yield name, UnresolvedWord(name, script, started.line, why)
+            yield name, UnresolvedWord(name, script, start.line, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,27 +27,25 @@ from ckptkit.verify.launch.python.values import (
     merge_values,
 )
 
-# How statements ended: on, with a value that is returned, or by an exception.
-# "unsure": a round of a loop may have been left early. A value of `MISSING` stands among those of `returned`.
-Ended = tuple[Literal["", "return", "raise", "break", "continue", "unsure"], Any]
+# The end of a block of statements, and the returned value. "" is the normal end; "unsure" means that a round of a loop
+# may have ended early. A returned value of `MISSING` is one of `Follower.returned`.
+End = tuple[Literal["", "return", "raise", "break", "continue", "unsure"], Any]
 _MAX_BYTES = 300_000
-# They change nothing that they are given.
-_HARMLESS = frozenset(
-    {"partial", "Path", "isinstance", "hasattr", "getattr", "asdict", "replace", "repr", "type", "print"}
-)
-_SIMPLE = (ast.Pass, ast.Assert, ast.Global, ast.Nonlocal, ast.ClassDef, ast.FunctionDef)
+# Functions that do not change their arguments.
+_PURE = frozenset({"partial", "Path", "isinstance", "hasattr", "getattr", "asdict", "replace", "repr", "type", "print"})
+_IGNORED = (ast.Pass, ast.Assert, ast.Global, ast.Nonlocal, ast.ClassDef, ast.FunctionDef)
 
 
 @dataclass
 class Follower:
-    """Follows files below `root`. `watched` are calls that are told and not followed, by the function's name."""
+    """Follows files below `root`. `watched` has callbacks, by function name, that replace calls."""
 
     root: Path
     environment: Mapping[str, Any]
     watched: Mapping[str, Callable[[State, Sequence[Any], Mapping[str, Any], ast.Call], Any]]
     modules: dict[Path, Module] = field(default_factory=dict)
     state: State = field(default_factory=State)
-    # For every function that is followed, what it may have returned in a way that nobody can decide.
+    # For each active function: the states and values of its undecidable returns, with the reason.
     returned: list[list[tuple[State, Any, str]]] = field(default_factory=lambda: [[]])
 
     def __post_init__(self) -> None:
@@ -57,7 +55,7 @@ class Follower:
         }
 
     def module(self, path: Path) -> Module:
-        """The names of a file. Raises OSError and SyntaxError where it cannot be read."""
+        """The names of a file. Raises OSError or SyntaxError if it cannot be read."""
         path = path.resolve()
         if path in self.modules:
             return self.modules[path]
@@ -67,10 +65,10 @@ class Follower:
         text = read_regular(path, _MAX_BYTES).decode(errors="replace")
         self.state.step(len(text) // 100)
         for statement in ast.parse(text).body:
-            self._of_module(module, statement)
+            self._module_statement(module, statement)
         return module
 
-    def _of_module(self, module: Module, statement: ast.stmt) -> None:
+    def _module_statement(self, module: Module, statement: ast.stmt) -> None:
         match statement:
             case ast.Import() | ast.ImportFrom():
                 module.names.update(self._imports(module, statement))
@@ -91,28 +89,25 @@ class Follower:
         for alias in statement.names:
             if isinstance(statement, ast.Import):
                 name = alias.asname or alias.name.partition(".")[0]
-                yield name, self._imported(module, alias.name if alias.asname else name)
+                yield name, self._import(module, alias.name if alias.asname else name)
                 continue
-            inner = self._imported(module, f"{statement.module}.{alias.name}")
-            outer = self._imported(module, str(statement.module)) if isinstance(inner, Unknown) else None
-            yield (
-                alias.asname or alias.name,
-                outer.names.get(alias.name, MISSING) if isinstance(outer, Module) else inner,
-            )
+            value = self._import(module, f"{statement.module}.{alias.name}")
+            if isinstance(value, Unknown) and isinstance(outer := self._import(module, str(statement.module)), Module):
+                value = outer.names.get(alias.name, MISSING)
+            yield alias.asname or alias.name, value
 
     def main(self, module: Module) -> None:
-        """What a file does where it is started itself."""
+        """Follows the statements under `if __name__ == "__main__"`."""
         text = read_regular(module.path, _MAX_BYTES).decode(errors="replace")
         for statement in ast.parse(text).body:
             if isinstance(statement, ast.If) and ast.unparse(statement.test).startswith("__name__"):
                 self.block(module, statement.body)
 
-    def _imported(self, module: Module, name: str) -> Any:
-        """The module of a dotted name, where its file lies below the root or beside the file that imports it."""
+    def _import(self, module: Module, name: str) -> Any:
+        """The module of a dotted name, if its file is below the root or the folder of the importing file."""
         if name == "os":
-            environment = Environment()
-            get = Builtin("getenv", lambda one, default=None: self.state.variable(one, default))
-            return Module(Path("os"), {"environ": environment, "getenv": get})
+            get = Builtin("getenv", lambda variable, default=None: self.state.variable(variable, default))
+            return Module(Path("os"), {"environ": Environment(), "getenv": get})
         parts = name.split(".")
         for folder in (self.root, module.path.parent):
             path = folder.joinpath(*parts).with_suffix(".py")
@@ -143,7 +138,7 @@ class Follower:
         return Class(node.name, fields, methods, modules)
 
     def expressions(self, module: Module) -> Expressions:
-        """Works out expressions of a module."""
+        """An evaluator for expressions of a module."""
         return Expressions(self.state, module, self.call)
 
     def call(
@@ -155,131 +150,126 @@ class Follower:
         named: Mapping[str, Any],
         node: ast.Call,
     ) -> Any:
-        """What a call gives. A function that is not known may have changed every object that it was given."""
+        """The value of a call. An unknown function may change every object among its arguments."""
         name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         if name in self.watched:
             return self.watched[name](state, arguments, named, node)
         if isinstance(function, Class):
             return self.create(function, named, arguments)
         if isinstance(function, PythonFunction):
-            ended, value = self._run(function, arguments, named)
-            return unknown_expression(node, "it raises an exception") if ended == "raise" else value
+            end, value = self._run(function, arguments, named)
+            return unknown_expression(node, "it raises an exception") if end == "raise" else value
         for value in (*arguments, *named.values()):
-            if isinstance(value, Object) and name not in _HARMLESS:
+            if isinstance(value, Object) and name not in _PURE:
                 why = f"the call of {name} at line {node.lineno} may change it"
                 attributes = state.objects[value.number]
-                attributes.update({one: Unknown(one, why) for one in attributes})
+                attributes.update({attribute: Unknown(attribute, why) for attribute in attributes})
         return unknown_expression(node, f"the call of {unknown_expression(node.func, '').source} is not followed")
 
-    def create(self, kind: Class, given: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
-        """An instance of a dataclass: what is given counts before the defaults of its fields."""
+    def create(self, kind: Class, named: Mapping[str, Any], arguments: Sequence[Any] = ()) -> Any:
+        """An instance of a dataclass with these fields, and defaults for the others."""
         number = len(self.state.objects) + 1 + self.state.steps[0]
         self.state.objects[number] = {}
-        named = dict(zip(kind.fields, arguments, strict=False)) | dict(given)
+        values = dict(zip(kind.fields, arguments, strict=False)) | dict(named)
         for name, statement in kind.fields.items():
-            if name in named:
-                value = named[name]
+            if name in values:
+                value = values[name]
             elif statement.value is None:
                 value = Unknown(name, f"the launch must give {name}")
             else:
                 value = self._default(kind.modules[name], statement.value)
             self.state.objects[number][name] = value
-        made = Object(number, kind)
-        if after := kind.methods.get("__post_init__"):
-            ended, _ = self._run(PythonFunction(after.node, after.module, made), [], {})
-            if ended == "raise":
+        instance = Object(number, kind)
+        if method := kind.methods.get("__post_init__"):
+            end, _ = self._run(replace(method, bound=instance), [], {})
+            if end == "raise":
                 return Unknown(kind.name, "it raises an exception")
-        return made
+        return instance
 
     def _default(self, module: Module, node: ast.expr) -> Any:
         """The default of a field, also by `field(default=...)` and `field(default_factory=...)`."""
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("field", "dataclasses.field"):
             parts = {keyword.arg: keyword.value for keyword in node.keywords}
-            if "default" in parts:
-                return self.expressions(module).value(parts["default"])
-            made = ast.copy_location(ast.Call(parts.get("default_factory", node), [], []), node)
-            return self.expressions(module).value(made) if "default_factory" in parts else MISSING
+            if "default" not in parts and "default_factory" not in parts:
+                return MISSING
+            node = parts.get("default") or ast.copy_location(ast.Call(parts["default_factory"], [], []), node)
         return self.expressions(module).value(node)
 
-    def _run(self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]) -> Ended:
+    def _run(self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]) -> End:
         bound = [function.bound] if function.bound else []
-        names = self._parameters(function, [*bound, *arguments], named)
-        self.state.frames.append(names)
+        self.state.frames.append(self._parameters(function, [*bound, *arguments], named))
         self.returned.append([])
         self.state.step()
         if isinstance(function.node, ast.Lambda):
-            ended: Ended = "return", self.expressions(function.module).value(function.node.body)
+            ended: End = "return", self.expressions(function.module).value(function.node.body)
         else:
-            ended = self._ended(self.block(function.module, function.node.body))
+            ended = self._merge_returns(*self.block(function.module, function.node.body))
         self.state.frames.pop()
         self.returned.pop()
         return ended
 
-    def _ended(self, ended: Ended) -> Ended:
-        """How a function ended, with the values that it may have returned before."""
-        kind, value = ended
-        known = [] if kind == "raise" or (kind == "return" and value is MISSING) else [(self.state.branch(), value, "")]
-        every = [*known, *self.returned[-1]]
-        if not every:
+    def _merge_returns(self, kind: str, value: Any) -> End:
+        """The end of a function, with the values of its undecidable returns."""
+        returns = list(self.returned[-1])
+        if kind != "raise" and not (kind == "return" and value is MISSING):
+            returns.insert(0, (self.state.branch(), value, ""))
+        if not returns:
             return "raise", None
-        state, value, _ = every[0]
-        for other, more, why in every[1:]:
-            state, value = merge_states(state, other, why), merge_values(value, more, why)
+        state, value, _ = returns[0]
+        for other, other_value, why in returns[1:]:
+            state, value = merge_states(state, other, why), merge_values(value, other_value, why)
         self.state.take_over(state)
         return "return", value
 
     def _parameters(
         self, function: PythonFunction, arguments: Sequence[Any], named: Mapping[str, Any]
     ) -> dict[str, Any]:
-        stated = function.node.args
-        positional = [*stated.posonlyargs, *stated.args]
-        names: dict[str, Any] = {one.arg: MISSING for one in (*positional, *stated.kwonlyargs)}
-        count = len(stated.defaults)
-        defaults = [*zip(positional[len(positional) - count :], stated.defaults, strict=True)]
-        defaults += [(one, value) for one, value in zip(stated.kwonlyargs, stated.kw_defaults, strict=True) if value]
-        names |= {one.arg: self.expressions(function.module).value(value) for one, value in defaults}
-        names |= {one.arg: value for one, value in zip(positional, arguments, strict=False)}
-        if stated.vararg:
-            names[stated.vararg.arg] = tuple(arguments[len(positional) :])
-        rest = {name: value for name, value in named.items() if name not in names}
-        if stated.kwarg:
-            names[stated.kwarg.arg] = rest
+        signature = function.node.args
+        positional = [*signature.posonlyargs, *signature.args]
+        names: dict[str, Any] = {one.arg: MISSING for one in (*positional, *signature.kwonlyargs)}
+        count = len(signature.defaults)
+        defaults = [*zip(positional[len(positional) - count :], signature.defaults, strict=True)]
+        pairs = zip(signature.kwonlyargs, signature.kw_defaults, strict=True)
+        defaults += [(parameter, value) for parameter, value in pairs if value]
+        names |= {parameter.arg: self.expressions(function.module).value(value) for parameter, value in defaults}
+        names |= {parameter.arg: value for parameter, value in zip(positional, arguments, strict=False)}
+        if signature.vararg:
+            names[signature.vararg.arg] = tuple(arguments[len(positional) :])
+        more = {name: value for name, value in named.items() if name not in names}
+        if signature.kwarg:
+            names[signature.kwarg.arg] = more
         return names | {name: value for name, value in named.items() if name in names}
 
-    def block(self, module: Module, body: Sequence[ast.stmt]) -> Ended:
-        """Statements one after the other; where a condition is not known, both ways are followed."""
+    def block(self, module: Module, body: Sequence[ast.stmt]) -> End:
+        """Follows statements in order, and both ways of an unknown condition."""
         for statement in body:
             self.state.step()
             match statement:
-                case ast.If(test=test, body=then, orelse=other):
+                case ast.If(test=test, body=then, orelse=orelse):
                     truth = truth_of(self.expressions(module).value(test))
-                    ways = [[*then], [*other]] if truth is None else [[*(then if truth else other)]]
+                    ways = [then, orelse] if truth is None else [then if truth else orelse]
                     why = f"it depends on `{unknown_expression(test, '').source}` at {module.path.name}:{test.lineno}"
+                    ended = self._ways(module, ways, why)
                 case ast.Match():
-                    ways, why = self._cases(module, statement)
+                    ended = self._match(module, statement)
                 case ast.Try(body=then, finalbody=last):
-                    ways, why = [[*then, *last]], ""
+                    ended = self.block(module, [*then, *last])
                 case ast.With(body=then, items=items):
                     for item in items:
                         self.expressions(module).value(item.context_expr)
-                    ways, why = [[*then]], ""
+                    ended = self.block(module, then)
                 case ast.For():
                     ended = self._loop(module, statement)
-                    if ended[0]:
-                        return ended
-                    continue
                 case _:
                     ended = self._statement(module, statement)
-                    if ended[0]:
-                        return ended
-                    continue
-            ended = self.block(module, ways[0]) if len(ways) == 1 else self._ways(module, ways, why)
             if ended[0]:
                 return ended
         return "", None
 
-    def _ways(self, module: Module, ways: Sequence[Sequence[ast.stmt]], why: str) -> Ended:
-        """One of these is run, and nobody knows which. Those that raise are not what comes after it."""
+    def _ways(self, module: Module, ways: Sequence[Sequence[ast.stmt]], why: str) -> End:
+        """Follows blocks of which one runs, but it is not known which. Blocks that raise have no part in the result."""
+        if len(ways) == 1:
+            return self.block(module, ways[0])
         outer = self.state
         going: list[State] = []
         kinds: set[str] = set()
@@ -301,70 +291,70 @@ class Follower:
         kinds -= {"return", "raise"}
         return (kinds.pop() if len(kinds) == 1 else "unsure"), None  # type: ignore[return-value]
 
-    def _cases(self, module: Module, statement: ast.Match) -> tuple[list[list[ast.stmt]], str]:
+    def _match(self, module: Module, statement: ast.Match) -> End:
         subject = self.expressions(module).value(statement.subject)
-        source = unknown_expression(statement.subject, "").source
-        why = f"it depends on `{source}` at {module.path.name}:{statement.lineno}"
-        ways: list[list[ast.stmt]] = []
+        ways: list[Sequence[ast.stmt]] = []
         for case in statement.cases:
-            found = self._matches(module, subject, case.pattern) if case.guard is None else None
-            if found is not False:
-                ways.append([*case.body])
-            if found:
+            matches = self._matches(module, subject, case.pattern) if case.guard is None else None
+            if matches is not False:
+                ways.append(case.body)
+            if matches:
                 break
-        return (ways if len(ways) == 1 else [*ways, []]) if ways else [[]], why
+        if len(ways) != 1:
+            ways.append([])
+        source = unknown_expression(statement.subject, "").source
+        return self._ways(module, ways, f"it depends on `{source}` at {module.path.name}:{statement.lineno}")
 
     def _matches(self, module: Module, subject: Any, pattern: ast.pattern) -> bool | None:
         match pattern:
             case ast.MatchAs(pattern=None, name=None):
                 return True
             case ast.MatchValue(value=value):
-                wanted = self.expressions(module).value(value)
-                unknown_ = isinstance(subject, Unknown | Text) or isinstance(wanted, Unknown | Text)
-                return None if unknown_ else bool(subject == wanted)
+                expected = self.expressions(module).value(value)
+                is_unknown = isinstance(subject, Unknown | Text) or isinstance(expected, Unknown | Text)
+                return None if is_unknown else bool(subject == expected)
             case ast.MatchSingleton(value=value):
                 return None if isinstance(subject, Unknown) else subject is value
             case ast.MatchOr(patterns=patterns):
-                found = [self._matches(module, subject, one) for one in patterns]
-                return True if True in found else None if None in found else False
+                results = [self._matches(module, subject, inner) for inner in patterns]
+                return True if True in results else None if None in results else False
             case ast.MatchSequence(patterns=patterns) if isinstance(subject, list | tuple):
                 pairs = zip(subject, patterns, strict=False)
-                found = [self._matches(module, one, other) for one, other in pairs]
-                if len(subject) != len(patterns) or False in found:
+                results = [self._matches(module, item, inner) for item, inner in pairs]
+                if len(subject) != len(patterns) or False in results:
                     return False
-                return None if None in found else True
+                return None if None in results else True
         return None
 
-    def _loop(self, module: Module, statement: ast.For) -> Ended:
-        expressions = self.expressions(module)
-        many = expressions.value(statement.iter)
-        if not isinstance(many, list | tuple | dict) or statement.orelse:
-            self._forget(module, [statement], f"a loop at line {statement.lineno} that is not followed")
+    def _loop(self, module: Module, statement: ast.For) -> End:
+        items = self.expressions(module).value(statement.iter)
+        if not isinstance(items, list | tuple | dict) or statement.orelse:
+            self._forget(module, statement, f"a loop at line {statement.lineno} that is not followed")
             return "", None
-        for item in list(many):
+        for item in list(items):
             self.expressions(module).bind(statement.target, item)
             kind, value = self.block(module, statement.body)
             if kind in ("return", "raise"):
                 return kind, value
             if kind == "unsure":
-                self._forget(module, [statement], f"a loop at line {statement.lineno} that may end early")
+                self._forget(module, statement, f"a loop at line {statement.lineno} that may end early")
             if kind in ("break", "unsure"):
                 break
         return "", None
 
-    def _statement(self, module: Module, statement: ast.stmt) -> Ended:
+    def _statement(self, module: Module, statement: ast.stmt) -> End:
         expressions = self.expressions(module)
         match statement:
             case ast.Assign(targets=targets, value=value):
-                known = expressions.value(value)
+                result = expressions.value(value)
                 for target in targets:
-                    expressions.bind(target, known)
+                    expressions.bind(target, result)
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 expressions.bind(target, expressions.value(value))
             case ast.AugAssign(target=target, op=symbol, value=value):
-                read = ast.parse(ast.unparse(target), mode="eval").body
-                whole = ast.copy_location(ast.BinOp(read, symbol, value), statement)
-                expressions.bind(target, expressions.value(ast.fix_missing_locations(whole)))
+                operand = ast.parse(ast.unparse(target), mode="eval").body
+                operation = ast.copy_location(ast.BinOp(operand, symbol, value), statement)
+                expressions.bind(target, expressions.value(ast.fix_missing_locations(operation)))
             case ast.Import() | ast.ImportFrom():
                 self.state.frames[-1].update(self._imports(module, statement))
             case ast.Return(value=value):
@@ -379,54 +369,47 @@ class Follower:
                 self._expression(module, value)
             case ast.FunctionDef(name=name) if self.state.frames[-1] is not module.names:
                 self.state.frames[-1][name] = PythonFunction(statement, module)
-            case _ if not isinstance(statement, _SIMPLE):
-                self._forget(module, [statement], f"a statement at line {statement.lineno} that is not followed")
+            case _ if not isinstance(statement, _IGNORED):
+                self._forget(module, statement, f"a statement at line {statement.lineno} that is not followed")
         return "", None
 
     def _expression(self, module: Module, value: ast.expr) -> None:
-        """An expression by itself: a call that may change a list, a dictionary of a name, or the environment."""
+        """Follows a call that may change a list, a dictionary, or the environment."""
         expressions = self.expressions(module)
         match value:
-            case ast.Call(func=ast.Attribute(value=owner, attr=how)) if isinstance(
+            case ast.Call(func=ast.Attribute(value=owner, attr=method)) if isinstance(
                 expressions.value(owner), Environment
             ):
-                self._environment(how, [expressions.value(one) for one in value.args], value.lineno)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id=name) as owner, attr=how), args=[argument]) if how in (
-                "append",
-                "extend",
-                "update",
+                self._change_environment(method, [expressions.value(argument) for argument in value.args], value.lineno)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name) as owner, attr=method), args=[argument]) if (
+                method in ("append", "extend", "update")
             ):
-                before, known = expressions.value(owner), expressions.value(argument)
-                if isinstance(before, list) and (how == "append" or isinstance(known, list | tuple)):
-                    expressions.bind(owner, [*before, known] if how == "append" else [*before, *known])
-                elif isinstance(before, dict) and isinstance(known, dict):
-                    expressions.bind(owner, before | known)
-                else:
-                    expressions.bind(owner, Unknown(name, f"{how} at line {value.lineno}"))
+                before, added = expressions.value(owner), expressions.value(argument)
+                after: Any = Unknown(name, f"{method} at line {value.lineno}")
+                if isinstance(before, list) and method == "append":
+                    after = [*before, added]
+                elif isinstance(before, list) and isinstance(added, list | tuple):
+                    after = [*before, *added]
+                elif isinstance(before, dict) and isinstance(added, dict):
+                    after = before | added
+                expressions.bind(owner, after)
             case _:
                 expressions.value(value)
 
-    def _environment(self, how: str, arguments: Sequence[Any], line: int) -> None:
-        """`os.environ.update(...)` and its like."""
+    def _change_environment(self, method: str, arguments: Sequence[Any], line: int) -> None:
+        """`os.environ.update(...)` and other methods."""
         variables = self.state.objects[ENVIRONMENT]
         why = f"the environment is changed at line {line}"
         first = arguments[0] if arguments else None
-        if how == "update" and isinstance(first, dict) and is_known(first):
+        if method == "update" and isinstance(first, dict) and is_known(first):
             variables.update(first)
-        elif isinstance(first, str) and how != "get":
-            variables[first] = Unknown(first, why)
-        elif how != "get":
-            variables.update({name: Unknown(name, why) for name in variables})
+        elif method != "get":
+            names = [first] if isinstance(first, str) else list(variables)
+            variables.update({name: Unknown(name, why) for name in names})
 
-    def _forget(self, module: Module, body: Sequence[ast.AST], why: str) -> None:
-        """Makes every name and attribute unknown that these statements may set."""
+    def _forget(self, module: Module, statement: ast.stmt, why: str) -> None:
+        """Makes every name and attribute that a statement may set unknown."""
         expressions = self.expressions(module)
-        for target in _targets(body):
-            expressions.bind(target, Unknown(ast.unparse(target), why))
-
-
-def _targets(body: Sequence[ast.AST]) -> Iterator[ast.expr]:
-    for statement in body:
         for node in ast.walk(statement):
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                yield node
+                expressions.bind(node, Unknown(ast.unparse(node), why))
