@@ -112,7 +112,7 @@ def test_yaml_that_is_not_read_is_refused(text: str, why: str) -> None:
 
 @pytest.mark.parametrize(
     ("data", "why"),
-    [(b"- 1\n", "holds no mapping"), (b"a: \xff\n", "not UTF-8"), (b"#" * (1 << 21), "at most 1048576 are")],
+    [(b"- 1\n", "mapping"), (b"a: \xff\n", "not UTF-8"), (b"#" * (1 << 21), "at most 1048576 are")],
 )
 def test_a_file_that_is_no_configuration_is_refused(data: bytes, why: str, tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(data)

@@ -82,7 +82,7 @@ class Arguments(Settings):
     def name(self, key: str) -> str:
         return option_of(key)
 
-    def _written(self, key: str) -> str:
+    def _format(self, key: str) -> str:
         """`--n-samples-per-prompt 8 (run.sh:12)`, or `no --n-samples-per-prompt`."""
         found = self.get(key)
         if found.word is None:

@@ -1,4 +1,1 @@
-"""Reads settings as verl, NeMo-RL and ROLL write them: YAML files that build on others, Hydra overrides, interpolation.
-
-Nothing is run, no stack is imported, and what cannot be resolved stays unresolved.
-"""
+"""Reads settings of verl, NeMo-RL and ROLL: YAML files with defaults, Hydra overrides, interpolations. Runs nothing."""

@@ -1,7 +1,7 @@
-"""A configuration file with those that it builds on: Hydra's defaults lists, and NeMo-RL's `defaults: parent.yaml`.
+"""Composes a configuration file with its defaults: Hydra's defaults lists, and NeMo-RL's `defaults: parent.yaml`.
 
-Source: Hydra's defaults list; NeMo-RL `utils/config.py`. A file of the list that is not beside the others belongs to
-the installed trainer or to another machine: it is named, not guessed.
+Source: Hydra's defaults list; NeMo-RL `utils/config.py`. A missing file of the list belongs to the installed trainer or
+to another machine; it is reported.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.verify.launch.settings.tree import NULL, Tree, merged_settings, read_yaml
+from ckptkit.verify.launch.settings.tree import NULL, Tree, merge_settings, read_yaml
 from ckptkit.verify.launch.words import Word
 
 _MAX_DEPTH, _MAX_FILES = 20, 100
@@ -20,21 +20,17 @@ _SELF = "_self_"
 
 @dataclass(frozen=True)
 class Composed:
-    """The tree of a file and its defaults, and the entries of defaults lists whose files are not there.
-
-    `files`: how many were read, with those before them.
-    """
+    """The tree of a file and its defaults."""
 
     tree: dict[str, Tree]
-    absent: tuple[Word, ...] = ()
-    files: int = 0
+    absent: tuple[Word, ...] = ()  # entries of defaults lists with missing files
+    files: int = 0  # number of files read so far
 
 
 def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
-    """A configuration file with its defaults laid below it. `files`: how many have been read before it.
+    """Merges a configuration file over its defaults. `files` is the number of files read before.
 
-    Raises CkptkitError for a file that is not there or cannot be read, and for defaults that go in circles or name more
-    than 100 files.
+    Raises CkptkitError for a file that cannot be read, and for defaults that are circular or name more than 100 files.
     """
     if files >= _MAX_FILES:
         raise CkptkitError(f"{path}: its defaults name more than {_MAX_FILES} files", "give the file of one job")
@@ -45,14 +41,13 @@ def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
     if defaults is None or (isinstance(defaults, Word) and defaults.text == NULL):
         return Composed(tree, files=files + 1)
     entries: list[Tree] = defaults if isinstance(defaults, list) else [defaults]
-    # Names of files, as NeMo-RL has them, or a defaults list of Hydra.
-    names_files = any(isinstance(one, Word) and one.text.endswith((".yaml", ".yml")) for one in entries)
-    if names_files or isinstance(defaults, Word):
-        return _inherited(path, tree, entries, depth, files + 1)
-    return _listed(path, tree, entries, depth, files + 1)
+    # File names as in NeMo-RL, or a Hydra defaults list.
+    has_files = any(isinstance(entry, Word) and entry.text.endswith((".yaml", ".yml")) for entry in entries)
+    read = _inherit if has_files or isinstance(defaults, Word) else _compose_list
+    return read(path, tree, entries, depth, files + 1)
 
 
-def _inherited(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
+def _inherit(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
     base = Composed({}, files=files)
     for word in defaults:
         if not isinstance(word, Word):
@@ -62,45 +57,49 @@ def _inherited(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: i
             base = Composed(base.tree, (*base.absent, word), base.files)
             continue
         below = compose(parent, depth + 1, base.files)
-        base = Composed(_replaced(base.tree, below.tree), (*base.absent, *below.absent), below.files)
-    return Composed(_replaced(base.tree, tree), base.absent, base.files)
+        base = Composed(_merge(base.tree, below.tree), (*base.absent, *below.absent), below.files)
+    return Composed(_merge(base.tree, tree), base.absent, base.files)
 
 
-def _replaced(base: dict[str, Tree], over: dict[str, Tree]) -> dict[str, Tree]:
-    """Merges; a section of `over` that says `_override_: true` replaces that of `base`."""
-    kept, laid = dict(base), dict(over)
+def _merge(base: dict[str, Tree], over: dict[str, Tree]) -> dict[str, Tree]:
+    """Merges; a section of `over` with `_override_: true` replaces that of `base`."""
+    base, merged = dict(base), dict(over)
     for key, value in over.items():
         mark = value.get("_override_") if isinstance(value, dict) else None
         if isinstance(value, dict) and isinstance(mark, Word) and mark.text.lower() == "true":
-            kept.pop(key, None)
-            laid[key] = {name: one for name, one in value.items() if name != "_override_"}
-    return merged_settings(kept, laid)
+            base.pop(key, None)
+            merged[key] = {name: item for name, item in value.items() if name != "_override_"}
+    return merge_settings(base, merged)
 
 
-def _listed(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
-    found: dict[str, Tree] = {}
+def _compose_list(path: Path, tree: dict[str, Tree], defaults: list[Tree], depth: int, files: int) -> Composed:
+    composed: dict[str, Tree] = {}
     absent: list[Word] = []
     entries = list(_entries(defaults))
     if all(name.text != _SELF for _, name in entries):
         entries.append(("", Word(_SELF)))
     for group, name in entries:
         if name.text == _SELF:
-            found = merged_settings(found, tree)
+            composed = merge_settings(composed, tree)
             continue
         folder, _, package = group.removeprefix("override ").removeprefix("optional ").partition("@")
         file = path.parent / folder / (name.text if name.text.endswith((".yaml", ".yml")) else f"{name.text}.yaml")
         if name.text == NULL:
             continue
         if "${" in name.text or not file.is_file():
-            # Files of the trainer itself are in folders that are not there.
-            is_known = folder and file.parent.is_dir()
-            absent.append(replace(name, text=f"{folder}/{name.text}") if is_known else name)
+            # Folders of the trainer's own files are missing too.
+            has_folder = folder and file.parent.is_dir()
+            absent.append(replace(name, text=f"{folder}/{name.text}") if has_folder else name)
             continue
         below = compose(file, depth + 1, files)
         absent, files = [*absent, *below.absent], below.files
-        where = package or folder.strip("./").replace("/", ".")
-        found = merged_settings(found, _placed(below.tree, "" if where == "_here_" else where.removeprefix("_global_")))
-    return Composed(found, tuple(absent), files)
+        package = package or folder.strip("./").replace("/", ".")
+        nested: dict[str, Tree] = below.tree
+        keys = [] if package == "_here_" else package.removeprefix("_global_").split(".")
+        for key in reversed(list(filter(None, keys))):
+            nested = {key: nested}
+        composed = merge_settings(composed, nested)
+    return Composed(composed, tuple(absent), files)
 
 
 def _entries(defaults: list[Tree]) -> Iterator[tuple[str, Word]]:
@@ -111,11 +110,4 @@ def _entries(defaults: list[Tree]) -> Iterator[tuple[str, Word]]:
         elif isinstance(entry, Word):
             text, _, package = entry.text.partition("@")
             folder, _, name = text.rpartition("/")
-            word = Word(name, entry.file, entry.line)
-            yield f"{folder}@{package}" if package else folder, word
-
-
-def _placed(tree: dict[str, Tree], package: str) -> dict[str, Tree]:
-    for key in reversed([key for key in package.split(".") if key]):
-        tree = {key: tree}
-    return tree
+            yield f"{folder}@{package}" if package else folder, Word(name, entry.file, entry.line)

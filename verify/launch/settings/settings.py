@@ -1,4 +1,4 @@
-"""What a launch sets, by key: the options of a command line, or the keys of YAML files and overrides."""
+"""The settings of a launch by key: options of a command line, or keys of YAML files and overrides."""
 
 from __future__ import annotations
 
@@ -14,25 +14,20 @@ from ckptkit.verify.launch.words import Word
 
 @dataclass(frozen=True)
 class SettingValue:
-    """What a launch gives to one key.
+    """The value of one key."""
 
-    value: None where the launch gives nothing or null, and where it is not known.
-    word: the word that gives it, or None if there is none.
-    known: whether it could be told what the launch gives.
-    """
-
-    value: Any = None
-    word: Word | None = None
+    value: Any = None  # None if the key is absent, null or unknown
+    word: Word | None = None  # the word that sets the key
     known: bool = True
 
     @property
     def where(self) -> str:
-        """`run.sh:12`; "" where nothing is given."""
+        """`run.sh:12`, or "" if the key is not set."""
         return self.word.place if self.word else ""
 
     @property
     def file(self) -> Path | None:
-        """The file in which it is written."""
+        """The file that sets the key."""
         return self.word.file if self.word else None
 
 
@@ -40,31 +35,31 @@ class Settings:
     """The settings of a launch, by key: `num_layers` of a command line, `policy.model_name` of a YAML file."""
 
     def get(self, key: str) -> SettingValue:
-        """What the launch gives to a key."""
+        """The value of a key."""
         raise NotImplementedError
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The value of a key, `default` where it is certain that it is not given; None where it is not known."""
-        found = self.get(key)
-        return None if not found.known else default if found.value is None else found.value
+        """The value of a key, `default` if the key is certainly not set, or None if that is unknown."""
+        setting = self.get(key)
+        return None if not setting.known else default if setting.value is None else setting.value
 
     def has(self, key: str) -> bool:
-        """Whether it is certain that a key is given, and not false."""
-        found = self.get(key)
-        return found.word is not None and found.value is not False
+        """Whether a key is certainly set, and not false."""
+        setting = self.get(key)
+        return setting.word is not None and setting.value is not False
 
     def lacks(self, key: str) -> bool:
-        """Whether it is certain that a key is not given."""
+        """Whether a key is certainly not set."""
         return self.get(key).known and not self.has(key)
 
     def issue(self, keys: Sequence[str], expected: str, hint: str, severity: Severity = "error") -> Issue:
-        """What is wrong with these keys, the first of which that is given names the file."""
-        file = next((found.file for found in map(self.get, keys) if found.word), None)
-        actual = ", ".join(filter(None, map(self._written, keys)))
+        """An issue about these keys, in the file of the first one that is set."""
+        file = next((setting.file for setting in map(self.get, keys) if setting.word), None)
+        actual = ", ".join(filter(None, map(self._format, keys)))
         return Issue(expected, actual, hint, file=file, severity=severity)
 
     def cite(self, key: str) -> str:
-        """`key (run.yaml:12)`, or the key alone where nothing gives it."""
+        """`key (run.yaml:12)`, or only the key if it is not set."""
         where = self.get(key).where
         return f"{self.name(key)} ({where})" if where else self.name(key)
 
@@ -72,7 +67,7 @@ class Settings:
         """A key as a launch writes it."""
         return key
 
-    def _written(self, key: str) -> str:
-        """A key with its value, and where that is written; "" for none."""
-        found = self.get(key)
-        return f"{self.name(key)} = {found.value} ({found.where})" if found.word else ""
+    def _format(self, key: str) -> str:
+        """A key with its value and place, or "" if it is not set."""
+        setting = self.get(key)
+        return f"{self.name(key)} = {setting.value} ({setting.where})" if setting.word else ""

@@ -1,4 +1,4 @@
-"""YAML as mappings, lists and words that know their line; nothing in it is executed."""
+"""YAML as mappings, lists, and words with their line; nothing in it is executed."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from ckptkit.storage.regular import read_regular
 from ckptkit.verify.launch.words import Word
 
 Tree: TypeAlias = "dict[str, Tree] | list[Tree] | Word"
-
 NULL = "null"
 
 
-def merged_settings(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
-    """`over` laid upon `base`, as OmegaConf merges: mappings key by key, anything else as a whole."""
-    found = dict(base)
+def merge_settings(base: Mapping[str, Tree], over: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Merges as OmegaConf does: mappings key by key; any other value of `over` replaces that of `base`."""
+    merged = dict(base)
     for key, value in over.items():
-        before = found.get(key)
-        found[key] = merged_settings(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
-    return found
+        below = merged.get(key)
+        merged[key] = merge_settings(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def flat_settings(
     tree: Tree | Mapping[str, Tree], prefix: str = "", *, lists: bool = True
 ) -> Iterator[tuple[str, Word]]:
-    """Every word with its dotted key; those of lists with their index, or not at all."""
+    """Every word with its dotted key; `lists` includes words of lists, with their index."""
     if isinstance(tree, Word):
         yield prefix, tree
         return
@@ -39,22 +38,21 @@ def flat_settings(
 
 
 def read_yaml(path: Path) -> dict[str, Tree]:
-    """The mapping that a YAML file holds; an empty file is an empty mapping.
+    """The mapping in a YAML file, which may be empty; a null is the word `null`.
 
-    A null is the word `null`. Raises CkptkitError for a file that cannot be read, is no mapping, has a key twice, or
-    is too large (1 MB, 64 levels, 50,000 values with aliases expanded).
+    Raises CkptkitError for a file that cannot be read, is not a mapping, has a key twice, or is too large (1 MB, 64
+    levels, 50,000 values with aliases expanded).
     """
     try:
-        data = read_regular(path, MAX_BYTES)
+        text = read_regular(path, MAX_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise _refusal(path, "is not UTF-8 text") from error
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise CkptkitError(f"{path}: {reason}", "check the path of the configuration") from error
-    try:
-        tree = parse_yaml(data.decode(), path)
-    except UnicodeDecodeError as error:
-        raise _refused(path, "is not UTF-8 text") from error
+    tree = parse_yaml(text, path)
     if not isinstance(tree, dict):
-        raise _refused(path, "holds no mapping")
+        raise _refusal(path, "is not a mapping")
     return tree
 
 
@@ -63,18 +61,18 @@ def parse_yaml(text: str, path: Path | None = None) -> Tree:
     try:
         return _words(yaml_text.parse(text), path)
     except ValueError as error:
-        raise _refused(path, str(error)) from error
+        raise _refusal(path, str(error)) from error
     except RecursionError as error:
-        raise _refused(path, "nested too deeply, aliases expanded") from error
+        raise _refusal(path, "nested too deeply, aliases expanded") from error
 
 
 def _words(tree: yaml_text.Tree, path: Path | None) -> Tree:
     if isinstance(tree, dict):
-        return {key: _words(one, path) for key, one in tree.items()}
+        return {key: _words(value, path) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [_words(one, path) for one in tree]
+        return [_words(item, path) for item in tree]
     return Word(NULL if tree.value is None else tree.text, path, None if path is None else tree.line)
 
 
-def _refused(path: Path | None, why: str) -> CkptkitError:
+def _refusal(path: Path | None, why: str) -> CkptkitError:
     return CkptkitError(f"{path or 'a value on the command line'}: {why}", "give the YAML file as the trainer reads it")
