@@ -1,1 +1,1 @@
-"""Options of a trainer: which there are, how argparse reads each, and what a misspelled one was meant to be."""
+"""Options of a trainer: their names, how argparse reads them, and corrections for misspelled ones."""

@@ -1,4 +1,4 @@
-"""A launch's words as Megatron's arguments: parsed as argparse does, with what slime and miles make of them."""
+"""Parses a launch's words into arguments of Megatron, slime and miles, as argparse does."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _CHOICES = {
     "softmax_type": ("vanilla", "off-by-one", "learnable"),
 }
 _OF_CLUSTER = frozenset({*NUMBERS, *(name for name, _ in GPUS.values())})
-# Either of them, and a launch is one that describes its model.
+# A launch with one of these describes its model.
 _SIZES = frozenset({"num_layers", "hidden_size"})
-# What they set says nothing of a model by itself.
+# Arguments of a model that do not describe it by themselves.
 _OF_A_RUN = frozenset({"seq_length", "max_position_embeddings", "make_vocab_size_divisible_by", "mtp_num_layers"})
 
 
 @dataclass(frozen=True)
 class RefusedWord:
-    """A word that argparse refuses: its option, what it takes, and the word."""
+    """A word that argparse refuses: its option, the expected value, and the word."""
 
     option: str
     expected: str
@@ -39,15 +39,10 @@ class RefusedWord:
 
 @dataclass(frozen=True)
 class Arguments(Settings):
-    """The arguments that a command line gives, by the names that argparse stores them under.
+    """The arguments of a command line, by their names in argparse's namespace."""
 
-    values: the value of each, in the order in which they count.
-    anything: some words are not known at all, so that any argument may be given.
-    refused: values that argparse does not take.
-    """
-
-    values: Mapping[str, SettingValue] = field(default_factory=dict)
-    anything: bool = False
+    values: Mapping[str, SettingValue] = field(default_factory=dict)  # in the order of the last occurrences
+    anything: bool = False  # unknown words may set any argument
     refused: tuple[RefusedWord, ...] = ()
 
     def get(self, key: str) -> SettingValue:
@@ -55,40 +50,39 @@ class Arguments(Settings):
 
     @property
     def known(self) -> dict[str, Any]:
-        """The values that are known, by name."""
-        return {name: found.value for name, found in self.values.items() if found.known}
+        """The known values, by name."""
+        return {name: setting.value for name, setting in self.values.items() if setting.known}
 
     @property
     def unknown(self) -> frozenset[str]:
-        """The arguments that are given with a value that could not be told."""
-        return frozenset(name for name, found in self.values.items() if not found.known)
+        """The arguments with an unknown value."""
+        return frozenset(name for name, setting in self.values.items() if not setting.known)
 
     @property
     def describes_model(self) -> bool:
-        """Whether it says anything of the model, so that what is not given has Megatron's defaults."""
+        """Whether they describe the model, so that Megatron's defaults apply to all other arguments."""
         return not _SIZES.isdisjoint(self.known)
 
     @property
     def of_model(self) -> frozenset[str]:
-        """The arguments of the model that are given."""
+        """The known arguments of the model."""
         model = {name for name, _ in MODEL.values()}
         return frozenset(name for name in self.known if name in model and name not in _OF_A_RUN)
 
     def words(self, names: Iterable[str]) -> Mapping[str, Word]:
-        """The words that give these arguments, of those that are given."""
-        found = {name: self.get(name).word for name in names}
-        return {name: word for name, word in found.items() if word}
+        """The words that set these arguments."""
+        return {name: word for name in names if (word := self.get(name).word)}
 
     def name(self, key: str) -> str:
         return option_of(key)
 
     def _format(self, key: str) -> str:
         """`--n-samples-per-prompt 8 (run.sh:12)`, or `no --n-samples-per-prompt`."""
-        found = self.get(key)
-        if found.word is None:
+        setting = self.get(key)
+        if setting.word is None:
             return f"no {self.name(key)}"
-        shown = "" if found.value is None or isinstance(found.value, bool) else f" {found.value}"
-        return f"{self.name(key)}{shown} ({found.where})"
+        value = "" if setting.value is None or isinstance(setting.value, bool) else f" {setting.value}"
+        return f"{self.name(key)}{value} ({setting.where})"
 
 
 _KINDS: Mapping[str, Kind] = {name: bool if isinstance(kind, bool) else kind for name, kind in TABLE.values()}
@@ -96,46 +90,46 @@ _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "o
 
 
 def parse_arguments(words: Sequence[Word], settings: Mapping[str, Word] | None = None) -> Arguments:
-    """Parses words as argparse does: the last one counts, other options are passed over.
+    """Parses words as argparse does: the last option overrides earlier ones. Unknown options are ignored.
 
-    `settings` are arguments by name, which a file sets after the words were parsed, whatever these say.
-    Source: Megatron-LM `parse_args`, whose parser takes no abbreviations. Raises CkptkitError for a size that no model
-    or cluster has.
+    `settings` are arguments by name that a file sets afterwards, which override the words.
+    Source: Megatron-LM `parse_args`, without abbreviations. Raises CkptkitError for a size that no model or cluster
+    has.
     """
-    given: dict[str, SettingValue] = {}
+    values: dict[str, SettingValue] = {}
     refused: list[RefusedWord] = []
     for option in options_of(words):
         if option.name not in TABLE:
             continue
         name, kind = TABLE[option.name]
-        given.pop(name, None)  # in the order in which they count
+        values.pop(name, None)  # keeps the order of the last occurrences
         word = option.word if isinstance(kind, bool) else option.value or option.word
-        value = _parsed(name, kind, option) if option.known else None
-        given[name] = SettingValue(value, word, known=value is not None)
-        _check_size(option.name, name, given[name])
+        value = _parse(name, kind, option) if option.known else None
+        values[name] = SettingValue(value, word, known=value is not None)
+        _check_size(option.name, name, values[name])
         if value is None and option.known:
             refused.append(RefusedWord(option.name, _expected(name, kind), word))
     for key, word in (settings or {}).items():
         name, _ = TABLE.get(option_of(key), (key, None))
         if name in _KINDS:
-            value = _set(_KINDS[name], word.text)
-            given[name] = SettingValue(value, word, known=value is not None)
-            _check_size(name, name, given[name])
+            value = _convert(_KINDS[name], word.text)
+            values[name] = SettingValue(value, word, known=value is not None)
+            _check_size(name, name, values[name])
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in words)
-    return Arguments(given, anything, tuple(refused))
+    return Arguments(values, anything, tuple(refused))
 
 
-def _check_size(option: str, name: str, found: SettingValue) -> None:
+def _check_size(option: str, name: str, setting: SettingValue) -> None:
     """Raises CkptkitError for a size that no model or cluster has, before lists of that length are made."""
     most = MAX_LAYERS if "num_layers" in name else MAX_RANKS if name in _OF_CLUSTER else MAX_SIZE
-    for one in found.value if isinstance(found.value, tuple | list) else (found.value,):
-        if isinstance(one, int) and abs(one) > most:
-            message = f"{found.where}: {option} {shortened(str(one))} is larger than {most:,}, the most that is read"
+    for size in setting.value if isinstance(setting.value, tuple | list) else (setting.value,):
+        if isinstance(size, int) and abs(size) > most:
+            message = f"{setting.where}: {option} {shortened(str(size))} is larger than {most:,}, the most that is read"
             raise CkptkitError(message, "correct it, or leave it out")
 
 
-def _set(kind: Kind, text: str) -> Any:
-    """The value of an argument that YAML sets; None where it is none of its kind."""
+def _convert(kind: Kind, text: str) -> Any:
+    """The value of an argument in YAML, or None if the text has another type."""
     if kind is bool:
         return _TRUTH.get(text.lower())
     try:
@@ -144,17 +138,14 @@ def _set(kind: Kind, text: str) -> Any:
         return None
 
 
-def _parsed(name: str, kind: Kind, option: Option) -> Any:
-    """The value that argparse makes of an option; None where it refuses it."""
+def _parse(name: str, kind: Kind, option: Option) -> Any:
+    """The value that argparse gives an option, or None if argparse refuses it."""
     if isinstance(kind, bool):
         return None if "=" in option.word.text else kind
     if option.value is None or len(option.value.text) > 200_000:
         return None
-    try:
-        parsed = kind(option.value.text)
-    except ValueError:
-        return None
-    return parsed if name not in _CHOICES or parsed in _CHOICES[name] else None
+    value = _convert(kind, option.value.text)
+    return value if name not in _CHOICES or value in _CHOICES[name] else None
 
 
 def _expected(name: str, kind: Kind) -> str:

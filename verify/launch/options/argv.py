@@ -1,4 +1,4 @@
-"""A command line as argparse splits it up: options in their order, each with the words that follow it as values."""
+"""Splits a command line as argparse does: options in order, each with the words after it as values."""
 
 from __future__ import annotations
 
@@ -8,62 +8,53 @@ from dataclasses import dataclass, replace
 
 from ckptkit.verify.launch.words import UnresolvedWord, Word
 
-# What argparse takes for a value although it begins with a dash.
-_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")
+_NEGATIVE = re.compile(r"-\d+|-\d*\.\d+")  # a value for argparse, although it begins with a dash
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command line, as it is written.
+    """One option of a command line."""
 
-    name: `--load`, without what follows a `=`.
-    word: the word that the option stands in.
-    values: the words behind it, up to the next option; of `--name=value` that value alone.
-    """
-
-    name: str
-    word: Word
-    values: tuple[Word, ...] = ()
+    name: str  # `--load`, without `=value`
+    word: Word  # with the option, and with the value of `--name=value`
+    values: tuple[Word, ...] = ()  # the words up to the next option, or the value of `--name=value`
 
     @property
     def value(self) -> Word | None:
-        """The value of an option that takes one; None where it is missing, at which argparse stops."""
+        """The first value, or None if it is missing."""
         return self.values[0] if self.values else None
 
     @property
     def known(self) -> bool:
-        """Whether option and value could be told."""
+        """Whether the option and its value are known."""
         return not isinstance(self.word, UnresolvedWord) and not isinstance(self.value, UnresolvedWord)
 
 
 def options_of(words: Sequence[Word]) -> tuple[Option, ...]:
-    """The options among words, as a parser of argparse without abbreviations reads them.
+    """The options among words, as argparse without abbreviations reads them.
 
-    A `--` is passed over: it stands before the trainer's command, as in `ray job submit -- python3 train.py --load`.
+    Skips `--`, which is before the trainer's command in `ray job submit -- python3 train.py --load`.
     """
-    found: list[Option] = []
+    options: list[Option] = []
     for word in words:
         if word.text == "--":
             continue
         if _is_option(word):
-            name, equals, value = word.text.partition("=")
-            found.append(Option(name, word, (_value(word, value),) if equals else ()))
-        elif found and "=" not in found[-1].word.text:
-            found[-1] = replace(found[-1], values=(*found[-1].values, word))
-    return tuple(found)
+            name, equals, text = word.text.partition("=")
+            value = word if isinstance(word, UnresolvedWord) else replace(word, text=text)
+            options.append(Option(name, word, (value,) if equals else ()))
+        elif options and "=" not in options[-1].word.text:
+            options[-1] = replace(options[-1], values=(*options[-1].values, word))
+    return tuple(options)
 
 
 def last(options: Iterable[Option], *names: str) -> Option | None:
-    """The one of these options that counts, which is the last; None where none is given."""
-    return next((one for one in reversed(tuple(options)) if one.name in names), None)
-
-
-def _value(word: Word, text: str) -> Word:
-    return word if isinstance(word, UnresolvedWord) else replace(word, text=text)
+    """The last option with one of these names, which overrides the earlier ones."""
+    return next((option for option in reversed(tuple(options)) if option.name in names), None)
 
 
 def _is_option(word: Word) -> bool:
-    """Whether argparse takes a word for an option, be it one that it does not know."""
+    """Whether argparse reads a word as an option, even an unknown one."""
     if isinstance(word, UnresolvedWord):
         return word.text.startswith("--")
     name = word.text.partition("=")[0]

@@ -1,22 +1,19 @@
-"""The names of options and settings of a release of each program, as `lab/option_names.py` writes them to `names/`.
-
-And which of them a misspelled one was meant to be.
-"""
+"""The names of options and settings of a release of each program, which `lab/option_names.py` writes to `names/`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-# What stands before a name in a launch of slime or miles.
+# Prefixes of the names in a launch of slime or miles.
 _PREFIXES = {"slime": "--", "miles": "--", "megatron-lm": "--", "sglang": "--sglang-", "sglang-router": "--"}
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names that one release of a program has; `switches` are those that take no value."""
+    """The names of one release of a program; `switches` take no value."""
 
     release: str
     valued: frozenset[str]
@@ -24,7 +21,7 @@ class Names:
 
     @property
     def every(self) -> frozenset[str]:
-        """All of them."""
+        """All names."""
         return self.valued | self.switches
 
 
@@ -32,62 +29,60 @@ class Names:
 def names(program: str) -> Names:
     """The list of a program: `slime`, `miles`, `megatron-lm`, `sglang`, `sglang-router`, `nemo-rl` or `roll`."""
     text = files("ckptkit.verify.launch.options").joinpath(f"names/{program}.txt").read_text()
-    release, _, rest = text.partition("\n")
-    valued, _, switches = rest.partition("\n\n")
+    release, _, text = text.partition("\n")
+    valued, _, switches = text.partition("\n\n")
     return Names(release.removeprefix("# "), frozenset(valued.split()), frozenset(switches.split()))
 
 
 @cache
 def trainer_options() -> Mapping[str, str]:
-    """Every option that a launch of slime or miles may give, with its dashes, and the release that has it."""
-    listed = [(before, names(program)) for program, before in _PREFIXES.items()]
-    return {f"{before}{name}": one.release for before, one in listed for name in one.every}
+    """Every option of slime and miles with its dashes, and the release with the option."""
+    return {f"{prefix}{name}": release.release for prefix, release in _releases() for name in release.every}
 
 
 @cache
 def trainer_switches() -> frozenset[str]:
     """The options of slime and miles that take no value in any of these programs."""
-    listed = [(before, names(program)) for program, before in _PREFIXES.items()]
-    valued = {f"{before}{name}" for before, one in listed for name in one.valued}
-    return frozenset(f"{before}{name}" for before, one in listed for name in one.switches) - valued
+    valued = {f"{prefix}{name}" for prefix, release in _releases() for name in release.valued}
+    return frozenset(f"{prefix}{name}" for prefix, release in _releases() for name in release.switches) - valued
+
+
+def _releases() -> Iterator[tuple[str, Names]]:
+    return ((prefix, names(program)) for program, prefix in _PREFIXES.items())
 
 
 @cache
 def settings(program: str) -> Mapping[str, str]:
-    """Every setting of NeMo-RL or ROLL, and the release that has it."""
+    """Every setting of NeMo-RL or ROLL, and the release with the setting."""
     return dict.fromkeys(names(program).valued, names(program).release)
 
 
 @cache
 def engine_settings() -> frozenset[str]:
-    """What SGLang and Megatron call their settings in Python: jobs of NeMo-RL and ROLL hand these on."""
-    listed = [names(program) for program in ("sglang", "megatron-lm")]
-    return frozenset(name.replace("-", "_") for one in listed for name in one.every)
+    """The Python names of SGLang's and Megatron's settings, which NeMo-RL and ROLL pass on."""
+    return frozenset(name.replace("-", "_") for program in ("sglang", "megatron-lm") for name in names(program).every)
 
 
-def edit_distance(one: str, other: str, most: int) -> int:
-    """How many letters must be added, left out, replaced or exchanged with their neighbour; above `most`, `most` + 1.
-
-    Source: the optimal string alignment distance.
-    """
-    if abs(len(one) - len(other)) > most:
+def edit_distance(first: str, second: str, most: int) -> int:
+    """The optimal string alignment distance, which counts swapped neighbours as one edit; at most `most` + 1."""
+    if abs(len(first) - len(second)) > most:
         return most + 1
     before: list[int] = []
-    last = list(range(len(other) + 1))
-    for row, letter in enumerate(one, 1):
-        now = [row]
-        for column, there in enumerate(other, 1):
-            cost = min(last[column] + 1, now[-1] + 1, last[column - 1] + (letter != there))
-            if before and column > 1 and letter == other[column - 2] and one[row - 2] == there:
+    last = list(range(len(second) + 1))
+    for row, letter in enumerate(first, 1):
+        current = [row]
+        for column, target in enumerate(second, 1):
+            cost = min(last[column] + 1, current[-1] + 1, last[column - 1] + (letter != target))
+            if before and column > 1 and letter == second[column - 2] and first[row - 2] == target:
                 cost = min(cost, before[column - 2] + 1)
-            now.append(cost)
-        before, last = last, now
+            current.append(cost)
+        before, last = last, current
         if min(last) > most and min(before) > most:  # an exchange of neighbours looks back two rows
             return most + 1
     return min(last[-1], most + 1)
 
 
 def nearest(name: str, known: Iterable[str], most: int) -> str | None:
-    """The known name nearest to this one, at most `most` letters away; None where there is none."""
-    found = min(((edit_distance(name, one, most), one) for one in known), default=(most + 1, ""))
-    return found[1] if found[0] <= most else None
+    """The known name nearest to this one with at most `most` edits, or None."""
+    distance, match = min(((edit_distance(name, one, most), one) for one in known), default=(most + 1, ""))
+    return match if distance <= most else None

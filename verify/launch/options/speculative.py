@@ -1,4 +1,4 @@
-"""What a launch says of speculative decoding: options of SGLang and vLLM, and what other stacks hand on to these."""
+"""Speculative decoding in a launch: options of SGLang and vLLM, and settings that other stacks pass on to them."""
 
 from __future__ import annotations
 
@@ -17,48 +17,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Speculation:
-    """How an engine drafts: `method` as it calls it, `draft` the model that it drafts with where one is given.
-
-    `known`: False where the method, the draft, or whether there is one, is not known. `tokens`: vLLM is told how many
-    tokens to draft. `mixed`: the draft may have another vocabulary. `asked_by`: the option that
-    asks for it.
-    """
+    """How an engine drafts tokens."""
 
     server: Server
-    method: str
-    asked_by: str
-    draft: str | None = None
-    known: bool = True
-    tokens: bool = True
-    mixed: bool = False
+    method: str  # the engine's name for it
+    asked_by: str  # the option that requests it
+    draft: str | None = None  # the draft model
+    known: bool = True  # False if the method, the draft, or its existence is unknown
+    tokens: bool = True  # whether the number of tokens is set, for vLLM
+    mixed: bool = False  # whether the draft may have another vocabulary
 
 
-def speculation_from_options(given: Arguments, words: Sequence[Word]) -> Speculation | None:
-    """What the options of slime, miles or vime say; None where the engine does not speculate, or that is not known."""
+def speculation_from_options(arguments: Arguments, words: Sequence[Word]) -> Speculation | None:
+    """The speculation of slime, miles or vime, or None if the engine does not speculate or that is unknown."""
     if server_of(words) == "vllm":
         try:
-            content = json.loads(given.value("vllm_speculative_config") or "")
+            content = json.loads(arguments.value("vllm_speculative_config") or "")
         except (ValueError, RecursionError):
             return None
-        return _from_mapping(content, given.cite("vllm_speculative_config")) if isinstance(content, dict) else None
-    method = given.value("sglang_speculative_algorithm")
+        return _from_mapping(content, arguments.cite("vllm_speculative_config")) if isinstance(content, dict) else None
+    method = arguments.value("sglang_speculative_algorithm")
     if not method:
         return None
-    path = "sglang_speculative_draft_model_path"
-    return Speculation(
-        "sglang",
-        method.upper(),
-        given.cite("sglang_speculative_algorithm"),
-        given.value(path),
-        known=given.get(path).known,
-    )
+    draft, option = "sglang_speculative_draft_model_path", arguments.cite("sglang_speculative_algorithm")
+    is_known = arguments.get(draft).known
+    return Speculation("sglang", method.upper(), option, arguments.value(draft), known=is_known)
 
 
 def _from_mapping(content: Mapping[str, Any], asked_by: str) -> Speculation:
-    """vLLM's `--speculative-config`, whose draft model decides the method where none is given.
-
-    Source: vLLM `config/speculative.py`.
-    """
+    """vLLM's `--speculative-config`; the draft model decides the default method, as in vLLM `config/speculative.py`."""
     model, method = content.get("model"), content.get("method")
     if method is None:
         method = "ngram" if model in ("ngram", "[ngram]") else "draft_model"
@@ -68,15 +55,15 @@ def _from_mapping(content: Mapping[str, Any], asked_by: str) -> Speculation:
 
 
 def speculation_from_settings(settings: Config, prefix: str, server: str | None) -> Speculation | None:
-    """The mapping `speculative_config` that verl, NeMo-RL and ROLL hand on to vLLM; None for another server."""
+    """The mapping `speculative_config` that verl, NeMo-RL and ROLL pass on to vLLM, or None for another server."""
     if server != "vllm":
         return None
     settings = settings.silent_copy()
     names = ("method", "model", "num_speculative_tokens", "use_heterogeneous_vocab")
-    found = {name: settings.get(f"{prefix}.speculative_config.{name}") for name in names}
-    given = {name: one.value for name, one in found.items() if one.word}
-    if not given or given.get("num_speculative_tokens") == "0":
+    values = {name: settings.get(f"{prefix}.speculative_config.{name}") for name in names}
+    content = {name: setting.value for name, setting in values.items() if setting.word}
+    if not content or content.get("num_speculative_tokens") == "0":
         return None
-    speculation = _from_mapping(given, settings.cite(next(f"{prefix}.speculative_config.{name}" for name in given)))
-    tokens = speculation.tokens or not found["num_speculative_tokens"].known
-    return replace(speculation, known=found["method"].known and found["model"].known, tokens=tokens)
+    speculation = _from_mapping(content, settings.cite(f"{prefix}.speculative_config.{next(iter(content))}"))
+    tokens = speculation.tokens or not values["num_speculative_tokens"].known
+    return replace(speculation, known=values["method"].known and values["model"].known, tokens=tokens)

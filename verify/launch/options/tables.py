@@ -1,7 +1,7 @@
-"""The options of Megatron-LM, slime, miles and the engines that are looked at, and how argparse reads each.
+"""The checked options of Megatron-LM, slime, miles and the engines, with their types.
 
-Source: Megatron-LM 0.16.1 and 0.19.0 `training/arguments.py` and the fields of `TransformerConfig` that it makes
-options of; slime 624b824 and miles 31f1ca9 `utils/arguments.py`, and their patches of Megatron.
+Source: Megatron-LM 0.16.1 and 0.19.0 `training/arguments.py` and the fields of `TransformerConfig` that it turns into
+options; slime 624b824 and miles 31f1ca9 `utils/arguments.py`, and their patches of Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _named(kind: Any, *names: str) -> dict[str, tuple[str, Any]]:
     return {f"--{name}": (name.replace("-", "_"), kind) for name in names}
 
 
-# Megatron's parallel sizes, which all stacks call so.
+# Megatron's parallel sizes, with the same names in all stacks.
 SIZES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -29,7 +29,7 @@ SIZES = {
     "ep": "expert_model_parallel_size",
     "etp": "expert_tensor_parallel_size",
 }
-# The size or number of layers that an argument gives, as fields of `LaunchArguments`.
+# Arguments with sizes and numbers of layers, and their fields of `LaunchArguments`.
 NUMBERS = {
     **{name: short for short, name in SIZES.items() if short != "cp"},
     "decoder_first_pipeline_num_layers": "first",
@@ -41,7 +41,7 @@ NUMBERS = {
     **dict.fromkeys(("sglang_pp_size", "vllm_pipeline_parallel_size"), "engine_pp"),
     "sglang_ep_size": "engine_ep",
 }
-# What an argument without a value says, likewise.
+# Arguments without a value, likewise.
 FLAGS = {
     "account_for_embedding_in_pipeline_split": "embedding",
     "account_for_loss_in_pipeline_split": "loss",
@@ -51,11 +51,11 @@ STAGES = "pipeline_model_parallel_layout"
 
 
 def option_of(name: str) -> str:
-    """The option that gives an argument."""
+    """The option that sets an argument."""
     return f"--{name.replace('_', '-')}"
 
 
-# How argparse reads the options of a model's cut over ranks that no other table has.
+# Options for the split of a model over ranks that are in no other table.
 LAYOUT: Mapping[str, tuple[str, Any]] = {
     **_named(int, "num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"),
     **_named(True, "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
@@ -64,9 +64,9 @@ LAYOUT: Mapping[str, tuple[str, Any]] = {
 
 
 def _frequency(text: str) -> int | list[int]:
-    """A whole number, or the list that an expression of lists, `+` and `*` is.
+    """An integer, or the list in an expression of lists, `+` and `*`, as Megatron-LM `_eval_pattern` evaluates it.
 
-    Source: Megatron-LM `_eval_pattern`, which evaluates text of these characters. Raises ValueError for any other.
+    Raises ValueError for any other text.
     """
     if "[" not in text:
         return int(text)
@@ -76,11 +76,11 @@ def _frequency(text: str) -> int | list[int]:
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, in parentheses or not. Raises ValueError for anything else."""
+    """Integers with commas between them, with optional parentheses. Raises ValueError for any other text."""
     return tuple(int(part) for part in text.strip("()").split(","))
 
 
-# A value of these is turned into an argument; True and False are what a switch sets.
+# The converter of an option's value, or the boolean that a switch sets.
 Kind = Callable[[str], Any] | bool
 _READERS: Mapping[Any, Kind] = {"frequency": _frequency, "sizes": sizes, int: int, float: float, str: str}
 
@@ -94,15 +94,15 @@ def _arguments(*, of_run: bool) -> dict[str, tuple[str, Kind]]:
     }
 
 
-# Options of the model: the argument that each sets, and how.
+# Options of the model, with their argument and kind.
 MODEL: Mapping[str, tuple[str, Kind]] = _arguments(of_run=False)
-# Options that change what training computes, and belong to no model.
+# Options that change the results of training, but do not describe the model.
 SWITCHES: Mapping[str, tuple[str, Kind]] = {
     **_arguments(of_run=True),
     **_named(str, "attention-backend", "moe-token-dispatcher-type", "megatron-to-hf-mode"),
     **_named(True, "fp16", "bf16", "allgather-cp", "sequence-parallel"),
 }
-# Options that a combination of options or the engine's draft is judged by, and that say nothing of a model.
+# Options of rules about combinations and the engine's draft, which do not describe the model.
 RUN: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
@@ -129,7 +129,7 @@ RUN: Mapping[str, tuple[str, Kind]] = {
     "--sglang-speculative-draft-model": ("sglang_speculative_draft_model_path", str),
     "--vllm-sc": ("vllm_speculative_config", str),
 }
-# GPUs of a job, as slime and miles count them.
+# The GPUs of a job in slime and miles.
 GPUS: Mapping[str, tuple[str, Kind]] = {
     **_named(
         int,
@@ -150,20 +150,20 @@ GPUS: Mapping[str, tuple[str, Kind]] = {
     "--vllm-ep": ("vllm_enable_expert_parallel", True),
     **_named(True, "colocate", "sglang-enable-dp-attention", "debug-train-only", "debug-rollout-only"),
 }
-# Every option, and how argparse reads it.
+# All options.
 TABLE: Mapping[str, tuple[str, Kind]] = {**MODEL, **SWITCHES, **RUN, **GPUS, **LAYOUT}
-# Those that say how a model is cut over ranks.
+# Options for the split of a model over ranks.
 READ = frozenset(option for option, (name, _) in TABLE.items() if name in {*NUMBERS, *FLAGS, STAGES})
-# What a launch loads.
+# Options for the checkpoints of a launch.
 PATHS = frozenset(
     {
         *("--hf-checkpoint", "--load", "--ref-load", "--ckpt-step", "--ref-ckpt-step", "--critic-load"),
         *("--opd-teacher-load", "--opd-teacher-ckpt-step", "--pretrained-checkpoint", "--save"),
     }
 )
-# Modules that build another model than the arguments alone.
+# Options for modules that build a model different from the arguments.
 MODULES = frozenset({"--spec", "--custom-model-provider-path"})
-# Without a value for one of these a report is inconclusive. Of `RUN`, the rule that needs it is silent instead.
+# An unknown value of one of these makes a report inconclusive; an unknown value in `RUN` skips the rules that need it.
 OPTIONS = frozenset({*MODEL, *SWITCHES, *GPUS, *PATHS, *MODULES, *READ})
-# Options that take no value, so that a word behind one of them is another option, or several.
+# Options without a value: a word after one of them is no value, but may be other options.
 SWITCH_NAMES = frozenset(name for name, (_, kind) in TABLE.items() if kind in (True, False)) | trainer_switches()
