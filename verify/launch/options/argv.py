@@ -31,10 +31,7 @@ class Option:
 
 
 def options_of(words: Sequence[Word]) -> tuple[Option, ...]:
-    """The options among words, as argparse without abbreviations reads them.
-
-    Skips `--`, which is before the trainer's command in `ray job submit -- python3 train.py --load`.
-    """
+    """The options among words, as argparse without abbreviations reads them; skips `--`, as in `ray job submit --`."""
     options: list[Option] = []
     for word in words:
         if word.text == "--":

@@ -64,10 +64,7 @@ LAYOUT: Mapping[str, tuple[str, Any]] = {
 
 
 def _frequency(text: str) -> int | list[int]:
-    """An integer, or the list in an expression of lists, `+` and `*`, as Megatron-LM `_eval_pattern` evaluates it.
-
-    Raises ValueError for any other text.
-    """
+    """An integer or a list such as `[0]*3+[1]`, as Megatron-LM `_eval_pattern` reads it. Raises ValueError."""
     if "[" not in text:
         return int(text)
     if not _CHARACTERS.fullmatch(text) or not isinstance(value := numbers(text), list):

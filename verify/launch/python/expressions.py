@@ -33,7 +33,7 @@ _SHOWN, _MAX_ITEMS = 80, 10_000
 _MAX_INTEGER = 2**63
 _NOT_KNOWN = "it depends on a value that is not known"
 _NO_LIST = "a list that is not known"
-_BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -42,7 +42,7 @@ _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.BitOr: operator.or_,
 }
-_COMPARED: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+_COMPARISONS: Mapping[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -250,7 +250,7 @@ class Expressions:
         both = isinstance(left, Unknown) and isinstance(right, Unknown)
         if isinstance(symbol, ast.Add) and texts and not both:
             return join_pieces((*split_pieces(left), *split_pieces(right)))
-        if not (is_known(left) and is_known(right)) or type(symbol) not in _BINARY:
+        if not (is_known(left) and is_known(right)) or type(symbol) not in _ARITHMETIC:
             reasons = (value.why for value in (left, right) if isinstance(value, Unknown))
             return unknown_expression(node, next(reasons, "not all of it is known"))
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
@@ -261,7 +261,7 @@ class Expressions:
             return unknown_expression(node, "a format that is not worked out here")
         if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > _MAX_ITEMS:
             raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
-        result = _BINARY[type(symbol)](left, right)
+        result = _ARITHMETIC[type(symbol)](left, right)
         if isinstance(result, int) and abs(result) > _MAX_INTEGER:
             return unknown_expression(node, "a number that no option takes")
         return result
@@ -287,7 +287,7 @@ class Expressions:
             return isinstance(symbol, ast.IsNot)
         if not (is_known(left) and is_known(right)):
             return unknown_expression(node, _NOT_KNOWN)
-        return _COMPARED[type(symbol)](left, right)
+        return _COMPARISONS[type(symbol)](left, right)
 
     def _elements(self, elements: Sequence[ast.expr]) -> Iterator[Any]:
         for element in elements:

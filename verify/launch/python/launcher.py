@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,7 @@ class _Start:
 
 
 def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
-    """The launch in a Python launcher. `arguments` are the launcher's own: a command and options for its fields.
-
-    Raises CkptkitError if the file cannot be read or starts no trainer.
-    """
+    """The launch in a launcher with its own `arguments`. Raises CkptkitError if it cannot be read or starts none."""
     starts: list[_Start] = []
 
     def start(state: State, positional: Sequence[Any], named: Mapping[str, Any], node: ast.Call) -> Any:
@@ -137,10 +135,7 @@ def _commands(module: Module) -> Iterator[tuple[str, PythonFunction]]:
 
 
 def _parse_fields(kind: Class, arguments: Sequence[str], environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields set by variables (`MILES_SCRIPT_NUM_NODES`) and options: `--num-nodes 4`, `--flag`, `--no-flag`.
-
-    Raises CkptkitError for another option.
-    """
+    """The fields in variables (`MILES_SCRIPT_NUM_NODES`) and options (`--num-nodes 4`). Raises CkptkitError."""
     values: dict[str, Any] = {
         name: value if isinstance(value, Unknown) else _convert(ast.unparse(field.annotation), str(value))
         for name, field in kind.fields.items()
@@ -168,10 +163,8 @@ def _convert(annotation: str, text: str) -> Any:
     if annotation.startswith("bool"):
         return text.lower() in ("true", "1", "yes")
     if "float" in annotation:
-        try:
+        with suppress(ValueError):
             return float(text)
-        except ValueError:
-            return text
     return text
 
 

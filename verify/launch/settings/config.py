@@ -58,10 +58,7 @@ class Config(Settings):
     _values: dict[tuple[str, tuple[str, ...]], Tree] = field(default_factory=dict, init=False, repr=False)
 
     def find(self, key: str) -> Tree | None:
-        """The value of a dotted key with interpolations resolved, or None if it is absent or null.
-
-        A word keeps the place of its key. Raises UnresolvedError.
-        """
+        """The resolved value of a dotted key, at the key's place, or None if absent or null. Raises UnresolvedError."""
         node = self._node(tuple(key.split(".")), 0)
         if _is_word(node, "???"):
             raise UnresolvedError("??? is a value that the launch must give")
@@ -95,23 +92,20 @@ class Config(Settings):
             node = self._value(parts[0][1], at, depth)
             return replace(word, text=node.text) if isinstance(node, Word) else node
         text = ""
-        for piece in self._text(parts, at, depth):
-            text += piece
+        for is_interpolation, part in parts:
+            text += self._single(part, at, depth) if is_interpolation else part
             if len(text) > _MAX_CHARACTERS:
                 raise UnresolvedError(f"{shortened(word.text)} expands to more than {_MAX_CHARACTERS} characters")
         return replace(word, text=text)
 
-    def _text(self, parts: list[tuple[bool, str]], at: tuple[str, ...], depth: int) -> Iterator[str]:
-        for is_interpolation, text in parts:
-            if not is_interpolation:
-                yield text
-                continue
-            node = self._value(text, at, depth)
-            if not isinstance(node, Word):
-                raise UnresolvedError(f"${{{text}}} is not a single value")
-            if not _SPELLED.fullmatch(node.text) and _TYPED.fullmatch(node.text):
-                raise UnresolvedError(f"${{{text}}}: {node.text} in a text is spelled as in Python")
-            yield node.text
+    def _single(self, inner: str, at: tuple[str, ...], depth: int) -> str:
+        """The text of `${inner}` in other text."""
+        node = self._value(inner, at, depth)
+        if not isinstance(node, Word):
+            raise UnresolvedError(f"${{{inner}}} is not a single value")
+        if not _SPELLED.fullmatch(node.text) and _TYPED.fullmatch(node.text):
+            raise UnresolvedError(f"${{{inner}}}: {node.text} in a text is spelled as in Python")
+        return node.text
 
     def _value(self, inner: str, at: tuple[str, ...], depth: int) -> Tree:
         """The value of `${inner}` in the value of the key `at`, which is computed once."""
@@ -200,10 +194,7 @@ class Config(Settings):
         return ", ".join(self.text(name) for name in self.names(key) if self.has(name)) or default
 
     def number(self, key: str, default: int | None = None) -> int | None:
-        """An integer, `default` if the key is not set, or None if it cannot be resolved.
-
-        Raises CkptkitError for a value that is not a number.
-        """
+        """An integer, `default` if not set, or None if unresolved. Raises CkptkitError if the value is not a number."""
         setting = self.get(key)
         if setting.value is None:
             return default if setting.known else None

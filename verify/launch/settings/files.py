@@ -28,10 +28,7 @@ class Composed:
 
 
 def compose(path: Path, depth: int = 0, files: int = 0) -> Composed:
-    """Merges a configuration file over its defaults. `files` is the number of files read before.
-
-    Raises CkptkitError for a file that cannot be read, and for defaults that are circular or name more than 100 files.
-    """
+    """Merges a file over its defaults, with `files` read before. Raises CkptkitError, also for circular defaults."""
     if files >= _MAX_FILES:
         raise CkptkitError(f"{path}: its defaults name more than {_MAX_FILES} files", "give the file of one job")
     if depth > _MAX_DEPTH:

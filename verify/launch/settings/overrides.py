@@ -85,10 +85,7 @@ class _RefusedError(Exception):
 
 
 def hydra_value(text: str, word: Word) -> Tree:
-    """Parses the text of a value as Hydra does, into words at the place of the override `word`.
-
-    The result is an UnresolvedWord if Hydra refuses the text, or calls a function.
-    """
+    """Parses a value as Hydra does, with words at the place of `word`; an UnresolvedWord if Hydra refuses it."""
     call = _CALL.match(text)
     if isinstance(word, UnresolvedWord) or (call and not _FUNCTIONS.fullmatch(call[1])):
         return replace(word, text=text.strip())

@@ -21,6 +21,12 @@ _LEVELS: tuple[dict[str, Callable[[int, int], int]], ...] = (
     {"+": operator.add, "-": operator.sub},
     {"*": operator.mul, "/": lambda a, b: _quotient(a, b), "%": lambda a, b: a - b * _quotient(a, b)},
 )
+_PREFIXES: dict[str, Callable[[int], int]] = {
+    "-": operator.neg,
+    "+": operator.pos,
+    "~": operator.invert,
+    "!": lambda value: int(not value),
+}
 _MAX_INTEGER = 2**63
 
 
@@ -100,24 +106,17 @@ class _Expression:
         return value
 
     def unary(self) -> int:
-        match self.accept("-", "+", "!", "~", "(", "++", "--"):
-            case "-":
-                return -self.unary()
-            case "+":
-                return self.unary()
-            case "!":
-                return int(not self.unary())
-            case "~":
-                return ~self.unary()
-            case "(":
-                value = self.comma()
-                if not self.accept(")"):
-                    raise ArithmeticFault("( is never closed")
-                return value
-            case "++" | "--" as symbol:
-                name = self.name()
-                return self.set(name, self.get(name) + (1 if symbol == "++" else -1))
-        return self.operand()
+        if symbol := self.accept(*_PREFIXES):
+            return _PREFIXES[symbol](self.unary())
+        if symbol := self.accept("++", "--"):
+            name = self.name()
+            return self.set(name, self.get(name) + (1 if symbol == "++" else -1))
+        if not self.accept("("):
+            return self.operand()
+        value = self.comma()
+        if not self.accept(")"):
+            raise ArithmeticFault("( is never closed")
+        return value
 
     def operand(self) -> int:
         if self.position >= len(self.tokens):

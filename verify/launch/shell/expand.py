@@ -190,10 +190,7 @@ def separators(shell: Shell) -> str:
 
 
 def expand_text(shell: Shell, word: ShellWord | None, *, is_pattern: bool = False) -> ShellValue:
-    """A word as one text without splitting, for an assignment or `[[ ]]`.
-
-    `is_pattern`: for `case` and the right side of `==`, in which quoted characters match literally.
-    """
+    """A word as one text without splitting. Quoted characters of a pattern (`case`, `==`) match literally."""
     if word is None:
         return ShellValue("")
     text, gaps, condition = "", list[Gap](), ""

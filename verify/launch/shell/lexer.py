@@ -15,6 +15,7 @@ _LONG_NAME = re.compile(r"[A-Za-z_]\w*|[0-9]+|[@*#?$!-]")
 _OPERATOR = re.compile(r":[-=?+]|[-=?+]|##?|%%?|//?|\^\^?|,,?|:|@")
 _HEREDOC = re.compile(r"(?<!<)<<(-)?(?!<)[ \t]*([^\s;&|<>()]+)")
 _ANSI = re.compile(r"\$'((?:[^'\\]|\\.)*)'", re.DOTALL)
+_BACKTICKS = re.compile(r"`((?:[^`\\]|\\.)*)`", re.DOTALL)
 _SINGLE = re.compile(r"'([^']*)'")
 _COMMENT = re.compile("#[^\n]*")
 _LINE = re.compile("[^\n]*\n|[^\n]+")
@@ -175,8 +176,9 @@ class Lexer:
         """A part that begins with `$` or a backtick."""
         start, line = self.position, self.line
         if self.peek() == "`":
-            text = self._until_backtick()
-            return Substitution(text, self.text[start : self.position], quoted, line)
+            if not (found := self.take_match(_BACKTICKS)):
+                raise self.error("` is never closed")
+            return Substitution(re.sub(r"\\([`\\$])", r"\1", found[1]), found[0], quoted, line)
         if self.peek(3) == "$((":
             self.take(3)
             if (calculation := self._calculation()) is not None:
@@ -191,16 +193,6 @@ class Lexer:
         if found := self.take_match(_NAME):
             return Parameter(found[0], f"${found[0]}", quoted)
         return Literal("$", quoted)
-
-    def _until_backtick(self) -> str:
-        line, text = self.line, ""
-        self.take()
-        while self.rest and self.peek() != "`":
-            text += self.take(2)[1:] if self.peek() == "\\" and self.peek(2)[1:] in "`\\$" else self.take()
-        if not self.rest:
-            raise self.error("` is never closed", line)
-        self.take()
-        return text
 
     def _calculation(self) -> str | None:
         """The text up to `))`, or None if the parentheses enclose a command."""

@@ -114,28 +114,16 @@ class _Parser:
 
     def _command(self) -> Node:
         line = self.lexer.line
-        node: Node
-        match self._reserved():
-            case "if":
-                node = self._if(line)
-            case "for" | "select":
-                node = self._for(line)
-            case "while" | "until":
-                node = self._while(line)
-            case "case":
-                node = self._case(line)
-            case "function":
-                node = self._function(line)
-            case "{":
-                node = self._group(line)
-            case "[[":
-                node = self._test(line)
-            case _ if self.lexer.peek(2) == "((":
-                node = syntax.Calculation(self.lexer.calculation(), line)
-            case _ if self.lexer.peek() == "(":
-                node = self._subshell(line)
-            case _:
-                return self._simple(line)
+        loops = {"for": self._for, "select": self._for, "while": self._while, "until": self._while}
+        others = {"if": self._if, "case": self._case, "function": self._function, "{": self._group, "[[": self._test}
+        if read := (loops | others).get(self._reserved()):
+            node = read(line)
+        elif self.lexer.peek(2) == "((":
+            node = syntax.Calculation(self.lexer.calculation(), line)
+        elif self.lexer.peek() == "(":
+            node = self._subshell(line)
+        else:
+            return self._simple(line)
         return syntax.CommandGroup((node,), line, silent=True) if self._skip_redirections() else node
 
     def _subshell(self, line: int) -> Node:

@@ -126,10 +126,7 @@ def _default_config(start: Start) -> Iterator[Word]:
 
 
 def _find_default(program: Path) -> Path | None:
-    """The default file of a NeMo-RL program: `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
-
-    None if the program is missing, or assigns no such path.
-    """
+    """The path of `args.config = os.path.join(os.path.dirname(__file__), ...)` in a program of NeMo-RL, or None."""
     try:
         tree = ast.parse(read_regular(program, _MAX_PROGRAM).decode(errors="replace"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
@@ -280,8 +277,8 @@ def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:
     Raises CkptkitError if the value is not JSON of this form.
     """
     options = options_of(words)
-    word = _value(options, _RESOURCE)
-    if word is None or isinstance(word, UnresolvedWord):
+    option = last(options, _RESOURCE)
+    if option is None or (word := option.value) is None or isinstance(word, UnresolvedWord):
         return
     try:
         gpus = {str(role): int(both[1]) for role, both in json.loads(word.text).items()}
@@ -298,13 +295,8 @@ def _expand_resource(words: Sequence[Word]) -> Iterator[Word]:
         yield from (Word(str(text), word.file, word.line) for text in pair)
 
 
-def _value(options: Sequence[Option], name: str) -> Word | None:
-    option = last(options, name)
-    return option.value if option else None
-
-
 def _number(options: Sequence[Option], name: str, default: int) -> int | None:
-    word = _value(options, name)
-    if word is None:
+    option = last(options, name)
+    if option is None or option.value is None:
         return default
-    return int(word.text) if word.text.isdecimal() and len(word.text) < 10 else None
+    return int(option.value.text) if option.value.text.isdecimal() and len(option.value.text) < 10 else None

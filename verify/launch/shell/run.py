@@ -569,11 +569,9 @@ def _run_script(shell: Shell, words: list[ShellValue], variables: Mapping[str, S
 
 
 def _report_missing(shell: Shell, path: Path, name: str, line: int) -> Outcome:
-    """Reports that a sourced file is missing. Under `set -e` the script ends at it.
-
-    That is an issue for a file near the script only: other files may be on the job's machine, or made by a command.
-    """
+    """Reports a missing sourced file, at which `set -e` ends the script."""
     message = f"source {name}: there is no such file"
+    # A file that is not near the script may be on the job's machine, or made by a command.
     if shell.errexit and not shell.guarded and path.name not in shell.written and _is_near_script(shell, path):
         shell.issues.append(
             Issue(

@@ -1,7 +1,4 @@
-"""The syntax tree of a bash script: words and commands.
-
-Source of the grammar: the GNU Bash Reference Manual, "Basic Shell Features".
-"""
+"""The syntax tree of a bash script, by the GNU Bash Reference Manual, "Basic Shell Features"."""
 
 from __future__ import annotations
 
@@ -88,16 +85,13 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Simple:
-    """Assignments, then a command with its words; `here` is the text of `<<<` or of a heredoc.
-
-    `target` is the file of its output; other redirections are left out.
-    """
+    """Assignments, then a command with its words."""
 
     assignments: tuple[Assignment, ...]
     words: tuple[ShellWord, ...]
     line: int
-    here: ShellWord | None = None
-    target: ShellWord | None = None
+    here: ShellWord | None = None  # the text of `<<<` or of a heredoc
+    target: ShellWord | None = None  # the file of the output
 
 
 @dataclass(frozen=True)

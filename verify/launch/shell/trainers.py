@@ -73,10 +73,7 @@ def _trainer_index(words: Sequence[ShellValue]) -> int | None:
 
 
 def count_processes(before: Sequence[ShellValue]) -> Word | None:
-    """The number of processes that torchrun, deepspeed or accelerate starts, by the words before the trainer's.
-
-    None if another program starts the trainer, or if the number is unknown.
-    """
+    """The number of processes that torchrun, deepspeed or accelerate starts, or None for another program or number."""
     names = [os.path.basename(word.text) for word in before]
     launchers = (
         (at, counts) for at, name in enumerate(names) for program, counts in _COUNTED if program.fullmatch(name)

@@ -80,19 +80,15 @@ class Variable:
 
 @dataclass(frozen=True)
 class Start:
-    """A command that starts a trainer: its words, the words before them, and its environment.
-
-    `directory` is the working directory, or None after a `cd` that could not be followed. `program` is the word that
-    names the trainer.
-    """
+    """A command that starts a trainer: the trainer's words, the words before them, and its environment."""
 
     words: tuple[ShellValue, ...]
     before: tuple[ShellValue, ...]
     environment: Mapping[str, ShellValue]
     line: int
     file: Path | None
-    directory: Path | None
-    program: str = ""
+    directory: Path | None  # None after a `cd` that could not be followed
+    program: str = ""  # the word that names the trainer
 
     @property
     def program_file(self) -> Path | None:
@@ -214,10 +210,7 @@ class Shell:
 
 
 def merge_shells(first: Shell, second: Shell, why: str) -> dict[str, Variable]:
-    """The variables after one of two branches, if it is not known which: different scalars become unknown.
-
-    Arrays keep their common start; the elements after it get `why` as their condition.
-    """
+    """The variables after one of two branches: different scalars are unknown, different elements get a condition."""
     variables: dict[str, Variable] = {}
     for name in first.variables.keys() | second.variables.keys():
         left, right = first.variables.get(name), second.variables.get(name)
