@@ -6,14 +6,16 @@ options; slime 624b824 and miles 31f1ca9 `utils/arguments.py`, and their patches
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckptkit.converters.megatron.argument_table import ARGUMENTS
-from ckptkit.verify.launch.options.lists import numbers
 from ckptkit.verify.launch.options.names import trainer_switches
 
+_MAX_ITEMS, _MAX_NUMBER = 1 << 15, 1 << 31
+_TOO_MANY = f"more than {_MAX_ITEMS} numbers, or a number above {_MAX_NUMBER}"
 _CHARACTERS = re.compile(r"[\[\]\d+*(), ]*")
 
 
@@ -61,6 +63,43 @@ LAYOUT: Mapping[str, tuple[str, Any]] = {
     **_named(True, "account-for-embedding-in-pipeline-split", "account-for-loss-in-pipeline-split"),
     **_named(str, "pipeline-model-parallel-layout"),
 }
+
+
+def numbers(text: str) -> Any:
+    """The value of such an expression; nothing is executed. Raises ValueError for any other text."""
+    try:
+        return _evaluate(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, TypeError, RecursionError, MemoryError) as error:
+        raise ValueError("neither a number nor a list of numbers") from error
+
+
+def _evaluate(node: ast.expr) -> Any:
+    value: Any
+    match node:
+        case ast.Constant(value=int(number)):
+            value = number
+        case ast.List(elts=elements):
+            value = [int(_evaluate(element)) for element in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            value = _evaluate(left) + _evaluate(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            first, second = _evaluate(left), _evaluate(right)
+            if _size(first) * _size(second) > _MAX_ITEMS:
+                raise ValueError(_TOO_MANY)
+            value = first * second
+        case ast.Call(func=ast.Name(id="range"), args=arguments, keywords=[]):
+            value = range(*map(_evaluate, arguments))
+        case ast.Call(func=ast.Name(id="list"), args=[argument], keywords=[]):
+            value = list(_evaluate(argument))
+        case _:
+            raise ValueError(f"{ast.unparse(node)}: neither a number nor a list of numbers")
+    if _size(value) > (_MAX_NUMBER if isinstance(value, int) else _MAX_ITEMS):
+        raise ValueError(_TOO_MANY)
+    return value
+
+
+def _size(value: Any) -> int:
+    return abs(value) if isinstance(value, int) else len(value)
 
 
 def _frequency(text: str) -> int | list[int]:

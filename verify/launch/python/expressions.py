@@ -19,7 +19,7 @@ from ckptkit.verify.launch.python.values import (
     PythonFunction,
     State,
     Text,
-    TooMuchPythonError,
+    TooMuchError,
     Unknown,
     is_known,
     join_pieces,
@@ -99,9 +99,9 @@ def truth_of(value: Any) -> bool | None:
 
 
 def _items(collection: Any) -> list[Any]:
-    """The items of a collection. Raises TooMuchPythonError for a list that is too long."""
+    """The items of a collection. Raises TooMuchError for a list that is too long."""
     if not isinstance(collection, dict) and len(collection) > _MAX_ITEMS:
-        raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
+        raise TooMuchError(f"a list of more than {_MAX_ITEMS} items")
     return list(collection)
 
 
@@ -116,12 +116,8 @@ def _strip(text: Text, method: str) -> Any:
 
 def _range(*bounds: int) -> list[int]:
     if len(range(*bounds)) > _MAX_ITEMS:
-        raise TooMuchPythonError(f"a range of more than {_MAX_ITEMS} numbers")
+        raise TooMuchError(f"a range of more than {_MAX_ITEMS} numbers")
     return list(range(*bounds))
-
-
-def _length(value: Any) -> Any:
-    return len(value) if not isinstance(value, Unknown | Text) else Unknown("len(...)", "its length is not known")
 
 
 # Functions and methods that accept unknown values.
@@ -129,7 +125,9 @@ _LENIENT = frozenset({"str", "len", "print", "list", "tuple", "dict", "items", "
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{one.__name__: one for one in (int, float, bool, min, max, sum, abs, round, sorted, any, all)},
     "str": lambda value="": join_pieces(split_pieces(value)),
-    "len": _length,
+    "len": lambda value: (
+        Unknown("len(...)", "its length is not known") if isinstance(value, Unknown | Text) else len(value)
+    ),
     "range": _range,
     "list": lambda items=(), /: items if isinstance(items, Unknown) else list(items),
     "tuple": lambda items=(), /: items if isinstance(items, Unknown) else tuple(items),
@@ -256,11 +254,11 @@ class Expressions:
         if isinstance(symbol, ast.Mult) and any(isinstance(value, str | list | tuple) for value in (left, right)):
             items, times = (left, right) if not isinstance(left, int) else (right, left)
             if len(items) * max(0, times) > _MAX_ITEMS:
-                raise TooMuchPythonError("a list of more items than a model has layers")
+                raise TooMuchError("a list of more items than a model has layers")
         if isinstance(symbol, ast.Mod) and isinstance(left, str):
             return unknown_expression(node, "a format that is not worked out here")
         if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) + len(right) > _MAX_ITEMS:
-            raise TooMuchPythonError(f"a list of more than {_MAX_ITEMS} items")
+            raise TooMuchError(f"a list of more than {_MAX_ITEMS} items")
         result = _ARITHMETIC[type(symbol)](left, right)
         if isinstance(result, int) and abs(result) > _MAX_INTEGER:
             return unknown_expression(node, "a number that no option takes")
@@ -345,7 +343,7 @@ class Expressions:
             return unknown_expression(node, "a change of a text that is not worked out here")
         result = function.call(*arguments, **named)
         if isinstance(result, str) and len(result) > MAX_CHARACTERS:
-            raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
+            raise TooMuchError(f"a text has more than {MAX_CHARACTERS} characters")
         return result
 
     def _join(self, node: ast.expr, function: Builtin, texts: Any) -> Any:

@@ -29,7 +29,7 @@ from ckptkit.verify.launch.python.values import (
     Piece,
     PythonFunction,
     State,
-    TooMuchPythonError,
+    TooMuchError,
     Unknown,
     join_pieces,
     split_pieces,
@@ -86,7 +86,7 @@ def read_launcher(script: Path, arguments: Sequence[str], environment: Mapping[s
     except SyntaxError as error:
         place = f"{script}:{error.lineno}" if error.lineno else str(script)
         raise CkptkitError(f"{place}: {error.msg}", "check it with `python3 -m py_compile`") from error
-    except (TooMuchPythonError, RecursionError, MemoryError, ValueError) as error:
+    except (TooMuchError, RecursionError, MemoryError, ValueError) as error:
         return LaunchText(unresolved=(f"{script}: {why_unread(error)}, so it was not read to its end",))
     if not starts:
         hint = f"give a launcher that calls `{_START}`, or paste the command that it prints into a file"
@@ -223,7 +223,8 @@ def _shell_text(pieces: list[Piece], variables: dict[str, tuple[ShellValue, ...]
             variables[name] = tuple(ShellValue(word, (), script, None, piece.why) for word in shlex.split(inside))
             text += f"${{{name}[@]}} "
             continue
-        source = piece.source if isinstance(piece, Unknown) else "".join(map(_source, piece.pieces))
+        parts = [piece] if isinstance(piece, Unknown) else piece.pieces
+        source = "".join(part if isinstance(part, str) else getattr(part, "source", "...") for part in parts)
         # A word may be any number of options, unless it is the value of the option before it.
         is_value = any(word.startswith("--") and "=" not in word for word in text.split()[-1:])
         is_word = begins and isinstance(after, str) and (after[:1].isspace() or not after)
@@ -239,10 +240,6 @@ def _is_special(text: str) -> bool:
     except ValueError:
         return True
     return any(sign in text for sign in "$`\\")
-
-
-def _source(piece: Piece) -> str:
-    return piece if isinstance(piece, str) else piece.source if isinstance(piece, Unknown) else "..."
 
 
 def _option_lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ckptkit.verify.launch.python.values import (
     PythonFunction,
     State,
     Text,
-    TooMuchPythonError,
+    TooMuchError,
     Unknown,
     join_pieces,
     why_unread,
@@ -48,7 +49,7 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
             value = follower.call(follower.state, module, function, [], named, ast.fix_missing_locations(call))
         except (OSError, ValueError) as error:
             return Unknown(path.name, f"{path}: {getattr(error, 'strerror', None) or error}")
-        except (SyntaxError, TooMuchPythonError, RecursionError, MemoryError) as error:
+        except (SyntaxError, TooMuchError, RecursionError, MemoryError) as error:
             return Unknown(path.name, f"{path}: {why_unread(error)}")
         if isinstance(value, str | Text):
             return _join_lines(value)
@@ -67,10 +68,5 @@ def model_arguments(tool: Path, name: str, environment: Mapping[str, Any]) -> st
 def _join_lines(text: str | Text) -> str | Text:
     """A text with one blank between its words."""
     pieces = (text,) if isinstance(text, str) else text.pieces
-    joined = join_pieces(_one_line(piece) if isinstance(piece, str) else piece for piece in pieces)
+    joined = join_pieces(re.sub(r"\s+", " ", piece) if isinstance(piece, str) else piece for piece in pieces)
     return joined.strip() if isinstance(joined, str) else joined
-
-
-def _one_line(piece: str) -> str:
-    words = " ".join(piece.split())
-    return f"{' ' * piece[:1].isspace()}{words}{' ' * (piece[-1:].isspace() and bool(words))}"

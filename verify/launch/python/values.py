@@ -15,8 +15,8 @@ MAX_DEPTH = 40
 ENVIRONMENT = 0  # the key of the environment in `State.objects`
 
 
-class TooMuchPythonError(Exception):
-    """A file does more than a launch does; the message is the limit that it reached."""
+class TooMuchError(Exception):
+    """A script or file does more than a launch does; the message is the limit that it reached."""
 
 
 def why_unread(error: Exception) -> str:
@@ -102,10 +102,10 @@ class State:
     steps: list[int] = field(default_factory=lambda: [0])
 
     def step(self, count: int = 1) -> None:
-        """Counts work. Raises TooMuchPythonError after `MAX_STEPS`."""
+        """Counts work. Raises TooMuchError after `MAX_STEPS`."""
         self.steps[0] += count
         if self.steps[0] > MAX_STEPS or len(self.frames) > MAX_DEPTH:
-            raise TooMuchPythonError("it does more than a launch does")
+            raise TooMuchError("it does more than a launch does")
 
     def variable(self, name: Any, default: Any) -> Any:
         """`os.environ.get(name, default)`."""
@@ -146,7 +146,7 @@ def split_pieces(value: Any) -> tuple[Piece, ...]:
 
 
 def join_pieces(pieces: Iterable[Piece]) -> str | Text:
-    """A text of these parts, as a `str` if all of it is known. Raises TooMuchPythonError if it is too long."""
+    """A text of these parts, as a `str` if all of it is known. Raises TooMuchError if it is too long."""
     joined: list[Piece] = []
     for piece in pieces:
         if isinstance(piece, str) and joined and isinstance(joined[-1], str):
@@ -155,7 +155,7 @@ def join_pieces(pieces: Iterable[Piece]) -> str | Text:
             joined.append(piece)
     known = [piece for piece in joined if isinstance(piece, str)]
     if sum(map(len, known)) > MAX_CHARACTERS:
-        raise TooMuchPythonError(f"a text has more than {MAX_CHARACTERS} characters")
+        raise TooMuchError(f"a text has more than {MAX_CHARACTERS} characters")
     return "".join(known) if len(known) == len(joined) else Text(tuple(joined))
 
 

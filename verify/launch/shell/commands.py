@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit.verify.launch.python.model_args import TOOL, model_arguments
-from ckptkit.verify.launch.python.values import Unknown, split_pieces
+from ckptkit.verify.launch.python.values import TooMuchError, Unknown, split_pieces
 from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault
 from ckptkit.verify.launch.shell.expand import evaluate_arithmetic, resolve_path, separators
-from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, TooMuchError, Variable, join_texts, unknown_value
+from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Variable, join_texts, unknown_value
 
 Result = bool | None  # whether a command succeeded, or None if that is unknown
 # Whether the effect of a command is known, and its result.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ckptkit.verify.launch.python.values import TooMuchError
 from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault, calculate, integer
 from ckptkit.verify.launch.shell.lexer import Lexer
 from ckptkit.verify.launch.shell.operators import apply_operator
@@ -17,7 +18,6 @@ from ckptkit.verify.launch.shell.values import (
     Gap,
     Shell,
     ShellValue,
-    TooMuchError,
     join_texts,
     unknown_value,
 )
@@ -157,20 +157,18 @@ def _add_split(fields: _Fields, value: ShellValue, quoted: bool) -> None:
     if not value.gaps and marks and re.search(rf"^[{marks}]|[{marks}]\s*[{marks}]", value.text):
         fields.add(replace(value, gaps=(Gap(value.text, "IFS makes empty words of it"),)))
         return
-    for count, word in enumerate(_split_around_gaps(value, blanks) if value.gaps else _split(value, blanks)):
+    for count, word in enumerate(_split(value, blanks)):
         if count:
             fields.end()
         fields.add(word, quoted=False)
 
 
 def _split(value: ShellValue, blanks: str) -> list[ShellValue]:
-    pieces = re.split(f"[{re.escape(blanks)}]+", value.text) if blanks else [value.text]
-    return [replace(value, text=piece, gaps=(Gap(piece, FILES),) if _is_glob(piece) else ()) for piece in pieces]
-
-
-def _split_around_gaps(value: ShellValue, blanks: str) -> list[ShellValue]:
-    """The words of a text with gaps, each with its own gaps."""
+    """The words of a value, each with its own gaps."""
     text = value.text
+    if not value.gaps:
+        pieces = re.split(f"[{re.escape(blanks)}]+", text) if blanks else [text]
+        return [replace(value, text=piece, gaps=(Gap(piece, FILES),) if _is_glob(piece) else ()) for piece in pieces]
     for number, gap in enumerate(value.gaps):
         text = text.replace(gap.source, f"\0{number}\0", 1)
     if blanks.strip() or text.count("\0") != 2 * len(value.gaps) or not any(blank in text for blank in blanks):
@@ -285,8 +283,11 @@ def _parameter_values(shell: Shell, part: Parameter) -> list[ShellValue]:
     is_every = part.index in ("@", "*")
     if part.indirect:
         return _indirect(shell, part, values)
+    if part.length and not all(value.known for value in values or ()):
+        return [unknown_value(part.source, "not all of it is known")]
     if part.length:
-        return [_length(part, values or [])]
+        is_count = is_every or part.name in ("@", "*")
+        return [ShellValue(str(len(values or ()) if is_count else len(values[0].text if values else "")))]
     if part.operator in (":-", "-", ":=", "=", ":+", "+", ":?", "?"):
         return _assign_default(shell, part, values)
     if values is None and is_every and not shell.unresolved:
@@ -379,13 +380,6 @@ def _element(shell: Shell, part: Parameter, values: Sequence[ShellValue]) -> lis
     if index < -len(values):
         shell.unresolved[f"{shell.file or 'the text'}: {part.source}: bash stops, since the element is missing"] = None
     return [values[index]] if -len(values) <= index < len(values) else None
-
-
-def _length(part: Parameter, values: Sequence[ShellValue]) -> ShellValue:
-    if not all(value.known for value in values):
-        return unknown_value(part.source, "not all of it is known")
-    many = part.index in ("@", "*") or part.name in ("@", "*")
-    return ShellValue(str(len(values) if many else len(values[0].text if values else "")))
 
 
 def _indirect(shell: Shell, part: Parameter, values: list[ShellValue] | None) -> list[ShellValue]:

@@ -10,6 +10,7 @@ from ckptkit.verify.launch.shell.syntax import Literal, Node, ShellWord
 
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:\[([^]]*)\])?(\+?)=")
 _REDIRECT = re.compile(r"\d*(?:&>>|&>|<<<|<<-|<<|<>|<&|>&|>>|>\||<|>)(?!\()")
+_TEST_OPERATOR = re.compile(r"&&|\|\||[()<>;&|]")
 _RESERVED = re.compile(r"(?:[a-z]+|[{}!]|\[\[)(?=[\s;&|()<>]|$)")
 _ENDS = frozenset({"then", "do", "done", "fi", "else", "elif", "esac", "}"})
 _DEPTH = 60
@@ -124,7 +125,12 @@ class _Parser:
             node = self._subshell(line)
         else:
             return self._simple(line)
-        return syntax.CommandGroup((node,), line, silent=True) if self._skip_redirections() else node
+        silent = False
+        self.lexer.skip_blanks()
+        while self._at_redirect():
+            silent |= self._redirection()[1] is not None
+            self.lexer.skip_blanks()
+        return syntax.CommandGroup((node,), line, silent=True) if silent else node
 
     def _subshell(self, line: int) -> Node:
         self.lexer.take()
@@ -238,10 +244,8 @@ class _Parser:
             self._blank_lines()
             if not self.lexer.rest:
                 raise self.lexer.error("[[ is never closed", line)
-            if self.lexer.peek(2) in ("&&", "||"):
-                words.append(ShellWord((Literal(self.lexer.take(2)),), self.lexer.line))
-            elif self.lexer.peek() in ("(", ")", "<", ">", ";", "&", "|"):
-                words.append(ShellWord((Literal(self.lexer.take()),), self.lexer.line))
+            if operator := self.lexer.take_match(_TEST_OPERATOR):
+                words.append(ShellWord((Literal(operator[0]),), self.lexer.line))
             elif re.match(r"\]\](?:[\s;&|)]|$)", self.lexer.peek(3)):
                 self.lexer.take(2)
                 return syntax.Test(tuple(words), line)
@@ -264,7 +268,9 @@ class _Parser:
                 # After `export` and other declarations the name is also a word.
                 at = self.lexer.line - found[0].count("\n")
                 words += [ShellWord((Literal(found[1]),), at)] if words else []
-                assignments.append(self._assignment(found, at))
+                array = self._array() if self.lexer.peek() == "(" else None
+                value = self.lexer.word() if array is None else None
+                assignments.append(syntax.Assignment(found[1], bool(found[3]), at, value, array, found[2]))
             else:
                 words.append(self.lexer.word())
                 if len(words) == 1 and words[0].plain and self.lexer.peek() == "(":
@@ -272,12 +278,6 @@ class _Parser:
         if not words and not assignments and here is None and self.lexer.peek() not in ("", "\n", ";", "&", "|", ")"):
             raise self.lexer.error(f"unexpected {self.lexer.peek()!r}")
         return syntax.Simple(tuple(assignments), tuple(words), line, here, target)
-
-    def _assignment(self, found: re.Match[str], line: int) -> syntax.Assignment:
-        name, index, append = found.groups()
-        if self.lexer.peek() == "(":
-            return syntax.Assignment(name, bool(append), line, array=self._array(), index=index)
-        return syntax.Assignment(name, bool(append), line, value=self.lexer.word(), index=index)
 
     def _array(self) -> tuple[ShellWord, ...]:
         line, words = self.lexer.line, list[ShellWord]()
@@ -294,15 +294,6 @@ class _Parser:
 
     def _at_redirect(self) -> bool:
         return _REDIRECT.match(self.lexer.text, self.lexer.position) is not None
-
-    def _skip_redirections(self) -> bool:
-        """Skips redirections. Returns whether one of them takes the output."""
-        taken = False
-        self.lexer.skip_blanks()
-        while self._at_redirect():
-            taken |= self._redirection()[1] is not None
-            self.lexer.skip_blanks()
-        return taken
 
     def _redirection(self) -> tuple[ShellWord | None, ShellWord | None]:
         """Reads a redirection. Returns the text of a `<<<` or a heredoc, and the target of the output."""

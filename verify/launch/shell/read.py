@@ -16,11 +16,12 @@ from ckptkit.verify.launch.arguments import QAT_FLAG, QAT_GROUP
 from ckptkit.verify.launch.options.argv import Option, last, options_of
 from ckptkit.verify.launch.options.names import nearest
 from ckptkit.verify.launch.options.tables import OPTIONS, PATHS, SWITCH_NAMES
+from ckptkit.verify.launch.python.values import TooMuchError
 from ckptkit.verify.launch.shell.expand import BRACES
 from ckptkit.verify.launch.shell.parser import parse
 from ckptkit.verify.launch.shell.run import follow, run_substitution
 from ckptkit.verify.launch.shell.trainers import count_processes
-from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, TooMuchError, Variable, clipped
+from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, Variable, clipped
 from ckptkit.verify.launch.stacks.slime import unread
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
 
@@ -47,12 +48,16 @@ def read_script(
     `environment` contains the script's initial variables. Raises CkptkitError if the script cannot be read, is not
     bash, or starts no trainer.
     """
-    text = _read(script) if text is None and script is not None else text or ""
+    if text is None and script is not None:
+        try:
+            text = read_regular(script, _MAX_BYTES).decode(errors="replace")
+        except OSError as error:
+            raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script itself") from error
     place = str(script) if script else "the text"
     parameters = tuple(ShellValue(word) for word in arguments)
     shell = Shell(script, Path.cwd(), environment or {}, run_substitution, parameters, script=script)
     try:
-        follow(shell, parse(text, place))
+        follow(shell, parse(text or "", place))
     except TooMuchError as error:
         return LaunchText(unresolved=(f"{place}: {error}, so it was not read to its end",))
     except RecursionError:
@@ -84,13 +89,6 @@ def read_command(
     return _launch(shell, replace(shell.starts[0], line=line, words=words), [])
 
 
-def _read(script: Path) -> str:
-    try:
-        return read_regular(script, _MAX_BYTES).decode(errors="replace")
-    except OSError as error:
-        raise CkptkitError(f"{script}: {error.strerror}", "give the path of the launch script itself") from error
-
-
 def _without_trainer(shell: Shell, place: str, arguments: Sequence[str]) -> LaunchText:
     """The launch in a text that is only options, as pasted from a log. Raises CkptkitError for any other text."""
     if len(shell.lost) == 1 and not shell.unresolved:
@@ -119,18 +117,17 @@ def _launch(shell: Shell, start: Start, arguments: Sequence[str]) -> LaunchText:
 
 
 def _default_config(start: Start) -> Iterator[Word]:
-    """The program's default for `--config`, if the launch does not set it."""
-    is_set = any(value.text.partition("=")[0] == "--config" for value in start.words)
-    if start.program_file and not is_set and (path := _find_default(start.program_file)):
-        yield Word(f"--config={path}", start.file, start.line)
+    """`--config` with the default of a NeMo-RL program, if the launch does not set it.
 
-
-def _find_default(program: Path) -> Path | None:
-    """The path of `args.config = os.path.join(os.path.dirname(__file__), ...)` in a program of NeMo-RL, or None."""
+    The default is in `args.config = os.path.join(os.path.dirname(__file__), "a", "b.yaml")`.
+    """
+    program = start.program_file
+    if program is None or any(value.text.partition("=")[0] == "--config" for value in start.words):
+        return
     try:
         tree = ast.parse(read_regular(program, _MAX_PROGRAM).decode(errors="replace"))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+        return
     for node in ast.walk(tree):
         match node:
             case ast.Assign(targets=[ast.Attribute(attr="config")], value=ast.Call(args=[folder, *parts]) as call):
@@ -138,8 +135,8 @@ def _find_default(program: Path) -> Path | None:
                 is_join = ast.unparse(call.func) == "os.path.join"
                 is_here = ast.unparse(folder) == "os.path.dirname(__file__)"
                 if is_join and is_here and names and len(names) == len(parts):
-                    return program.parent.joinpath(*names)
-    return None
+                    yield Word(f"--config={program.parent.joinpath(*names)}", start.file, start.line)
+                    return
 
 
 def _word(value: ShellValue) -> Word:

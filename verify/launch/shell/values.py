@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
 from ckptkit.verify.core.issue import Issue
+from ckptkit.verify.launch.python.values import TooMuchError
 from ckptkit.verify.launch.shell.syntax import Node, Substitution
 
 # A script that needs more is not read to its end.
@@ -17,10 +18,6 @@ MAX_CHARACTERS = 1_000_000
 _SHOWN = 300  # of a word, for people
 _CHARACTERS_A_STEP = 500  # so that no more than 10 MB are taken apart
 MAX_DEPTH = 25
-
-
-class TooMuchError(Exception):
-    """A script does more than a launch does; the message is the limit that it reached."""
 
 
 def clipped(text: str) -> str:

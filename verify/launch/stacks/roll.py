@@ -21,9 +21,9 @@ from ckptkit.formats.detect import TRACKER
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
-from ckptkit.verify.launch.options.lists import numbers
 from ckptkit.verify.launch.options.names import settings
 from ckptkit.verify.launch.options.speculative import speculation_from_settings
+from ckptkit.verify.launch.options.tables import numbers
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
 from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides
