@@ -232,7 +232,6 @@ class Expressions:
         return unknown_expression(node, why)
 
     def _object_attribute(self, node: ast.expr, value: Object, name: str) -> Any:
-        """An attribute, a property or a method of an object."""
         attributes = self.state.objects[value.number]
         method = value.kind.methods.get(name)
         if name not in attributes and method is not None and isinstance(method.node, ast.FunctionDef):

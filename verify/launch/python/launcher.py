@@ -243,7 +243,6 @@ def _is_special(text: str) -> bool:
 
 
 def _option_lines(files: Sequence[Path]) -> dict[str, tuple[Path, int]]:
-    """The first place of each option."""
     places: dict[str, tuple[Path, int]] = {}
     for file in files:
         try:
@@ -268,7 +267,6 @@ def _add_places(
 
 
 def _environment(start: _Start, script: Path) -> Iterator[tuple[str, Word]]:
-    """The variables that the launcher sets for the trainer."""
     variables = start.named.get("extra_env_vars")
     for name, value in variables.items() if isinstance(variables, dict) else ():
         if isinstance(name, str) and isinstance(value, str):

@@ -85,7 +85,6 @@ class Follower:
                 self.state.frames = before
 
     def _imports(self, module: Module, statement: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, Any]]:
-        """The names that an import sets."""
         for alias in statement.names:
             if isinstance(statement, ast.Import):
                 name = alias.asname or alias.name.partition(".")[0]
@@ -397,7 +396,6 @@ class Follower:
                 expressions.value(value)
 
     def _change_environment(self, method: str, arguments: Sequence[Any], line: int) -> None:
-        """`os.environ.update(...)` and other methods."""
         variables = self.state.objects[ENVIRONMENT]
         why = f"the environment is changed at line {line}"
         first = arguments[0] if arguments else None
@@ -408,7 +406,6 @@ class Follower:
             variables.update({name: Unknown(name, why) for name in names})
 
     def _forget(self, module: Module, statement: ast.stmt, why: str) -> None:
-        """Makes every name and attribute that a statement may set unknown."""
         expressions = self.expressions(module)
         for node in ast.walk(statement):
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):

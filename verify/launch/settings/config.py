@@ -99,7 +99,6 @@ class Config(Settings):
         return replace(word, text=text)
 
     def _single(self, inner: str, at: tuple[str, ...], depth: int) -> str:
-        """The text of `${inner}` in other text."""
         node = self._value(inner, at, depth)
         if not isinstance(node, Word):
             raise UnresolvedError(f"${{{inner}}} is not a single value")

@@ -127,7 +127,6 @@ class _ValueParser:
         return self.quoted() if self.peek() and self.peek() in "'\"" else self.primitive()
 
     def entries(self, end: str, entry: Callable[[], _Entry]) -> Iterator[_Entry]:
-        """The entries between commas up to the bracket `end`, each read by `entry`."""
         self.position += 1
         self.skip_blanks()
         while self.peek() != end:

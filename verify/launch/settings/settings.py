@@ -68,6 +68,5 @@ class Settings:
         return key
 
     def _format(self, key: str) -> str:
-        """A key with its value and place, or "" if it is not set."""
         setting = self.get(key)
         return f"{self.name(key)} = {setting.value} ({setting.where})" if setting.word else ""

@@ -44,15 +44,15 @@ class _Expression:
     """The tokens of an expression with the current position; `get` and `put` read and set variables."""
 
     def __init__(self, text: str, get: Callable[[str], int], put: Callable[[str, int], None]) -> None:
-        self.tokens = [found.groups() for found in _TOKEN.finditer(text.strip())]
+        self.tokens = [*(match.groups("") for match in _TOKEN.finditer(text.strip())), ("", "", "")]
         self.position = 0
         self.get, self.put = get, put
         self.depth = 0
         self.skipped = 0  # number of enclosing parts that are not evaluated, such as the right side of `0 &&`
 
     def accept(self, *symbols: str) -> str:
-        symbol = self.tokens[self.position][2] if self.position < len(self.tokens) else ""
-        if not symbol or symbol not in symbols:
+        symbol = self.tokens[self.position][2]
+        if symbol not in symbols:
             return ""
         self.position += 1
         return symbol
@@ -109,7 +109,9 @@ class _Expression:
         if symbol := self.accept(*_PREFIXES):
             return _PREFIXES[symbol](self.unary())
         if symbol := self.accept("++", "--"):
-            name = self.name()
+            if not (name := self.tokens[self.position][1]):
+                raise ArithmeticFault("++ or -- without a name")
+            self.position += 1
             return self.set(name, self.get(name) + (1 if symbol == "++" else -1))
         if not self.accept("("):
             return self.operand()
@@ -119,15 +121,12 @@ class _Expression:
         return value
 
     def operand(self) -> int:
-        if self.position >= len(self.tokens):
-            raise ArithmeticFault("it ends too early")
         number, name, symbol = self.tokens[self.position]
-        if number:
-            self.position += 1
-            return _number(number)
-        if not name:
-            raise ArithmeticFault(f"unexpected {symbol!r}")
+        if not number and not name:
+            raise ArithmeticFault(f"unexpected {symbol!r}" if symbol else "it ends too early")
         self.position += 1
+        if number:
+            return _number(number)
         if symbol := self.accept("=", "+=", "-=", "*=", "/=", "%="):
             value = self.ternary()
             simple = {"+": _LEVELS[8]["+"], "-": _LEVELS[8]["-"], **_LEVELS[9]}
@@ -136,13 +135,6 @@ class _Expression:
         if symbol := self.accept("++", "--"):
             self.set(name, before + (1 if symbol == "++" else -1))
         return before
-
-    def name(self) -> str:
-        found = self.tokens[self.position][1] if self.position < len(self.tokens) else None
-        if not found:
-            raise ArithmeticFault("++ or -- without a name")
-        self.position += 1
-        return found
 
     def set(self, name: str, value: int) -> int:
         if not self.skipped:
@@ -183,6 +175,6 @@ def calculate(text: str, get: Callable[[str], int], put: Callable[[str, int], No
         raise ArithmeticFault("it is too long")
     expression = _Expression(text, get, put)
     value = expression.comma()
-    if expression.position != len(expression.tokens):
-        raise ArithmeticFault(f"unexpected {expression.tokens[expression.position]}")
+    if expression.position != len(expression.tokens) - 1:
+        raise ArithmeticFault(f"unexpected {''.join(expression.tokens[expression.position])!r}")
     return value

@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ckptkit.verify.launch.python.model_args import TOOL, model_arguments
 from ckptkit.verify.launch.python.values import TooMuchError, Unknown, split_pieces
@@ -45,16 +44,15 @@ def _model_arguments(shell: Shell, tool: ShellValue, model: ShellValue) -> Effec
     path = resolve_path(shell, tool.text) if tool.known and model.known else None
     if path is None or not path.is_file():
         return False, None
-    environment: dict[str, Any] = dict(shell.environment)
-    for name, value in shell.exported.items():
-        environment[name] = value.text if value.known else Unknown(f"${name}", "a variable that is not known")
-    arguments = model_arguments(path, model.text, environment)
+    unknown = {name: Unknown(f"${name}", "a variable that is not known") for name in shell.exported}
+    known = {name: value.text for name, value in shell.exported.items() if value.known}
+    arguments = model_arguments(path, model.text, {**shell.environment, **unknown, **known})
     if isinstance(arguments, str):
         _write(shell, f"{arguments}\n")
         return True, True
-    unknown = next(piece for piece in split_pieces(arguments) if not isinstance(piece, str))
+    piece = next(piece for piece in split_pieces(arguments) if not isinstance(piece, str))
     source = f"$({TOOL} {model.text})"
-    _write(shell, source, (Gap(source, unknown.why),))
+    _write(shell, source, (Gap(source, piece.why),))
     return True, None
 
 

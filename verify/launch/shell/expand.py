@@ -164,7 +164,6 @@ def _add_split(fields: _Fields, value: ShellValue, quoted: bool) -> None:
 
 
 def _split(value: ShellValue, blanks: str) -> list[ShellValue]:
-    """The words of a value, each with its own gaps."""
     text = value.text
     if not value.gaps:
         pieces = re.split(f"[{re.escape(blanks)}]+", text) if blanks else [text]
@@ -218,7 +217,6 @@ def _is_list(part: Parameter) -> bool:
 
 
 def _part_values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> list[ShellValue]:
-    """The values of one part, which are several for an array."""
     match part:
         case Arithmetic(text, source):
             try:
@@ -237,12 +235,10 @@ def _part_values(shell: Shell, part: Arithmetic | Substitution | Parameter) -> l
 
 
 def _condition(values: Sequence[ShellValue]) -> str:
-    """The first condition of these values."""
     return next((value.condition for value in values if value.condition), "")
 
 
 def _reason(values: Sequence[ShellValue]) -> str:
-    """Why the first unknown value is unknown."""
     first = next(value for value in values if not value.known)
     return "; ".join(gap.why for gap in first.gaps) or first.condition
 

@@ -173,7 +173,6 @@ class Lexer:
         return ShellWord(tuple(parts), line), begin
 
     def _dollar(self, quoted: bool) -> Part:
-        """A part that begins with `$` or a backtick."""
         start, line = self.position, self.line
         if self.peek() == "`":
             if not (found := self.take_match(_BACKTICKS)):
@@ -181,7 +180,7 @@ class Lexer:
             return Substitution(re.sub(r"\\([`\\$])", r"\1", found[1]), found[0], quoted, line)
         if self.peek(3) == "$((":
             self.take(3)
-            if (calculation := self._calculation()) is not None:
+            if (calculation := self._balanced("()", "))")) is not None:
                 return Arithmetic(calculation, self.text[start : self.position])
             self.position, self.line = start, line
         if self.peek(2) == "$(":
@@ -194,29 +193,25 @@ class Lexer:
             return Parameter(found[0], f"${found[0]}", quoted)
         return Literal("$", quoted)
 
-    def _calculation(self) -> str | None:
-        """The text up to `))`, or None if the parentheses enclose a command."""
+    def _balanced(self, brackets: str, end: str) -> str | None:
+        """Reads the text before `end` outside of brackets, or None if `end` does not follow."""
         start, depth = self.position, 0
-        while self.rest:
-            if self.peek(2) == "))" and not depth:
-                text = self.text[start : self.position]
-                self.take(2)
-                return text
-            depth += {"(": 1, ")": -1}.get(self.take(), 0)
-            if depth < 0:
-                return None
+        while self.rest and depth >= 0:
+            if self.peek(len(end)) == end and not depth:
+                self.take(len(end))
+                return self.text[start : self.position - len(end)]
+            depth += {brackets[0]: 1, brackets[1]: -1}.get(self.take(), 0)
         return None
 
     def calculation(self) -> str:
         """The text between `((` and `))`. Raises CkptkitError if `))` is missing."""
         line = self.line
         self.take(2)
-        if (text := self._calculation()) is None:
+        if (text := self._balanced("()", "))")) is None:
             raise self.error("(( is never closed", line)
         return text
 
     def _command(self, quoted: bool, readable: bool = True) -> Substitution:
-        """The command in the parentheses that begin here."""
         start, line = self.position, self.line
         self.take()
         while self.peek() != ")":
@@ -250,7 +245,6 @@ class Lexer:
             raise self.error("parentheses and braces are nested too deeply to be read")
 
     def _braces(self, quoted: bool) -> Part:
-        """`${...}`, with its argument as text."""
         self._deeper()
         start, line = self.position, self.line
         self.take(2)
@@ -258,7 +252,11 @@ class Lexer:
         self.take(len(mark))
         if not (found := self.take_match(_LONG_NAME)):
             raise self.error("${ without a name", line)
-        index = self._brackets() if self.peek() == "[" else None
+        index, at = None, self.line
+        if self.peek() == "[":
+            self.take()
+            if (index := self._balanced("[]", "]")) is None:
+                raise self.error("[ is never closed", at)
         match = self.take_match(_OPERATOR)
         operator = match[0] if match else ""
         begin = self.position
@@ -275,15 +273,3 @@ class Lexer:
         self.depth -= 1
         source = self.text[start : self.position]
         return Parameter(found[0], source, quoted, index, operator, argument, mark == "#", mark == "!")
-
-    def _brackets(self) -> str:
-        line = self.line
-        self.take()
-        start, depth = self.position, 0
-        while self.peek() != "]" or depth:
-            if not self.rest:
-                raise self.error("[ is never closed", line)
-            depth += {"[": 1, "]": -1}.get(self.take(), 0)
-        text = self.text[start : self.position]
-        self.take()
-        return text

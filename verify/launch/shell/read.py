@@ -219,7 +219,6 @@ def _may_be_options(value: ShellValue, name: str) -> bool:
 
 
 def _runtime_variables(before: Sequence[ShellValue], unresolved: dict[str, None]) -> Iterator[tuple[str, Word]]:
-    """The variables that `ray job submit --runtime-env-json` gives to the trainer."""
     for number, value in enumerate(before):
         name, equals, content = value.text.partition("=")
         if name != "--runtime-env-json":

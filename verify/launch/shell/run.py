@@ -16,13 +16,7 @@ from ckptkit.verify.launch.shell import syntax
 from ckptkit.verify.launch.shell.arithmetic import ArithmeticFault
 from ckptkit.verify.launch.shell.commands import Result, filter_text, run_known_command
 from ckptkit.verify.launch.shell.conditions import decide, negate
-from ckptkit.verify.launch.shell.expand import (
-    BRACES,
-    evaluate_arithmetic,
-    expand,
-    expand_text,
-    resolve_path,
-)
+from ckptkit.verify.launch.shell.expand import BRACES, evaluate_arithmetic, expand, expand_text, resolve_path
 from ckptkit.verify.launch.shell.operators import matches
 from ckptkit.verify.launch.shell.parser import parse
 from ckptkit.verify.launch.shell.syntax import Node
@@ -58,13 +52,9 @@ def follow(shell: Shell, nodes: Sequence[Node]) -> Outcome:
 def _node(shell: Shell, node: Node) -> Outcome:
     """Runs one command. Under `set -e` a failure ends the script, unless a condition uses the result."""
     flow, shell.result = _dispatch(shell, node)
-    match node:
-        case syntax.CommandGroup(subshell=is_checked):
-            pass
-        case syntax.Pipeline(negated=negated):
-            is_checked = not negated
-        case _:
-            is_checked = isinstance(node, syntax.Simple | syntax.Calculation | syntax.Test)
+    is_checked = isinstance(node, syntax.Simple | syntax.Calculation | syntax.Test)
+    is_checked |= isinstance(node, syntax.CommandGroup) and node.subshell
+    is_checked |= isinstance(node, syntax.Pipeline) and not node.negated
     if flow or shell.result is not False or shell.guarded or not is_checked or shell.errexit is False:
         return flow, shell.result
     if shell.errexit is None:
@@ -270,7 +260,6 @@ def _leave(shell: Shell, name: str, words: Sequence[ShellValue], line: int) -> O
 
 
 def _call(shell: Shell, body: Node, words: list[ShellValue]) -> Outcome:
-    """Calls a function, with the words as positional parameters."""
     before, uses, loops = shell.arguments, shell.argument_uses, shell.loops
     shell.arguments, shell.argument_uses, shell.callers, shell.loops = tuple(words[1:]), [], shell.callers + 1, 0
     shell.deeper()
@@ -394,7 +383,6 @@ def _body(nodes: Sequence[Node]) -> Body:
 
 
 def _if_command(shell: Shell, node: syntax.If, number: int) -> Outcome:
-    """Runs the branches of an `if` from `number` on."""
     if number == len(node.branches):
         return "", True
     conditions, body = node.branches[number]
@@ -407,7 +395,6 @@ def _if_command(shell: Shell, node: syntax.If, number: int) -> Outcome:
 
 
 def _case(shell: Shell, node: syntax.Case, subject: ShellValue, first: int) -> Outcome:
-    """Runs the branches of a `case` from `first` on."""
     for number in range(first, len(node.branches)):
         patterns = [expand_text(shell, pattern, is_pattern=True) for pattern in node.branches[number][0]]
         known = subject.known and all(pattern.known for pattern in patterns)
@@ -456,22 +443,24 @@ def _for(shell: Shell, node: syntax.For) -> Flow:
         if not value.known:
             return _for_unknown(shell, node, values)
         shell.assign(node.name, value)
-        flow = follow(shell, node.body)[0]
-        if flow == "maybe":
-            return _repeat(shell, node)
-        if (ended := _end_round(flow)) is not None:
+        if (ended := _round(shell, node)) is not None:
             return ended
     return ""
+
+
+def _round(shell: Shell, node: syntax.For | syntax.ForArithmetic | syntax.While) -> Flow | None:
+    """Runs the body of a loop. Returns the end of the loop, or None if the next round follows."""
+    flow = follow(shell, node.body)[0]
+    return _repeat(shell, node) if flow == "maybe" else _end_round(flow)
 
 
 def _for_unknown(shell: Shell, node: syntax.For, values: Sequence[ShellValue]) -> Flow:
     """Runs a loop over unknown words. A known word, or braces, make its body run for certain."""
     shell.forget(node.name, f"one of the words of a loop at {shell.place(node.line)}")
     refused = any(gap.source.startswith(("$((", "${!")) for value in values for gap in value.gaps)
-    if not refused and any(value.known or any(gap.why == BRACES for gap in value.gaps) for value in values):
-        flow = follow(shell, node.body)[0]
-        if flow != "maybe" and (ended := _end_round(flow)) is not None:
-            return ended
+    is_run = not refused and any(value.known or any(gap.why == BRACES for gap in value.gaps) for value in values)
+    if is_run and (ended := _round(shell, node)) is not None:
+        return ended
     return _repeat(shell, node)
 
 
@@ -508,10 +497,7 @@ def _while(shell: Shell, node: syntax.ForArithmetic | syntax.While) -> Flow:
             return _repeat(shell, node)
         if not result:
             return ""
-        flow = follow(shell, node.body)[0]
-        if flow == "maybe":
-            return _repeat(shell, node)
-        if (ended := _end_round(flow)) is not None:
+        if (ended := _round(shell, node)) is not None:
             return ended
         if isinstance(node, syntax.ForArithmetic):
             _calculate(shell, node.step)
@@ -595,7 +581,6 @@ def _is_near_script(shell: Shell, path: Path) -> bool:
 
 
 def _evaluate(shell: Shell, words: Sequence[ShellValue], line: int) -> Outcome:
-    """`eval WORDS`."""
     if all(word.known for word in words):
         return _run_text(shell, join_texts((word.text for word in words), " "), line)
     shell.report(line, "eval of a text that is not known")

@@ -58,7 +58,6 @@ def names_trainer(words: Sequence[str]) -> bool:
 
 
 def _trainer_index(words: Sequence[ShellValue]) -> int | None:
-    """The index of the word that names the trainer."""
     if words[0].text in _MENTIONS:
         return None
     launched = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 
 from ckptkit.core.isolation import HIDDEN, is_secret
@@ -225,16 +226,12 @@ def merge_shells(first: Shell, second: Shell, why: str) -> dict[str, Variable]:
 
 def _is_same_text(left: Variable, right: Variable) -> bool:
     """Whether both are one known text, which may be written in two places."""
-    if left.array or right.array or left.exported != right.exported or not (left.values and right.values):
-        return False
-    first, second = left.values[0], right.values[0]
-    return first.known and second.known and first.text == second.text
+    is_text = all(not side.array and side.values and side.values[0].known for side in (left, right))
+    return is_text and left.exported == right.exported and left.values[0].text == right.values[0].text
 
 
 def _merge_arrays(left: Variable | None, right: Variable | None, why: str) -> tuple[ShellValue, ...]:
     first, second = left.values if left else (), right.values if right else ()
-    same = 0
-    while same < min(len(first), len(second)) and first[same] == second[same]:
-        same += 1
-    rest = (*first[same:], *second[same:])
-    return (*first[:same], *(replace(value, condition=value.condition or why) for value in rest))
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))))
+    different = (*first[same:], *second[same:])
+    return (*first[:same], *(replace(value, condition=value.condition or why) for value in different))
