@@ -247,10 +247,10 @@ def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:
         location = locate(here)
         if location.is_hf:
             refuse_hf(hf, path)
-        return opened_at(location, hf)
+        return open_location(location, hf)
 
 
-def opened_at(location: Location, hf: str | Path | None = None) -> OpenedCheckpoint:
+def open_location(location: Location, hf: str | Path | None = None) -> OpenedCheckpoint:
     """The same of what was located."""
     stored = open_plain(location, hf)
     return OpenedCheckpoint(location, stored, stored, is_megatron=location.is_megatron)

@@ -29,7 +29,7 @@ from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
 from ckptkit.verify.core.report import Finding, Report, anchors, now
-from ckptkit.verify.core.run import looked_at, run_checks
+from ckptkit.verify.core.run import checked_stages, run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of, usable_config
@@ -151,7 +151,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
         reasons=outcome.reasons,
         model=own.model if own else model_of(subject),
         date=now(),
-        asked=looked_at(outcome.checks) + (["manifest"] if subject.options.manifest else []),
+        asked=checked_stages(outcome.checks) + (["manifest"] if subject.options.manifest else []),
         not_asked=([] if source else [own.source]) if own else _not_asked(subject),
     )
 
@@ -179,13 +179,13 @@ def _not_asked(subject: Subject) -> list[str]:
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     """The heat map of what the checks compared; bytes that no check read are not read for it."""
-    values, steps = subject.found(read_values), subject.found(rounding_of)
-    floats = subject.found(float_weights)
+    values, steps = subject.peek(read_values), subject.peek(rounding_of)
+    floats = subject.peek(float_weights)
     judged = floats.judged if floats else ()
     measured = [*of_values(values, judged, is_trained=subject.options.trained)] if values else []
     # What CK305 found of packed weights, and of those in floats: whether they are further off than rounding takes them.
     measured += [(name, Measured(steps=one.steps, failed=one.failed)) for name, one in (steps or {}).items()]
-    rounded = subject.found(float_rounding_of) or {}
+    rounded = subject.peek(float_rounding_of) or {}
     measured += [(name, Measured(failed=one.wrong > 0)) for name, one in rounded.items()]
     return heat_map(measured, findings)
 
@@ -252,7 +252,7 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
     """
     by_anchor = dict(zip(anchors(findings), findings, strict=True))
     weights = {
-        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names | one.explains)
+        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names | one.also_affected)
         for anchor, one in by_anchor.items()
     }
     causes: dict[str, str] = {}

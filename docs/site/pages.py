@@ -339,14 +339,14 @@ def _code(text: str) -> str:
 
 def command(check: Any) -> str:
     """The cheapest command that runs a check."""
-    from ckptkit.verify.core.check import WITNESSES
+    from ckptkit.verify.core.check import WITNESS_OPTIONS
 
     if check.stage == "launch":
         return "ckptkit preflight SCRIPT"
     if check.stage == "deltas":
         return "ckptkit verify DELTAS --source BASE"
     options = ["--source SRC"] if "source" in check.needs else []
-    options += [option for need, option in WITNESSES.items() if need in check.needs]
+    options += [option for need, option in WITNESS_OPTIONS.items() if need in check.needs]
     # Names that the text of a check gives away: it is skipped without them.
     named = {"CK120": "--manifest FILE"}
     named |= dict.fromkeys(("CK602", "CK603"), "--rollout-data FILE")

@@ -49,7 +49,7 @@ def test_release_of_an_engines_registry_is_tested(name: str) -> None:
 def test_rows_have_what_they_need_and_a_tested_release() -> None:
     """Where a release moved past a row, change `versions`; where it was mended, take out the row and its use."""
     for name, row in ROWS:
-        assert any(map(row.is_of, releases_of(name))), f"{row.id} of {name}: {row.versions} is of no tested release"
+        assert any(map(row.includes, releases_of(name))), f"{row.id} of {name}: {row.versions} is of no tested release"
         assert re.fullmatch(r">=\d+(\.\d+)+,<\d+(\.\d+)*", row.versions), "a range has two ends, so that it expires"
         assert row.effect in EFFECTS
         assert row.source
@@ -79,7 +79,7 @@ def test_every_row_is_asked_for() -> None:
     ],
 )
 def test_range_has_a_release(versions: str, release: str, is_of: bool) -> None:
-    assert Quirk("", versions, "", "", "").is_of(release) == is_of
+    assert Quirk("", versions, "", "", "").includes(release) == is_of
 
 
 def test_a_release_outside_a_range_has_no_such_quirk() -> None:

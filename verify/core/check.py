@@ -25,10 +25,10 @@ from ckptkit.verify.witnesses import registry
 
 NOTES, NOT_APPLICABLE = "notes", "not applicable"
 
-WITNESSES = {one.name: one.option for one in registry.WITNESSES}  # and the option that asks for each
+WITNESS_OPTIONS = {one.name: one.option for one in registry.WITNESSES}  # and the option that asks for each
 # What a check looks at, its stage, and how the verdict names that. `configuration` is JSON files and training
 # arguments; only preflight knows a `launch`. Of published deltas no other stage but `deltas` looks at anything.
-LOOKS_AT: dict[str, str] = {
+STAGE_LABELS: dict[str, str] = {
     "launch": "launch",
     "deltas": "deltas",
     "headers": "files",
@@ -42,7 +42,7 @@ LOOKS_AT: dict[str, str] = {
 }
 # What a check may need. `sound headers`: it reads every byte, which is not worth it while headers are wrong. A witness
 # must be asked for.
-NEEDS = frozenset({"sound headers", "source", *WITNESSES})
+NEEDS = frozenset({"sound headers", "source", *WITNESS_OPTIONS})
 # Folders of checks that are called otherwise than their stage.
 _STAGES = {"checks": "launch", "config": "configuration", "adapters": "adapter", "drafts": "draft"}
 _READS_EVERY_BYTE = ("values", "adapter", "draft", "deltas")
@@ -62,7 +62,7 @@ class Tally:
         self.tensors += tensors
         self.bytes += nbytes
 
-    def tell(self, text: str) -> None:
+    def add_to_verdict(self, text: str) -> None:
         """Adds what the verdict says of a check of the stage `behaviour`: what was compared with what."""
         self.facts.setdefault(BEHAVIOUR, []).append(text)
 
@@ -77,12 +77,12 @@ Run = Callable[[Subject, Tally], Iterator[Finding]]
 AppliesTo = Callable[[Subject], object]
 
 
-def where(find: Callable[[Subject], object], otherwise: str) -> AppliesTo:
-    """For a check of something that `find` returns; `otherwise` says that there is none."""
+def only_if(find: Callable[[Subject], object], reason: str) -> AppliesTo:
+    """For a check of something that `find` returns; `reason` says that there is none."""
 
     def applies(subject: Subject) -> None:
         if not find(subject):
-            raise NotApplicable(otherwise)
+            raise NotApplicable(reason)
 
     return applies
 
@@ -120,11 +120,11 @@ class Check:
     @property
     def asks_witness(self) -> bool:
         """Whether it runs only where the user asked for a witness."""
-        return not WITNESSES.keys().isdisjoint(self.needs)
+        return not WITNESS_OPTIONS.keys().isdisjoint(self.needs)
 
     def require_subject(self, subject: Subject) -> None:
         """Raises NotApplicable where it does not apply to this subject, or what it needs was not given."""
-        for witness, option in WITNESSES.items():
+        for witness, option in WITNESS_OPTIONS.items():
             if witness in self.needs and witness not in subject.against:
                 raise NotApplicable(f"{option} was not given")
         if self.applies_to is not None:
@@ -167,7 +167,7 @@ def check(
         if code in _CHECKS:
             raise ValueError(f"{code} is registered twice")
         one = _CHECKS[code] = Check(code, text.title, text.why, text.fix, run, own, failed=text.failed, **when)
-        if own not in LOOKS_AT or not NEEDS.issuperset(one.needs):
+        if own not in STAGE_LABELS or not NEEDS.issuperset(one.needs):
             raise ValueError(f"{code} is of the stage {own} and needs {one.needs}: one of these is unknown")
         return run
 

@@ -19,13 +19,12 @@ def warning_if(is_harmless: object) -> Severity:
 
 @dataclass(frozen=True)
 class Issue:
-    """What should be, what is, and the next move: without `hint` the check's `fix`.
+    """What a check expected, what it found, and how to fix it: `hint`, or the check's `fix` without one.
 
-    `names` are the tensors concerned. Issues of a check that differ in names alone are one: a check may yield one a
-    tensor. Names that differ in layer and expert numbers only become one finding, or all of this issue where `together`
-    is set; of no names there is no finding. None: it concerns `count` other things. `file` is the checkpoint where it
-    is left out (of a launch and of Megatron: nothing), and as text relative to that. `explains` are tensors that are
-    wrong for the same reason, and that other checks judge.
+    `names` are the tensors concerned, or None if the issue concerns `count` other things; no names give no finding.
+    Issues that differ only in `names` are merged. Names that differ only in layer and expert numbers become one
+    finding; with `as_one`, all names do. `file` is relative to the checkpoint and defaults to it (to nothing for a
+    launch and Megatron). `also_affected` are tensors with the same fault that other checks judge.
     """
 
     expected: str
@@ -35,9 +34,9 @@ class Issue:
     file: Path | str | None = ""
     rank: str | None = None
     severity: Severity = "error"
-    together: bool = False
+    as_one: bool = False
     count: int = 1
-    explains: Collection[str] = ()
+    also_affected: Collection[str] = ()
 
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
@@ -45,7 +44,7 @@ class Issue:
         file = public_url(str(self.file)) if self.file else None
         groups: Iterable[Collection[str] | None] = [None]
         if self.names is not None:
-            groups = [self.names] if self.together and self.names else group_by_pattern(self.names)
+            groups = [self.names] if self.as_one and self.names else group_by_pattern(self.names)
         for names in groups:
             yield Finding(
                 code,
@@ -58,7 +57,7 @@ class Issue:
                 self.rank,
                 self.severity,
                 names=frozenset(names or ()),
-                explains=frozenset(self.explains),
+                also_affected=frozenset(self.also_affected),
             )
 
 
@@ -72,7 +71,7 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
     try:
         for number, one in enumerate(issues):
             alike = (one.expected, one.actual, one.hint, one.file, one.rank, one.severity)
-            groups.setdefault(number if one.names is None or one.together else alike, []).append(one)
+            groups.setdefault(number if one.names is None or one.as_one else alike, []).append(one)
     except Exception as error:  # noqa: BLE001 - raised again behind what was found before it
         raised = error
     for several in groups.values():

@@ -41,7 +41,7 @@ class Finding:
     """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many.
 
     `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the
-    tensors, and `explains` others that are wrong for the same reason; neither is in the JSON.
+    tensors, and `also_affected` others that are wrong for the same reason; neither is in the JSON.
     """
 
     code: str
@@ -55,11 +55,11 @@ class Finding:
     severity: Severity = "error"
     cause: str | None = None
     names: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-    explains: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    also_affected: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The finding as in the JSON report."""
-        return {key: value for key, value in vars(self).items() if key not in ("names", "explains")}
+        return {key: value for key, value in vars(self).items() if key not in ("names", "also_affected")}
 
 
 @dataclass(frozen=True)

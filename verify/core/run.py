@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
-from ckptkit.verify.core.check import LOOKS_AT, Check, Tally, registered
+from ckptkit.verify.core.check import STAGE_LABELS, Check, Tally, registered
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Status
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
@@ -22,11 +22,11 @@ from ckptkit.verify.core.subject import Subject
 _LOG = logging.getLogger(__name__)
 
 
-def looked_at(results: Sequence[CheckResult]) -> list[str]:
+def checked_stages(results: Sequence[CheckResult]) -> list[str]:
     """What these checks looked at, as the verdict names it: less what every check of it skipped."""
     stages = {one.code: one.stage for one in registered()}
-    found = {LOOKS_AT[stages[one.code]] for one in results if one.status != "skipped"}
-    return [name for name in dict.fromkeys(LOOKS_AT.values()) if name in found]
+    found = {STAGE_LABELS[stages[one.code]] for one in results if one.status != "skipped"}
+    return [name for name in dict.fromkeys(STAGE_LABELS.values()) if name in found]
 
 
 Stop = tuple[str, tuple[str, ...]]  # why a check could not look, or not to the end, and the codes that report it

@@ -84,7 +84,7 @@ class Subject(OfKind):
         """The readers that count for an INT4 checkpoint; None: those of RL stacks."""
         return self.options.readers
 
-    def found(self, find: Callable[[Subject], T]) -> T | None:
+    def peek(self, find: Callable[[Subject], T]) -> T | None:
         """What `find`, a function under `@once`, has returned for it; None where it was not called."""
         return self._results.get((find,))
 

@@ -29,7 +29,7 @@ class Quirk:
     value: int = 0
     when: Mapping[str, Any] = field(default_factory=dict)
 
-    def is_of(self, release: str) -> bool:
+    def includes(self, release: str) -> bool:
         """Whether a release is one of its `versions`."""
         first, end = re.findall(r"[\d.]+", self.versions)
         return _numbers(first) <= _numbers(release) < _numbers(end)
@@ -55,7 +55,7 @@ def quirks(program: str, effect: str | None = None, release: str | None = None) 
     """The quirks of a release that have this effect, or any; without a release, those of any tested one."""
     releases = releases_of(program) if release is None else (release,)
     rows = [Quirk(**row) for row in _table(program)["quirk"]]
-    return tuple(row for row in rows if effect in (None, row.effect) and any(map(row.is_of, releases)))
+    return tuple(row for row in rows if effect in (None, row.effect) and any(map(row.includes, releases)))
 
 
 def quirk(program: str, quirk_id: str, release: str | None = None) -> Quirk | None:

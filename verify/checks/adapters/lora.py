@@ -20,7 +20,7 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.quant.engines.registry import engine_class
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject, once
@@ -84,7 +84,7 @@ def _has_base(subject: Subject) -> bool:
 
 
 _NO_BASE = "no base model was given as --source"
-_needs_base = where(_has_base, _NO_BASE)
+_needs_base = only_if(_has_base, _NO_BASE)
 
 
 @check("CK131", gate=True)
@@ -125,7 +125,7 @@ def _dropped(subject: Subject) -> Iterator[Issue]:
         for fault in settings.faults(pair, found):
             dropped[fault] += found.values()
     for fault, names in dropped.items():
-        yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, together=True)
+        yield Issue(fault.expected, fault.actual, _AS_IT_RAN, names=names, as_one=True)
 
 
 @check("CK132", begin=ask_peft)
@@ -157,7 +157,7 @@ def factors_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for fault in adapter.faults:
             names = None if fault.name is None else [fault.name]
             yield Issue(fault.expected, fault.actual, fault.hint or _AGAIN, names=names)
-        yield Issue("a pair for each weight that is targeted", "none", _AGAIN, names=adapter.unpaired, together=True)
+        yield Issue("a pair for each weight that is targeted", "none", _AGAIN, names=adapter.unpaired, as_one=True)
     # What has factors of zeros alone is for CK133 to say.
     has_more = adapter.saved or any(pair.magnitude is not None for pair in adapter.pairs)
     if has_more and not (adapter.faults or adapter.unknown) and (idle := adapter.idle()) is not None:
@@ -187,7 +187,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
         yield Issue(shape, f"shape {list(one.stored)}", names=[one.name])
     missing = [name for name in report.missing if not (stacked and ".experts." in name)]
     actual = "not stored: what was trained there is lost, and PEFT begins anew"
-    yield Issue("a tensor for each that PEFT trains", actual, _AGAIN, names=missing, together=True)
+    yield Issue("a tensor for each that PEFT trains", actual, _AGAIN, names=missing, as_one=True)
     if report.unmatched:
         actual = f"{', '.join(report.unmatched)}: {peft} has no such module, and goes by r and lora_alpha"
         hint = "leave it out, as the adapter was trained, or spell it as the end of a module's name"
@@ -204,7 +204,7 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
     actual = "not there: PEFT warns, and the adapter changes nothing; SGLang and vLLM take the names as they are"
     expected = f"{ROOT} before every name, where PEFT looks for it"
     bare = [name for name in files.specs if not name.startswith(ROOT)]
-    yield Issue(expected, actual, f"put {ROOT} before each name", names=bare, together=True)
+    yield Issue(expected, actual, f"put {ROOT} before each name", names=bare, as_one=True)
     zeros: dict[str, None] = {}
     for name, spec in files.specs.items():
         tensor = files.read([name])[name]
@@ -215,12 +215,12 @@ def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
             zeros[name] = None
     if (why := idle_reason(files)) is not None:
         actual = f"{why}: the adapter changes nothing"
-        yield Issue("an adapter that changes its base", actual, names=[*zeros] or None, together=True)
+        yield Issue("an adapter that changes its base", actual, names=[*zeros] or None, as_one=True)
         return
     factors, expected = [name for name in files.specs if FACTOR.fullmatch(name)], "factors that are not zero"
     if zeros and 2 * len(zeros) >= len(factors):
         hint = "only whole tensors or magnitudes change the base: was it saved before the first step?"
-        yield Issue(expected, "zeros", hint, names=zeros, together=True, severity="warning")
+        yield Issue(expected, "zeros", hint, names=zeros, as_one=True, severity="warning")
         return
     trained = {_of_layer(name) for name in files.specs if name not in zeros}
     for name in zeros:
@@ -278,10 +278,10 @@ def served_at_its_scale(subject: Subject, tally: Tally) -> Iterator[Issue]:
             odd[pair.scale, ", ".join(words)].append(pair.a.name)
     for (right, actual), names in odd.items():
         wanted = f"a scale of {right:g}"
-        yield Issue(wanted, actual, _MERGE_IT, names=names, severity="warning", together=True, file=None)
+        yield Issue(wanted, actual, _MERGE_IT, names=names, severity="warning", as_one=True, file=None)
 
 
-@check("CK136", needs=("source",), applies_to=where(_given_adapter, "no other adapter was given as --source"))
+@check("CK136", needs=("source",), applies_to=only_if(_given_adapter, "no other adapter was given as --source"))
 def equals_the_other(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor bit for bit, and what adapter_config.json makes of them."""
     here, there = adapter_files(subject), AdapterFiles(subject.source_path or Path())
@@ -345,4 +345,4 @@ def taken_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found.pop("", None)  # what no tested release is known to do
     for actual, names in found.items():
         hint = FLAT if actual == stacked else _MERGE_IT
-        yield Issue("every part of an adapter served", actual, hint, names=names, severity="warning", together=True)
+        yield Issue("every part of an adapter served", actual, hint, names=names, severity="warning", as_one=True)

@@ -16,7 +16,7 @@ from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.config.arguments import compared, hint_of, mismatches
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck
@@ -48,7 +48,7 @@ UNKNOWN: Final = "not there"
 @check(
     "CK701",
     preflight=True,
-    applies_to=where(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
+    applies_to=only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """`args` in common.pt, or run_config.yaml, against the HF config, with Megatron's defaults for absent ones."""
@@ -90,11 +90,11 @@ def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
     where = "config.json" if subject.is_hf else ""
     if is_another_model(here, there):
         tally.compared()
-        values, source = subject.found(read_values), describe_model(there)
+        values, source = subject.peek(read_values), describe_model(there)
         explains = {*values.compared, *values.only_here, *values.only_source} if values else ()
         actual = f"another model than the source: {describe_model(here)} instead of {source}"
         hint = "check --source, and the path of the checkpoint"
-        yield Issue(f"the model of the source: {source}", actual, hint, file=where, explains=explains)
+        yield Issue(f"the model of the source: {source}", actual, hint, file=where, also_affected=explains)
         return
     for one in config_differences(here, there, tally):
         expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
@@ -218,7 +218,7 @@ def is_parallel(subject: Subject) -> bool:
     return max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
 
 
-@check("CK703", preflight=True, applies_to=where(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"))
+@check("CK703", preflight=True, applies_to=only_if(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"))
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
 

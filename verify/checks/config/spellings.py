@@ -14,7 +14,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.engines.registry import engine_class
 from ckptkit.quant.engines.transformers_class import TIED, TIES, TieFlag
 from ckptkit.verify.checks.config.tokenizer import side_of
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
@@ -52,7 +52,9 @@ def _spelled_twice(subject: Subject) -> list[tuple[str, Mapping[str, Any]]]:
 
 
 @check(
-    "CK704", preflight=True, applies_to=where(_spelled_twice, "config.json states its rotary settings in one spelling")
+    "CK704",
+    preflight=True,
+    applies_to=only_if(_spelled_twice, "config.json states its rotary settings in one spelling"),
 )
 def rope_spellings_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Base, kind, factor and every other rotary setting, of v4 against v5."""
@@ -211,9 +213,9 @@ def keys_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if lacking:
         what, where = "it" if len(lacking) == 1 else "them", subject.config_root / "config.json"
         hint = f"add {what}, or take config.json from the release: transformers 5 does not write {what} when it saves"
-        yield Issue(f"{in_words(lacking)}, which SGLang's class reads", f"no {', '.join(lacking)}", hint, file=where)
+        yield Issue(f"{format_keys(lacking)}, which SGLang's class reads", f"no {', '.join(lacking)}", hint, file=where)
 
 
-def in_words(keys: Mapping[str, Any]) -> str:
+def format_keys(keys: Mapping[str, Any]) -> str:
     """The keys with their values as config.json spells them."""
     return ", ".join(f'"{key}": {json.dumps(value)}' for key, value in keys.items())

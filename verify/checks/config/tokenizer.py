@@ -14,7 +14,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -116,7 +116,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield unreadable(subject, here, "files that can be read", error)
 
 
-@check("CK720", applies_to=where(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
+@check("CK720", applies_to=only_if(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Any file with the words of a tokenizer; without one an error where the source has one, else a warning.
 

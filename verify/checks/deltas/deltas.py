@@ -15,7 +15,7 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject, once
@@ -57,7 +57,7 @@ def base_in(subject: Subject) -> HfCheckpoint | None:
     return base_of(chain, subject.source_path) if chain.full or subject.source_path else None
 
 
-_needs_base = where(base_in, "no --source was given, and no version is full")
+_needs_base = only_if(base_in, "no --source was given, and no version is full")
 
 
 def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issue]]) -> Iterator[Issue]:
@@ -68,7 +68,7 @@ def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issu
     for found in by_key(((one.file, one.expected, one.hint), one) for one in which(subject)).values():
         more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
         names = [name for one in found for name in one.names or ()]
-        yield replace(found[0], actual=f"{found[0].actual}{more}", names=names, together=True)
+        yield replace(found[0], actual=f"{found[0].actual}{more}", names=names, as_one=True)
 
 
 @check("CK221", applies_to=_needs_base)

@@ -15,7 +15,7 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, format_links
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -26,7 +26,7 @@ from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 _NUMBER = re.compile(r"\d+")
 
 
-only_hf = where(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
+only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
@@ -123,7 +123,7 @@ def _entries(shard: Shard) -> Iterator[Issue]:
     for (hint, _), faults in kinds.items():
         first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
         more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
-        yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, together=True)
+        yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, as_one=True)
 
 
 def _together(found: Sequence[str], expected: str, actual: str, hint: str = "") -> Issue:
@@ -286,4 +286,4 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     together = "\n".join(every)  # one look at all of them, since there are hundreds of thousands and as a rule none
     found = any(part in together for part in parts)
     odd = [name for name in every if any(part in name for part in parts)] if found else []
-    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, together=True)
+    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, as_one=True)

@@ -65,7 +65,7 @@ def arguments_fit_keys(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(specs))
     where = subject.megatron_files.weights / ".metadata"
     for argument, expected, actual, tensors in _against_args(stated, specs):
-        yield Issue(f"{argument}: {expected}", actual, names=tensors or None, together=True, file=where)
+        yield Issue(f"{argument}: {expected}", actual, names=tensors or None, as_one=True, file=where)
 
 
 def _against_args(stated: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, list[str]]]:
@@ -131,7 +131,7 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for want, actual in _layout_faults(
         found, stated if isinstance(stated, Mapping) else {}, _uneven_args(common.get("args"))
     ):
-        yield Issue(want, actual, names=found[actual], together=True, file=subject.megatron_files.weights)
+        yield Issue(want, actual, names=found[actual], as_one=True, file=subject.megatron_files.weights)
 
 
 _LAYOUTS = {

@@ -76,7 +76,7 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     if (change := renamed_of(subject)) is not None:
         known = change.promised.union(change.stored)
         wanted = f"names such as {min(change.promised)}"
-        yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
+        yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, as_one=True)
     if undeclared := undeclared_of(subject):
         known |= frozenset(undeclared.values())
         yield undeclared_issue(undeclared)
@@ -239,7 +239,7 @@ def leftovers(files: HfFiles) -> Iterator[Issue]:
         elif needed:
             hint = f"write {needed[0]} again without these tensors: others are only there"
         actual = f"{actual}; {_newest(files.root, [*homes])}"
-        yield Issue("each tensor in one shard", actual, f"{hint}; {_ASIDE}", names=names, together=True)
+        yield Issue("each tensor in one shard", actual, f"{hint}; {_ASIDE}", names=names, as_one=True)
     stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():

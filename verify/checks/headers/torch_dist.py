@@ -16,7 +16,7 @@ from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.verify.checks.headers.files import names_of, require_metadata
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
@@ -36,7 +36,7 @@ _BACKEND: Mapping[str, str | int] = {
 TRAINING_STATE = "training state"
 
 
-only_megatron = where(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
+only_megatron = only_if(lambda subject: subject.is_megatron, "an HF directory has no torch_dist files")
 
 
 @check("CK111", gate=True, applies_to=only_megatron)
@@ -125,7 +125,7 @@ def entries_inside(subject: Subject, tally: Tally) -> Iterator[Issue]:
         first, more = next(iter(gone)), len(gone) - 1
         which = f"{_short(first)} and {more} more are missing" if more else f"{_short(first)} is missing"
         actual, where = f"{which}, with {len(keys)} entries", files.weights if more else first
-        yield Issue("every file that .metadata names", actual, names=keys, together=True, file=where)
+        yield Issue("every file that .metadata names", actual, names=keys, as_one=True, file=where)
     for path in sorted(files.weights.glob("*.distcp")):
         if path not in files.blobs and path.stat().st_size:
             hint = "another save left it, or one that has not written its .metadata yet: move it elsewhere"
@@ -145,7 +145,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
         beyond = [key for (offset, length), found in stored.items() if offset + length > held for key in found]
         actual = f"{_short(path)} is cut off: {held} of {need} bytes; {len(beyond)} entries are beyond its end"
         hint = "copy it again, with the .metadata of the same save"
-        yield Issue(f"at least {need} bytes", actual, hint, names=beyond, together=True, file=path)
+        yield Issue(f"at least {need} bytes", actual, hint, names=beyond, as_one=True, file=path)
     end, before, shared = 0, "", {}
     for (offset, length), found in stored.items():
         if offset < end:
@@ -154,7 +154,7 @@ def _outside(path: Path, stored: Mapping[tuple[int, int], Sequence[str]]) -> Ite
     if shared:
         more = f"; and {len(shared) - 1} more in the same way" if len(shared) > 1 else ""
         actual, expected = next(iter(shared.values())) + more, "a byte range of its own for each entry"
-        yield Issue(expected, actual, names=shared, together=True, file=path)
+        yield Issue(expected, actual, names=shared, as_one=True, file=path)
 
 
 @check("CK113", gate=True, applies_to=only_megatron)

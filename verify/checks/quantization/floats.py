@@ -40,7 +40,7 @@ def stores_floats(subject: Subject) -> bool:
     return bool(stored_floats_of(subject)[1])
 
 
-def short(stored: StoredWeight) -> str:
+def format_name(stored: StoredWeight) -> str:
     """The name of its format: FP8, MXFP8, MXFP4, NVFP4."""
     return stored.layout.words.partition(" ")[0]
 
@@ -55,7 +55,7 @@ def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tall
         asked = module == "lm_head" and floats and floats.of_module and floats.of_module(module) is not None
         if module in forbidden and not asked:
             names = [stored.codes.name]
-            yield Issue(f"{forbidden[module]} unquantized", f"stored in {short(stored)}", hint, names=names)
+            yield Issue(f"{forbidden[module]} unquantized", f"stored in {format_name(stored)}", hint, names=names)
 
 
 def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
@@ -95,7 +95,7 @@ def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "readers treat the listed weights as BF16, their codes as values: store them in BF16, or declare the format"
     excluded = [name for name in odd if name.removesuffix(".weight") in listed_modules]
     for dtype, names in by_key((specs[name].dtype, name) for name in excluded).items():
-        yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, together=True)
+        yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, as_one=True)
 
 
 def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[Issue]:
@@ -103,7 +103,7 @@ def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]
     if stored.shape is None:
         yield Issue("codes of a matrix", str(list(stored.codes.shape)), _AGAIN, names=codes)
         return
-    without = f"{short(stored)} weights without"
+    without = f"{format_name(stored)} weights without"
     silent = "engines do not notice: SGLang and vLLM multiply by the old content, 1.0 or memory that was never written"
     if stored.scale not in specs:
         if stored.scale not in listed:
@@ -153,7 +153,7 @@ def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Ite
     some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
     unset = [known.message for engine in ("sglang", "vllm") if (known := quirk(engine, "input-scale-unset"))]
     hint = f"{' and '.join(unset)} then read memory that was never written: {_AGAIN}" if unset else _AGAIN
-    if short(lacking[0]) == "NVFP4":
+    if format_name(lacking[0]) == "NVFP4":
         hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
         hint += "; for weights alone, state quant_algo W4A16_NVFP4, or in compressed-tensors' config no activations"
     expected = f"{ending} with every weight of a format that quantizes activations"
@@ -223,7 +223,7 @@ def _repeated(subject: Subject) -> Iterator[Issue]:
         if not all(same_bytes(first, other) for other in others):  # of equal codes CK206 speaks
             names = [one.stored.scale for one in several]
             actual = f"the same {several[0].values} scales with other codes"
-            yield Issue("scales of its own for each weight", actual, names=names, together=True)
+            yield Issue("scales of its own for each weight", actual, names=names, as_one=True)
 
 
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:

@@ -88,9 +88,7 @@ def undeclared_issue(undeclared: Mapping[str, str]) -> Issue:
         f"missing, but {len(undeclared)} weights are stored in 8-bit floats with scales: readers take codes for values"
     )
     hint = "restore quantization_config from the release, or dequantize the weights and remove the scales"
-    return Issue(
-        "quantization_config in config.json", actual, hint, names=undeclared, file="config.json", together=True
-    )
+    return Issue("quantization_config in config.json", actual, hint, names=undeclared, file="config.json", as_one=True)
 
 
 @once

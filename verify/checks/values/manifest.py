@@ -13,14 +13,16 @@ from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from ckptkit.verify.checks.headers.files import file_of_tensor
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
 
-@check("CK120", stage="headers", applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"))
+@check(
+    "CK120", stage="headers", applies_to=only_if(lambda subject: subject.options.manifest, "no --manifest was given")
+)
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
 
@@ -56,7 +58,7 @@ _SLACK_S = 1  # as the client allows, since times of files are not exact
 _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 
 
-@check("CK124", applies_to=where(downloads, "the model hub's client has left no record of a download here"))
+@check("CK124", applies_to=only_if(downloads, "the model hub's client has left no record of a download here"))
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """SHA-256 (of small files git's SHA-1) of the weight files that loaders open, and of the files beside them.
 
@@ -80,7 +82,7 @@ def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
         place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
         expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
         names = None if shard is None else shard.specs
-        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, together=True)
+        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, as_one=True)
     if changed:  # files that are newer than their records: one warning for all of them
         when = _time((subject.path / changed[0]).stat().st_mtime), _time(records[changed[0]].time)
         actual = (

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
 from ckptkit.verify.checks.headers.files import names_of
-from ckptkit.verify.checks.values.values import counted
+from ckptkit.verify.checks.values.values import require_some
 from ckptkit.verify.core.check import Tally, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
@@ -43,7 +43,7 @@ def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for one in values.stats.values():
         tally.compared(nbytes=one.nbytes)
     for reason, lost in by_key((reason, name) for name, reason in values.unreadable.items()).items():
-        yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
+        yield Issue("bytes that can be read", reason, "copy the file again", names=lost, as_one=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
     yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
     wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
@@ -78,7 +78,7 @@ def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise NotApplicable(f"the run kept weights in fewer bits ({stated[0]}), so they are no rounded master weights")
     if not values.compared and not values.weights:
         raise NotApplicable("no float32 master weights of 16-bit weights are stored")
-    counted(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
+    require_some(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
     expected = "master weights that round to the stored weights"
     unlike = {name: found for name, found in values.compared.items() if found[0]}
     hint = "weights and optimizer are of different steps, or were mixed up in the save"

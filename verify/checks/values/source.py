@@ -16,8 +16,8 @@ from ckptkit.converters.adapter import Adapter
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import PACKED, packed_in
-from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, require_some, require_values
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.compare import TensorDiff
@@ -46,7 +46,7 @@ _ANEW, _ANEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
 
 
-values_kept = where(
+values_kept = only_if(
     lambda subject: not subject.options.trained, "values may differ from the source's with --trained (CK216)"
 )
 
@@ -91,7 +91,7 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     for names, others in _renamed(subject, lost, extra, values):
         actual = f"missing: its values are those of {summarize(others)}, which the source has not"
         hint = "rename it as in the source: a reader does not find a tensor under another name"
-        yield Issue("the tensor of the source", actual, hint, names=names, explains=others)
+        yield Issue("the tensor of the source", actual, hint, names=names, also_affected=others)
         lost = [name for name in lost if name not in names]
         extra = [name for name in extra if name not in others]
     yield Issue("the tensor of the source", "missing", names=lost)
@@ -106,7 +106,7 @@ def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[
         expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
         layers = set(layers_of(moved.names)) if moved.is_layers else set()
         packed = [name for name in judged if layer_of(name) in layers]
-        yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, explains=packed)
+        yield Issue(expected, moved.text, moved.hint, names=moved.names, as_one=True, also_affected=packed)
 
 
 def _renamed(
@@ -138,12 +138,12 @@ def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values
     share = f"{len(wrong)} of {len(values.compared)} tensors differ"
     if subject.adapter is None and _is_trained(wrong, values):
         hint = "add --trained if this was trained from the source: then values may differ; else convert again from it"
-        yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, together=True)
+        yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, as_one=True)
         return
     kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (values.compared, wrong))
     # No mistake in a mapping makes nearly all tensors of nearly all kinds differ.
     if len(wrong) > _MOST * len(values.compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds)):
-        yield Issue(expected, f"{share}: another model", hint, names=wrong, together=True)
+        yield Issue(expected, f"{share}: another model", hint, names=wrong, as_one=True)
         return
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
@@ -278,7 +278,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Weights that are quantized here and plain in the source are for CK305 to judge.
     """
     values, quantized = read_values(subject), float_weights(subject).judged
-    counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
+    require_some(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     fp32 = fp32_names(usable_config(subject))
     changed = by_key(
         ((one.source.dtype, one.actual.dtype, name in fp32), name)
@@ -299,7 +299,7 @@ def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
     "CK216",
     needs=("source",),
     explained_by=("CK124", "CK204", "CK205", "CK702"),
-    applies_to=where(
+    applies_to=only_if(
         lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"
     ),
 )
@@ -355,7 +355,7 @@ def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Iss
     if median(shares.values()) > _ANEW:
         actual = f"{len(odd)} of {len(shares)} matrices that differ have nothing in common with the source's"
         hint = "name the release that the training started from as --source"
-        yield Issue(expected, f"{actual}: another model", hint, names=odd, together=True)
+        yield Issue(expected, f"{actual}: another model", hint, names=odd, as_one=True)
         return
     hint = f"{_SAVE_AGAIN}: its values are those of another tensor, in another order, or were initialized anew"
     for names in group_by_pattern(odd):

@@ -31,7 +31,7 @@ from ckptkit.formats import yaml_text
 from ckptkit.quant.formats.floats.layout import SCALE_ENDINGS
 from ckptkit.quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from ckptkit.storage.regular import read_regular
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck
@@ -76,7 +76,7 @@ PARTS = (*(part for part in INT4_PARTS if part != WEIGHT_PACKED), *SCALE_ENDINGS
 _SCALES = (*PARTS, ".k_zero_point", ".v_zero_point")
 
 
-def counted(tally: Tally, names: Sized, none: str = _NONE_READ, *because: str) -> None:
+def require_some(tally: Tally, names: Sized, none: str = _NONE_READ, *because: str) -> None:
     """Counts tensors whose bytes CK201 or CK202 has counted. Raises CannotCheck where there are none, which CK201 says.
 
     `none` and `because` are the words and codes where others say it.
@@ -101,14 +101,14 @@ def readable(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for stats in values.values():
         tally.compared(nbytes=stats.nbytes)
     for names in by_key((_AT_BYTE.split(reason)[0], name) for name, reason in unreadable.items()).values():
-        yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, together=True)
+        yield Issue("bytes that can be read", _AT_BYTE.sub("", unreadable[names[0]]), names=names, as_one=True)
 
 
 @check("CK204", explained_by=("CK124",))
 def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """No NaN anywhere, and no infinity but that of a bound which leaves activations unclipped."""
     values = read_values(subject).stats
-    counted(tally, values)
+    require_some(tally, values)
     wrong = [name for name, one in values.items() if not one.finite]
     wrong = [name for name in wrong if not values[name].low == values[name].high == _UNCLIPPED.get(name[-4:])]
     for names, shared in _by_source(wrong, read_values(subject)):
@@ -120,7 +120,7 @@ def finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Constants that no training makes; the module's first lines say which may be."""
     values = read_values(subject).stats
-    counted(tally, values)
+    require_some(tally, values)
     verdicts: dict[tuple[Severity, str], list[str]] = defaultdict(list)
     config = usable_config(subject) or {}
     scales = scales_in_floats(subject)
@@ -194,7 +194,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     read = read_values(subject)
     values, same = read.stats, read.compared.keys() - read.differences.keys()
-    counted(tally, values)
+    require_some(tally, values)
     others = (expected_of(subject) or Expected({})).indices | scales_in_floats(subject)
     matrices = (name for name, one in values.items() if one.rows > 1 and not one.constant and name not in others)
     kinds = {name: pattern_of(name) for name in matrices if not name.endswith(PARTS)}
@@ -208,7 +208,7 @@ def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected, text, hint = "bytes of its own for each layer and expert", one.text, one.hint
         if is_same := same.issuperset(one.names):
             text, hint = f"as in the source, {text}", "ask the author of the source whether that is intended"
-        yield Issue(expected, text, hint, names=one.names, together=True, severity=warning_if(is_same))
+        yield Issue(expected, text, hint, names=one.names, as_one=True, severity=warning_if(is_same))
 
 
 # Of mergekit, which writes it beside the weights. Source: mergekit `config.py`, `plan.py` and `merge.py`.
@@ -241,7 +241,7 @@ def _are_copies(names: Sequence[str], origins: Sequence[tuple[str, int]]) -> boo
 
 @check(
     "CK211",
-    applies_to=where(
+    applies_to=only_if(
         lambda here: here.is_hf and (tied := tied_head_of(here)) and tied[0] in here.hf_files.specs,
         "no output layer is stored with tied embeddings",
     ),
@@ -271,7 +271,7 @@ _LARGEST = 64.0
 def not_denormal(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Some number of each tensor that is not zero is at least 2**-126 (about 1.2e-38), as every weight in use is."""
     stats = read_values(subject).stats
-    counted(tally, stats)
+    require_some(tally, stats)
     for names in group_by_pattern(name for name, one in stats.items() if one.finite and one.denormal):
         largest = max(max(abs(stats[name].low), abs(stats[name].high)) for name in names)
         yield Issue("values of at least 1.2e-38", f"the largest is {largest:.3g}", names=names)
@@ -285,7 +285,7 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     same bits: then the source is to be asked.
     """
     values = read_values(subject)
-    counted(tally, values.stats)
+    require_some(tally, values.stats)
     kinds = _kinds(values.stats, parts_in_floats(subject))
     medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
     ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
@@ -306,7 +306,7 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     found = [name for kind in large for name in kinds[kind]]
     actual = f"{max(map(medians.__getitem__, large), default=0):.3g}, in the median of its kind"
     wanted, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same.issuperset(found))
-    yield Issue(wanted, actual, names=found, severity=severity, together=True)
+    yield Issue(wanted, actual, names=found, severity=severity, as_one=True)
 
 
 def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[str, bool], list[str]]:
@@ -323,7 +323,7 @@ def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[
     return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
 
-@check("CK209", applies_to=where(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))
+@check("CK209", applies_to=only_if(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))
 def padding_zero(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Rows beyond vocab_size: an error in `release/`, which a converter wrote, a warning in what training saved."""
     require_values(subject)
@@ -359,7 +359,7 @@ def _fp32_biases(subject: Subject) -> set[str]:
     return {name for name in _named(subject, "fp32") if "bias" in name}
 
 
-@check("CK210", explained_by=("CK202",), applies_to=where(_fp32_biases, "the model has no bias that must be float32"))
+@check("CK210", explained_by=("CK202",), applies_to=only_if(_fp32_biases, "the model has no bias that must be float32"))
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Not every number of a float32 router bias is one of bfloat16 too, which happens by chance once in 65536 for each.
 
@@ -368,19 +368,19 @@ def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     values, biases = read_values(subject), _fp32_biases(subject)
     looked_at = {name: one for name, one in values.stats.items() if _inside_model(name) in biases}
-    counted(tally, looked_at, f"{_NONE_READ}, or none of these biases is there", "CK201", "CK104")
+    require_some(tally, looked_at, f"{_NONE_READ}, or none of these biases is there", "CK201", "CK104")
     same = values.compared.keys() - values.differences.keys()
     hint = "compare with the release: unless it is so there, it was rounded to bfloat16 and stored as float32 again"
     names = [name for name, one in looked_at.items() if one.coarse and not one.constant and name not in same]
     yield Issue("values that need float32", "every value is exact in bfloat16", hint, names=names, severity="warning")
 
 
-@check("CK215", applies_to=where(lambda subject: _named(subject, "indices"), "the model has no table of experts"))
+@check("CK215", applies_to=only_if(lambda subject: _named(subject, "indices"), "the model has no table of experts"))
 def tables_name_experts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every number is that of an expert: from 0 to one less than there are."""
     values, tables = read_values(subject), _named(subject, "indices")
     looked_at = {name: one for name, one in values.stats.items() if _inside_model(name) in tables}
-    counted(tally, looked_at, f"{_NONE_READ}, or none of these tables is there", "CK201", "CK104")
+    require_some(tally, looked_at, f"{_NONE_READ}, or none of these tables is there", "CK201", "CK104")
     experts = dims_of(require_config(subject)).experts
     for name, one in looked_at.items():
         if one.low < 0 or one.high >= experts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.verify.checks.witnesses.megatron import finished, ranks_named
+from ckptkit.verify.checks.witnesses.megatron import format_ranks, require_finished
 from ckptkit.verify.core.check import Tally, check
 from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
@@ -43,7 +43,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
     best = min(bits)  # of the text that is predicted best
     if trained and best <= NO_TEXT:
-        tally.tell(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
+        tally.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
     if trained and best > POOR_TEXT:
         expected = f"at most {POOR_TEXT} bits a byte of the text that is predicted best"
         how = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
@@ -66,7 +66,7 @@ def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
     Computed in float32, and on GPUs also in the checkpoint's dtype, by modules of megatron-core alone.
     """
-    finished(subject)
+    require_finished(subject)
     prompts = prompts_of(config_of(subject), with_long=False)
     for dtype in computes_in(subject):
         yield from judge_run(run_megatron_logits(subject, prompts, dtype), subject, tally)
@@ -85,7 +85,7 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     reference, exact = run.reference, run.reference.exact
     noise = distance(reference.rounded, exact)
-    tally.tell("log-probabilities compared with transformers")
+    tally.add_to_verdict("log-probabilities compared with transformers")
     tally.facts.setdefault("log-probabilities in Megatron", []).extend(
         [
             f"megatron-core {run.version} in {run.dtype} ({run.sizes}, {run.device}) from transformers in "
@@ -105,5 +105,5 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint, rank = "compare the training arguments with the release (CK701, CK702)", None
     if len(wrong) < len(gaps):
         hint = "report it with the parallel sizes and the megatron-core version: the other ranks are within the limit"
-        rank = ranks_named(wrong)
+        rank = format_ranks(wrong)
     yield Issue(expected, f"mean {max(wrong.values()):.2g}", hint, rank=rank)

@@ -141,7 +141,7 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), running_engine(subject).label
-    tally.tell("log-probabilities compared with transformers")
+    tally.add_to_verdict("log-probabilities compared with transformers")
     tally.facts["log-probabilities"] = [
         f"{label} from transformers in float32: {found}",
         f"transformers in {dtype} from float32: {noise}",

@@ -16,9 +16,9 @@ from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from ckptkit.quant.ignore.names import spell
 from ckptkit.verify.checks.config.config import is_parallel
-from ckptkit.verify.checks.config.spellings import in_words, keys_of
+from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
-from ckptkit.verify.core.check import AppliesTo, Run, Tally, check, where
+from ckptkit.verify.core.check import AppliesTo, Run, Tally, check, only_if
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
@@ -220,7 +220,7 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
 
 @each_engine(
     5,
-    applies_to=where(
+    applies_to=only_if(
         lambda subject: (config := usable_config(subject)) is None or dims_of(config).experts > 0,
         "the model has no routed experts",
     ),
@@ -259,7 +259,7 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             )
 
 
-@each_engine(7, applies_to=where(is_parallel, "no parallel sizes were asked for"))
+@each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were asked for"))
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
     if engine_sizes(engine, subject) is None:
@@ -275,7 +275,7 @@ def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Itera
 
 @each_engine(
     8,
-    applies_to=where(
+    applies_to=only_if(
         lambda subject: (config := usable_config(subject)) is not None and of_draft(config),
         "there are no multi-token prediction layers",
     ),
@@ -289,7 +289,7 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         if weights_of(config_of(subject)):
             hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
         expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
-        yield Issue(expected, str(failure), hint, names=report.draft, together=True)
+        yield Issue(expected, str(failure), hint, names=report.draft, as_one=True)
         return
     if draft is None:
         nothing = f"{engine.label} was given no tensor of the multi-token prediction layers"
@@ -315,7 +315,7 @@ def why_refused(engine: EngineFacts, message: str, lacking: Mapping[str, Any]) -
     release = "take config.json from the release: transformers 5 writes the keys that its own class knows"
     for key, value in lacking.items():
         if key.rpartition(".")[2] == match[1]:
-            return f"add {in_words({key: value})} to config.json, or {release}"
+            return f"add {format_keys({key: value})} to config.json, or {release}"
     return f"{engine.label} reads {match[1]} of config.json, which does not have it: {release}"
 
 

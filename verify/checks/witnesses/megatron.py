@@ -11,7 +11,7 @@ from ckptkit.converters.planner import dims_of, rules_in
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject, once
@@ -27,7 +27,7 @@ _ROUTER_BIAS = ".router.expert_bias"
 @once
 def stages_held(subject: Subject) -> Stages:
     """The pipeline that Megatron was loaded in: the layers of every chunk of every stage; none of a pipeline of one."""
-    held = {report.pp: report.layers for report in finished(subject).reports}
+    held = {report.pp: report.layers for report in require_finished(subject).reports}
     return Stages(staged_dims(subject).layers, held if len(held) > 1 else {})
 
 
@@ -36,7 +36,7 @@ def _names(subject: Subject) -> list[str]:
     return [rule.megatron for rule in rules_in(config_of(subject), subject.checkpoint.specs)]
 
 
-def finished(subject: Subject) -> MegatronRun:
+def require_finished(subject: Subject) -> MegatronRun:
     """The run of Megatron.
 
     Raises CannotCheck where Megatron could not be asked or did not load.
@@ -65,7 +65,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "a trainer gets the root and loads the iteration in its tracker: write it, or verify the other one"
         yield Issue("the tracker next to it names this checkpoint", run.not_found, hint)
     for error in dict.fromkeys(run.failures.values()):
-        failed = ranks_named(rank for rank, found in run.failures.items() if found == error)
+        failed = format_ranks(rank for rank, found in run.failures.items() if found == error)
         hint = "this is Megatron's own error; training would stop on it too"
         yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
@@ -80,7 +80,7 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
     expected = "on disk, because Megatron asks for it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
     for names in group_by_pattern(askers):
-        asking = ranks_named(rank for name in names for rank in askers[name])
+        asking = format_ranks(rank for name in names for rank in askers[name])
         yield Issue(expected, "not on disk", hint, names=names, rank=asking)
     if subject.options.megatron.ranks:
         tally.note(f"--ranks: only {ranks} are looked at; the other ranks are not")
@@ -100,7 +100,7 @@ def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> It
 @check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
 def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
-    run = finished(subject)
+    run = require_finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
         tally.compared(nbytes=tensor.nbytes)
@@ -121,14 +121,14 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
 @check("CK403", stage="megatron", needs=("megatron",))
 def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """Global layer numbers, as Megatron counts them, of every pipeline stage."""
-    run = finished(subject)
+    run = require_finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
         tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             hint = "ranks of one pipeline stage must hold the same layers"
-            yield Issue(expected, actual, hint, rank=ranks_named([report.rank]))
+            yield Issue(expected, actual, hint, rank=format_ranks([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
     facts = tally.facts["pipeline stages"] = list[str]()
     for stage, chunks in sorted(stages.items()):
@@ -148,12 +148,15 @@ _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.we
     "CK404",
     stage="megatron",
     needs=("megatron",),
-    applies_to=where(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
+    applies_to=only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
 )
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""
     asked = by_key(
-        (key, box) for report in finished(subject).reports for key, boxes in report.asked.items() for box in boxes
+        (key, box)
+        for report in require_finished(subject).reports
+        for key, boxes in report.asked.items()
+        for box in boxes
     )
     for key, shape in _shapes(subject).items():
         if key not in asked:
@@ -187,7 +190,7 @@ def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
 Seen = tuple[int, TensorSeen]
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """`rank 3` or `ranks 0..1`."""
     distinct = set(ranks)
     return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
@@ -210,7 +213,7 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
     for move in explain_moves(whose, stages):
         expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
         ranks = _ranks_of(move.names, differing)
-        yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, together=True)
+        yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, as_one=True)
     yield from _differing([pair for pair in differing if whose.get(pair[1].name, "") is None], where)
 
 
@@ -238,7 +241,7 @@ def _by_name(seen: Iterable[Seen]) -> dict[str, TensorSeen]:
 
 def _ranks_of(names: Iterable[str], seen: Iterable[Seen]) -> str:
     wanted = set(names)
-    return ranks_named(rank for rank, tensor in seen if tensor.name in wanted)
+    return format_ranks(rank for rank, tensor in seen if tensor.name in wanted)
 
 
 def _whose(seen: Sequence[Seen]) -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from ckptkit.converters.config.values import language_part
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.verify.checks.witnesses.engine import FURTHEST
-from ckptkit.verify.core.check import Tally, check, where
+from ckptkit.verify.core.check import Tally, check, only_if
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
@@ -64,7 +64,7 @@ def gap(
     return LogprobGap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
 
 
-_has_rollout = where(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
+_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
 
 
 @check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
@@ -130,7 +130,7 @@ def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> 
     (apart, noise), who = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
     tally.compared(apart.tokens)
-    tally.tell("recorded log-probabilities compared with transformers")
+    tally.add_to_verdict("recorded log-probabilities compared with transformers")
     facts = tally.facts.setdefault("log-probabilities of the rollout", [])
     facts.append(f"{who} from transformers in float32, {apart.tokens} tokens of {len(rows)} samples: {apart}")
     facts.append(f"that is {apart.mean / unit:.2f} times the noise, transformers in {dtype} from float32: {noise}")
@@ -193,7 +193,7 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck(f"{home} has no tokenizer to render the recorded prompts with")
     renderings = run_templates(subject)
     tally.compared(len(renderings))
-    tally.tell("recorded prompts compared with transformers")
+    tally.add_to_verdict("recorded prompts compared with transformers")
     assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
     tally.facts["prompts of the rollout"] = [f"{len(renderings)} different ones rendered by transformers"] + [
         f"equal with {option}, which the file does not record (sample {index})" for option, index in assumed.items()

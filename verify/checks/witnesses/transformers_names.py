@@ -82,7 +82,7 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     of_class, wrong = report.model_class, partial(Issue, file=where)
     for names in _parts(report.missing, report.own):
         lost = "missing: transformers fills this weight with random numbers"
-        yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, together=True)
+        yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, as_one=True)
     for name, (taken, *others) in report.aliases.items():
         stored = subject.checkpoint.read([taken, *others])
         if odd := [other for other in others if not same_bytes(stored[taken], stored[other])]:
