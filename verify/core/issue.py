@@ -1,4 +1,4 @@
-"""An issue as a check reports it, and how the issues of a check become findings of a report."""
+"""Issues, which checks report, and their conversion to the findings of a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.verify.evidence.folding import group_by_pattern
 
 
 def warning_if(is_harmless: object) -> Severity:
-    """The severity of an issue that is an error, unless something is the case."""
+    """The severity `warning` if the issue is harmless, else `error`."""
     return "warning" if is_harmless else "error"
 
 
@@ -40,7 +40,7 @@ class Issue:
 
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
-        # Its last part is shown without the scheme that would make it a URL.
+        # The file is shown without the scheme that would make it a URL.
         file = public_url(str(self.file)) if self.file else None
         groups: Iterable[Collection[str] | None] = [None]
         if self.names is not None:
@@ -62,9 +62,9 @@ class Issue:
 
 
 def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> Iterator[Finding]:
-    """The findings of the check `code`, of all issues before an exception too, which is raised behind them.
+    """Yields the findings of the check `code`, including those of issues before an exception, then raises that.
 
-    `root`: the checkpoint; None where issues name their files as they are.
+    `root` is the directory of relative files, or None if files stay as they are.
     """
     groups: dict[object, list[Issue]] = {}
     raised: Exception | None = None
@@ -72,7 +72,7 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
         for number, one in enumerate(issues):
             alike = (one.expected, one.actual, one.hint, one.file, one.rank, one.severity)
             groups.setdefault(number if one.names is None or one.as_one else alike, []).append(one)
-    except Exception as error:  # noqa: BLE001 - raised again behind what was found before it
+    except Exception as error:  # noqa: BLE001 - raised again after the findings
         raised = error
     for several in groups.values():
         first, file = several[0], several[0].file
@@ -84,6 +84,6 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
 
 
 def _as_hint(fix: str) -> str:
-    """The `fix` of a check as findings write their next moves: without the capital and the stop of a sentence."""
+    """A check's `fix` as a hint: without the capital and the full stop of a sentence."""
     begins_with_word = fix[:2].istitle() or fix[1:2] == " "
     return (fix[:1].lower() + fix[1:] if begins_with_word else fix).removesuffix(".")
