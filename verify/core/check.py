@@ -1,4 +1,4 @@
-"""Defines and registers checks.
+"""Defines and registers checks. All names that a check needs can be imported from here.
 
 A check is a generator of issues. Its `Tally` counts the tensors that it compared; a check that compared nothing fails,
 because it proved nothing. Every function in `verify/checks/` with `@check` is one; no list names them.
@@ -15,10 +15,15 @@ from typing import TypedDict, Unpack
 
 from ckptkit.verify import checks as general
 from ckptkit.verify.core.catalogue import Wording, wording_of
-from ckptkit.verify.core.issue import Issue, collect
+from ckptkit.verify.core.issue import Issue as Issue
+from ckptkit.verify.core.issue import collect
+from ckptkit.verify.core.issue import warning_if as warning_if
 from ckptkit.verify.core.report import BEHAVIOUR, Finding
-from ckptkit.verify.core.skip import NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.report import Severity as Severity
+from ckptkit.verify.core.skip import CannotCheck as CannotCheck
+from ckptkit.verify.core.skip import NotApplicable as NotApplicable
+from ckptkit.verify.core.subject import Subject as Subject
+from ckptkit.verify.core.subject import once as once
 from ckptkit.verify.launch import checks as of_launches
 from ckptkit.verify.witnesses import registry
 

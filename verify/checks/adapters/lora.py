@@ -21,10 +21,17 @@ from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.shard import Fault
 from ckptkit.formats.hf.side_files import without_quantization
 from ckptkit.quant.engines.registry import engine_class
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import (
+    CannotCheck,
+    Issue,
+    NotApplicable,
+    Subject,
+    Tally,
+    check,
+    once,
+    only_if,
+    warning_if,
+)
 from ckptkit.verify.evidence.compare import compare
 from ckptkit.verify.evidence.folding import EXPERT
 from ckptkit.verify.evidence.plain import plain

@@ -16,11 +16,7 @@ from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.config.arguments import compared, hint_of, mismatches
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from ckptkit.verify.evidence.folding import chunk_ranges
 from ckptkit.verify.evidence.reading import read_values

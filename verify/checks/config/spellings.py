@@ -14,11 +14,17 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.engines.registry import engine_class
 from ckptkit.quant.engines.transformers_class import TIED, TIES, TieFlag
 from ckptkit.verify.checks.config.tokenizer import side_of
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import (
+    CannotCheck,
+    Issue,
+    NotApplicable,
+    Severity,
+    Subject,
+    Tally,
+    check,
+    only_if,
+    warning_if,
+)
 from ckptkit.verify.evidence.expected import stated_config_of
 
 # How the names of an output layer end, in HF and in Megatron.

@@ -14,10 +14,7 @@ from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.printable import shortened
 from ckptkit.formats.detect import locate
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import is_of_no_family, require_config
 from ckptkit.verify.evidence.side.compare import side_differences
 from ckptkit.verify.evidence.side.texts import TextJob, ask_library

@@ -15,10 +15,7 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, once, only_if
 from ckptkit.verify.evidence.both_sides import threads
 from ckptkit.verify.evidence.folding import by_key
 

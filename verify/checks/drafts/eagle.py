@@ -12,10 +12,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
 from ckptkit.quant.engines.drafts import has_class, random_head, registries, unfilled
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.plain import plain
 from ckptkit.verify.quirks import quirk

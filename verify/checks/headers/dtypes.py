@@ -15,9 +15,7 @@ from ckptkit.formats.torch_save.records import Dtype
 from ckptkit.quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from ckptkit.verify.checks.headers.files import file_of_tensor, names_of
 from ckptkit.verify.checks.quantization.quantization_config import undeclared_of
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import Issue, Subject, Tally, check
 from ckptkit.verify.evidence.expected import (
     Expected,
     expected_of,

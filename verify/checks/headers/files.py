@@ -15,10 +15,7 @@ from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
 from ckptkit.formats.hf.side_files import is_read
 from ckptkit.storage.links import fetch_again, format_links
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
 from ckptkit.verify.evidence.files import HfFiles
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern

@@ -15,10 +15,7 @@ from ckptkit.core.specs import ranges, summarize
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, OF_FSDP
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.headers.torch_dist import only_megatron
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check
 from ckptkit.verify.evidence.folding import LAYER, MTP_LAYER, by_key
 
 _ROUTED = re.compile(r"(.+\.experts)\.experts\.(\d+)\.(.+)")

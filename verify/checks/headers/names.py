@@ -24,10 +24,7 @@ from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
 from ckptkit.verify.checks.headers.files import names_of, only_hf
 from ckptkit.verify.checks.headers.renamed import renamed_of
 from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
     Expected,

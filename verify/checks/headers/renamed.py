@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import Subject, once
 from ckptkit.verify.evidence.expected import expected_of, spelling_of
 from ckptkit.verify.evidence.folding import by_key
 

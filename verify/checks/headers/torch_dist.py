@@ -16,10 +16,7 @@ from ckptkit.formats.torch_dist.foreign_names import foreign_name
 from ckptkit.formats.torch_dist.reader import OF_FSDP, tiling_problem
 from ckptkit.formats.torch_dist.training_state import describe_state, training_state
 from ckptkit.verify.checks.headers.files import names_of, require_metadata
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.folding import group_by_pattern
 
 # Libraries with functions that run what a pickle gives them; Python 2's names stand for those of Python 3.

@@ -15,10 +15,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.side_files import stated_quantization
 from ckptkit.quant.formats.groups import is_cache_calibrated
 from ckptkit.quant.ignore.readers import BY_CLASS, severity_of_all, worst
-from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import Issue, Severity, Subject, Tally, warning_if
 from ckptkit.verify.evidence.expected import usable_config
 from ckptkit.verify.evidence.folding import group_by_pattern
 

@@ -18,10 +18,7 @@ from ckptkit.quant.ignore.readers import named_in_lists, refuses_own_format
 from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.quantization_config import misread_floats
-from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, warning_if
 from ckptkit.verify.evidence.expected import usable_config
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of

@@ -31,10 +31,7 @@ from ckptkit.verify.checks.quantization.floats import (
     stores_floats,
 )
 from ckptkit.verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once
 from ckptkit.verify.evidence.agreement import agreement
 from ckptkit.verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from ckptkit.verify.evidence.floats.stored import stored_floats_of

@@ -18,9 +18,7 @@ from ckptkit.quant.formats.modelopt import TWO_CONFIGS, differing_configs, flatt
 from ckptkit.quant.formats.scheme import BITS, FORMAT, GROUP_SIZES, IN_ORDER, listed, parse
 from ckptkit.quant.ignore.readers import BY_CLASS, severity_of, severity_of_all, worst
 from ckptkit.quant.patterns import check_entries
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, once
 from ckptkit.verify.evidence.expected import usable_config
 from ckptkit.verify.evidence.packed import int4_format_of
 

@@ -22,10 +22,7 @@ from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.floats import float_pairs, stores_floats
 from ckptkit.verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
 from ckptkit.verify.checks.values.source import values_kept
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check
 from ckptkit.verify.evidence.expected import is_quantized, require_config, usable_config
 from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
 from ckptkit.verify.evidence.floats.stored import float_scales_of, stored_floats_of

@@ -13,10 +13,7 @@ from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from ckptkit.verify.checks.headers.files import file_of_tensor
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, only_if
 from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
 

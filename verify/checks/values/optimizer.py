@@ -9,10 +9,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.values.values import require_some
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 from ckptkit.verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 

@@ -17,9 +17,7 @@ from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import PACKED, packed_in
 from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, require_some, require_values
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import Issue, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.compare import TensorDiff
 from ckptkit.verify.evidence.expected import (
     Expected,

@@ -31,11 +31,7 @@ from ckptkit.formats import yaml_text
 from ckptkit.quant.formats.floats.layout import SCALE_ENDINGS
 from ckptkit.quant.formats.part_names import INT4_PARTS, WEIGHT_PACKED
 from ckptkit.storage.regular import read_regular
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import (
     Expected,
     expected_of,

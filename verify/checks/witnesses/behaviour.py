@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.verify.checks.witnesses.megatron import format_ranks, require_finished
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.side_files import TOKENIZER
 from ckptkit.verify.witnesses.live.run import run_engine_reference

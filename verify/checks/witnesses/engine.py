@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.folding import group_by_pattern
 from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from ckptkit.verify.witnesses.live.run import (

@@ -18,11 +18,18 @@ from ckptkit.quant.ignore.names import spell
 from ckptkit.verify.checks.config.config import is_parallel
 from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
-from ckptkit.verify.core.check import AppliesTo, Run, Tally, check, only_if
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import (
+    AppliesTo,
+    CannotCheck,
+    Issue,
+    NotApplicable,
+    Run,
+    Severity,
+    Subject,
+    Tally,
+    check,
+    only_if,
+)
 from ckptkit.verify.evidence.expected import (
     config_of,
     is_cache_scale,

@@ -11,10 +11,7 @@ from ckptkit.converters.planner import dims_of, rules_in
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
 from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves

@@ -11,10 +11,7 @@ from ckptkit.converters.config.values import language_part
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.verify.checks.witnesses.engine import FURTHEST
-from ckptkit.verify.core.check import Tally, check, only_if
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.side_files import SideFiles
 from ckptkit.verify.witnesses.reference.activations import rounds_activations

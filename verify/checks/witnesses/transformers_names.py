@@ -13,10 +13,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from ckptkit.verify.checks.headers.files import names_of
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once
 from ckptkit.verify.evidence.expected import expected_of, is_of_no_family
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.folding import by_key, pattern_of
