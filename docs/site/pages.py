@@ -64,8 +64,8 @@ EXAMPLES = {
     ),
     "CK732": (
         "a byte-level tokenizer.json under LlamaTokenizerFast",
-        "tokenizer_config.json: expected a class that takes tokenizer.json as it is; actual tokenizer_class "
-        "'LlamaTokenizerFast': 'a b' is [64, 65] but [64, 294] in tokenizer.json",
+        "tokenizer_config.json: expected a class that uses tokenizer.json without changes; actual "
+        "tokenizer_class 'LlamaTokenizerFast': 'a b' is [64, 65] but [64, 294] in tokenizer.json",
     ),
     "CK215": (
         "a table of DeepSeek-V4 that went through bfloat16",
