@@ -55,7 +55,7 @@ EXAMPLES = {
     ),
     "CK142": (
         "a draft model whose d2t holds tokens where engines add the place",
-        "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are others, 4 stand twice",
+        "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are outside, 4 are repeated",
     ),
     "CK216": (
         "a trained mixture of experts whose experts 3 and 7 were exchanged on the way out of Megatron",
