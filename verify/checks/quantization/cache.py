@@ -1,4 +1,4 @@
-"""Finds scales of a quantized key-value cache that are missing, or stored otherwise than config.json declares."""
+"""Checks the scales of a quantized key-value cache against config.json."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 from ckptkit.converters.hf_names import layer_of
@@ -19,105 +20,95 @@ from ckptkit.verify.core.check import Issue, Severity, Subject, Tally, warning_i
 from ckptkit.verify.evidence.expected import usable_config
 from ckptkit.verify.evidence.folding import group_by_pattern
 
-# As compressed-tensors, ModelOpt and AutoFP8 name them.
+# The names in compressed-tensors, ModelOpt and AutoFP8.
 _SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
 _ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
-_SEVERITY: Mapping[str, Severity] = {"k": "error", "v": "warning"}  # by what is not stored
+_SEVERITY: Mapping[str, Severity] = {"k": "error", "v": "warning"}  # if this scale is missing
 _HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
+_SILENT = "transformers computes with uninitialized memory"
 
 
 def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Both scales of a layer's cache, in every layer or in none; compressed-tensors' static scheme requires them.
+    """Every layer has both scales of its cache, or no layer has any; compressed-tensors' static scheme requires them.
 
-    vLLM 0.26 takes a lone k_scale for both, does not start with a lone v_scale, and takes 1.0 where a layer has none
-    (`kv_cache.py`). transformers 5.12 then computes with memory that nobody wrote.
+    vLLM 0.26 uses a single k_scale for both, does not start with a single v_scale, and uses 1.0 in a layer without any
+    (`kv_cache.py`). transformers 5.12 then computes with uninitialized memory.
     """
-    found: dict[str, set[str]] = defaultdict(set)
+    scales: dict[str, set[str]] = defaultdict(set)
     attention: set[str] = set()
     for name in subject.hf_files.specs:
         if match := _SCALE.fullmatch(name):
             tally.compared()
-            found[match[1]].update(match[2] or match[3] or "kv")
+            scales[match[1]].update(match[2] or match[3] or "kv")
         elif match := _ATTENTION.fullmatch(name):
             attention.add(match[1])
     config = usable_config(subject)
     content = stated_quantization(config or {})
     calibrated = config is not None and is_cache_calibrated(content)
-    own = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # transformers alone misreads it
-    for lost, there in ("kv", "vk"):
-        names = [f"{module}.{there}_scale" for module, kinds in found.items() if lost not in kinds]
-        severity = worst((own, _SEVERITY[lost]))
-        actual = f"{lost}_scale is not stored"
-        yield Issue("scales of keys and of values", actual, _HINT, names=names, severity=severity)
-    if config is None or not (found or calibrated):
+    severity = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # only transformers misreads it
+    for lost, stored in ("kv", "vk"):
+        names = [f"{module}.{stored}_scale" for module, kinds in scales.items() if lost not in kinds]
+        expected, actual = "scales of keys and of values", f"{lost}_scale is not stored"
+        yield Issue(expected, actual, _HINT, names=names, severity=worst((severity, _SEVERITY[lost])))
+    if config is None or not (scales or calibrated):
         return
     layers = dims_of(config).layers
     attention = {name for name in attention if (layer_of(name) or 0) < layers and f"{name}.A_log" not in subject.specs}
     for group in group_by_pattern(sorted(attention)):
-        lacking = [name for name in group if name not in found]
-        if calibrated or (len(lacking) < len(group) and not found.keys().isdisjoint(group)):
-            silent = "transformers computes with memory that was never written, and engines use 1.0"
-            actual = f"none in {len(lacking)} of {len(group)} layers: {silent if calibrated else 'engines take 1.0'}"
+        lacking = [name for name in group if name not in scales]
+        if calibrated or (len(lacking) < len(group) and not scales.keys().isdisjoint(group)):
+            effect = f"{_SILENT}, and engines use 1.0" if calibrated else "engines use 1.0"
+            actual = f"none in {len(lacking)} of {len(group)} layers: {effect}"
             expected = "scales of each layer's cache" + calibrated * ", as the static kv_cache_scheme requires"
-            yield Issue(expected, actual, _HINT, names=lacking, severity=own)
+            yield Issue(expected, actual, _HINT, names=lacking, severity=severity)
     if calibrated:
-        several = [module for module in sorted(attention) if found.get(module, set()) >= {"k", "v"}]
-        yield from _as_compressed_tensors(subject, content["kv_cache_scheme"], config, several, tally)
+        modules = [module for module in sorted(attention) if scales.get(module, set()) >= {"k", "v"}]
+        yield from _against_scheme(subject, content["kv_cache_scheme"], config, modules, tally)
 
 
-def _as_compressed_tensors(
+def _against_scheme(
     subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], tally: Tally
 ) -> Iterator[Issue]:
-    """The tensors that compressed-tensors itself makes for this scheme, in layers that have scales, with their shapes.
+    """Compares layers that have scales with the tensors that compressed-tensors builds for this scheme.
 
-    Of names that only engines read, `k_proj.output_scale` and the like, it is an error where transformers is asked for.
+    A name that only engines read, such as `k_proj.output_scale`, is an error if transformers is a reader.
     """
-    own = severity_of_all(BY_CLASS, subject.readers)
+    severity = severity_of_all(BY_CLASS, subject.readers)
     try:
-        parts = _parts(scheme, config)
+        parts = _expected_parts(scheme, config)
     except CkptkitError as error:
-        expected = "a kv_cache_scheme that compressed-tensors takes"
-        yield Issue(expected, error.message, _HINT, file="config.json", severity=own)
+        expected = "a kv_cache_scheme that compressed-tensors accepts"
+        yield Issue(expected, error.message, _HINT, file="config.json", severity=severity)
         return
     declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
-    silent, asked = (
-        "transformers computes with memory that was never written",
-        "transformers" in (subject.readers or ()),
-    )
-    for module in attention:
-        for part, shape in parts.items():
-            tally.compared()
-            name, severity = f"{module}.{part}", own
-            spec = subject.hf_files.specs.get(name)
-            if spec is None and part.endswith("scale"):
-                actual, severity = f"stored under another name: {silent}", warning_if(not asked)
-                yield Issue(f"{part}, {declared}", actual, _HINT, names=[name], severity=severity)
-            elif spec is None:
-                yield Issue(f"{part}, {declared}", f"not stored: {silent}", _HINT, names=[name], severity=severity)
-            elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
-                expected, actual = f"{list(shape)}, {declared}", f"{list(spec.shape)}"
-                yield Issue(expected, actual, _HINT, names=[name], severity=severity)
+    renamed = "stored under another name", warning_if("transformers" not in (subject.readers or ()))
+    for module, (part, shape) in product(attention, parts.items()):
+        tally.compared()
+        name = f"{module}.{part}"
+        spec = subject.hf_files.specs.get(name)
+        if spec is None:
+            actual, its_severity = renamed if part.endswith("scale") else ("not stored", severity)
+            yield Issue(f"{part}, {declared}", f"{actual}: {_SILENT}", _HINT, names=[name], severity=its_severity)
+        elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
+            actual = f"{list(spec.shape)}"
+            yield Issue(f"{list(shape)}, {declared}", actual, _HINT, names=[name], severity=severity)
 
 
-def _parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each tensor of a layer's cache, from compressed-tensors itself.
-
-    Raises CkptkitError where it refuses the scheme.
-    """
-    # Imported here because they bring transformers with them, which takes seconds.
+def _expected_parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a layer's cache. Raises CkptkitError if compressed-tensors refuses it."""
+    # Imported here because they import transformers, which takes seconds.
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
 
     dims = dims_of(config)
-    made = torch.nn.Linear(1, 1, bias=False, device="meta")
+    module = torch.nn.Linear(1, 1, bias=False, device="meta")
     try:
-        arguments = QuantizationArgs.model_validate(dict(scheme))
+        arguments, shape = QuantizationArgs.model_validate(dict(scheme)), (dims.groups, None, dims.head_dim)
         for kind in "kv":
-            observed = (dims.groups, None, dims.head_dim)
-            initialize_qparams(made, kind, arguments, observed, torch.bfloat16, force_zero_point=False)
+            initialize_qparams(module, kind, arguments, shape, torch.bfloat16, force_zero_point=False)
     except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
         strategy = shortened(scheme.get("strategy"))
         refused = f"strategy {strategy} has no scales that can be stored" if isinstance(error, TypeError) else ""
         raise CkptkitError(f"kv_cache_scheme: {refused or words_of(error)}") from error
-    return {name: tuple(one.shape) for name, one in made.named_parameters() if name != "weight"}
+    return {name: tuple(one.shape) for name, one in module.named_parameters() if name != "weight"}
