@@ -1,4 +1,4 @@
-"""CK301 to CK304: packed INT4 weights; those in floats are looked at by `floats`."""
+"""CK301 to CK304: packed INT4 weights; `floats` checks weights in floats."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
 
 
 def require_quantized(subject: Subject) -> None:
-    """For checks of quantized weights. Raises NotApplicable where a checkpoint has none."""
+    """Raises NotApplicable for a checkpoint without quantized weights."""
     if subject.is_megatron:
         raise NotApplicable("Megatron holds no INT4 weights")
     config = usable_config(subject)
@@ -61,39 +61,35 @@ def require_quantized(subject: Subject) -> None:
 
 
 def _declares_quantization(subject: Subject) -> None:
-    """As `require_quantized`, but a quantized cache of keys and values will do."""
+    """As `require_quantized`, but accepts a checkpoint with only a quantized cache of keys and values."""
     config = None if subject.is_megatron else usable_config(subject)
     if config is None or stated_quantization(config) is None:
         require_quantized(subject)
 
 
-def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """Config, specs and format. Raises NotApplicable where no group of the config packs integers."""
-    config = config_of(subject)
-    form = int4_format_of(config)
-    if form is None:
-        raise NotApplicable(
-            "quantization_config describes no packed integer weights, which is all that is checked here"
-        )
-    return config, subject.checkpoint.specs, form
+def packed_weights(
+    subject: Subject, *, may_be_empty: bool = False
+) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
+    """Config, specs and format.
 
-
-def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """As `_quantized`, and raises NotApplicable where nothing at all is packed, which CK302 judges."""
-    config, specs, form = _quantized(subject)
-    if not any(packed_in(specs)):
+    Raises NotApplicable if no config group packs integers, and CannotCheck if no tensor is packed.
+    """
+    config, specs = config_of(subject), subject.checkpoint.specs
+    if (form := int4_format_of(config)) is None:
+        raise NotApplicable("quantization_config describes no packed integer weights, the only ones that it checks")
+    if not may_be_empty and not any(packed_in(specs)):
         raise CannotCheck("nothing is packed", "CK302")
     return config, specs, form
 
 
 def packs_integers(subject: Subject) -> bool:
-    """Whether INT4 stands beside weights in floats."""
+    """Whether the checkpoint has INT4 in addition to weights in floats."""
     return int4_format_of(subject.hf_files.config) is not None and any(packed_in(subject.hf_files.specs))
 
 
 @once
 def never_packed(subject: Subject) -> dict[str, str]:
-    """Modules that no reader expects packed, and what each is: routers, embedding, head, norms."""
+    """Modules that no reader expects packed, with descriptions: routers, embedding, head, norms."""
     found, config = {}, config_of(subject)
     never = _NEVER | {dims_of(config).head: "the output layer"}
     for rule in rules_of(config):
@@ -109,36 +105,33 @@ def never_packed(subject: Subject) -> dict[str, str]:
 
 @check("CK301", preflight=True, applies_to=require_quantized)
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
+    """The packed modules against those of other classes; only by its name, a router looks like a Linear."""
     if stores_floats(subject):
         yield from forbidden_floats(subject, never_packed(subject), tally)
         if not packs_integers(subject):
             return
-    config, specs, _ = _quantized(subject)
+    config, specs, _ = packed_weights(subject, may_be_empty=True)
     forbidden = never_packed(subject)
     tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
-        hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
+        hint = f"quantize again with '{spell(names[0])}' in ignore, which all readers understand"
         packed = [name + PACKED for name in names]
         yield Issue(f"{forbidden[names[0]]} unquantized", "packed as INT4", hint, names=packed)
 
 
 def _targeted(module: str, config: Mapping[str, Any]) -> bool:
-    """Whether a config group names the output layer itself, which is the one way to ask for it packed."""
-    groups = quantization_of(config)["config_groups"].values()
-    return module == "lm_head" and any(
-        module in (group.get("targets") or []) for group in groups if isinstance(group, dict)
-    )
+    """Whether a config group names the output layer, the only way to pack it."""
+    groups = (group for group in quantization_of(config)["config_groups"].values() if isinstance(group, dict))
+    return module == "lm_head" and any(module in (group.get("targets") or []) for group in groups)
 
 
 @check("CK302", preflight=True, applies_to=require_quantized)
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
+    """The packed modules on disk against those that each reader of `ignore` expects, without those of CK301.
 
-    What the readers that count would load or send wrongly is an error (`ckptkit.quant.ignore.readers.severity_of`).
-    Where the files are as these read the list, and only others take it otherwise, that is a warning with the portable
-    spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
+    An error is what the readers that count load or send wrongly (`ckptkit.quant.ignore.readers.severity_of`), also
+    packed experts that transformers, as a reader, cannot load. A warning is what only other readers misread.
     """
     if renamed_of(subject) is not None:
         raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
@@ -178,9 +171,9 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: Iterable[str]) -> Iterator[Issue]:
-    """Packed experts, where transformers is a reader that counts and builds them as one parameter.
+    """Packed experts, if transformers is a reader and builds them as one parameter.
 
-    Raises CannotCheck where transformers cannot build the model from config.json.
+    Raises CannotCheck if transformers cannot build the model from config.json.
     """
     experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
     if not experts or "transformers" not in (subject.readers or ()):
@@ -195,14 +188,14 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
 
 
 def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | CannotCheck:
-    """Releases in FP8 and MXFP4 pack nothing; of an unknown format nobody can say what should be packed."""
+    """Why nothing is packed: releases in FP8 and MXFP4 pack nothing, and other formats are unknown."""
     from ckptkit.quant.formats.dequantize import format_of as stored_format
 
     try:
         stored_format(config)
     except CkptkitError as error:
         return CannotCheck(f"no decision for this quantization_config: {error.message}")
-    return NotApplicable(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
+    return NotApplicable(f"nothing is packed, and quantization_config is not checked here: {actual}")
 
 
 @check("CK303", preflight=True, applies_to=_declares_quantization)
@@ -229,26 +222,25 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for weights, why in by_targets.get(module, usual).values():
             form, parts = int4_format(weights) or int4_format_in(config, groups, module), packed_parts(weights)
             group = "one scale a row" if form.group is None else f"group_size {form.group}"
-            hint = f"config.json says {form.bits} bits, {group}{why}: quantize again, or correct it"
-            for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
-                spec = specs.get(f"{module}.{part}")
-                if spec is None or part not in parts:
+            hint = f"config.json has {form.bits} bits, {group}{why}: quantize again, or correct it"
+            for part, (expected, dtypes) in part_shapes(form, shape, module).items():
+                if (spec := specs.get(f"{module}.{part}")) is None or part not in parts:
                     continue
                 tally.compared()
-                if spec.shape != want_shape or spec.dtype not in dtypes:
-                    expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
-                    yield Issue(expected, actual, hint, names=[spec.name])
+                if spec.shape != expected or spec.dtype not in dtypes:
+                    actual = f"{list(spec.shape)} {spec.dtype}"
+                    yield Issue(f"{list(expected)} {' or '.join(dtypes)}", actual, hint, names=[spec.name])
 
 
 def _by_targets(
     subject: Subject, config: Mapping[str, Any], groups: Sequence[Group]
 ) -> Mapping[str, Mapping[int, tuple[Mapping[str, Any], str]]]:
-    """Of several groups, the `weights` by which the readers that count read each module, and by which target.
+    """The `weights` of each module by the readers that count, and the target that they follow, for several groups.
 
-    compressed-tensors tries targets by the alphabet, engines as they are listed. Empty where the model is not known.
+    compressed-tensors sorts targets, engines follow their order. Empty for an unknown model.
     """
     found: dict[str, dict[int, tuple[Mapping[str, Any], str]]] = defaultdict(dict)
-    with suppress(CkptkitError):  # CK302 says that the model is not known
+    with suppress(CkptkitError):  # CK302 reports an unknown model
         tree = class_tree(config) if len(groups) > 1 else None
         matrices = matrices_of(subject.hf_files.specs, tree, config) if tree else []
         readers = (*(BY_CLASS[:1] if subject.readers is None else ()), *counting(subject.readers, subject.engine))
@@ -263,10 +255,10 @@ def _by_targets(
 
 @check("CK304", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Reads every scale and weight_shape, which are a small part of the checkpoint.
+    """Reads every scale and weight_shape, a small part of the checkpoint.
 
-    Readers multiply by a scale with its sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so a
-    negative one is wrong only on a grid that has none (`_is_signed`).
+    Readers multiply by scales with their sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so
+    negative ones are faults only of a grid without signs.
     """
     if stores_floats(subject):
         yield from float_scales(subject, tally)
@@ -277,9 +269,9 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     signed = _is_signed(config, form, scales)
     for scale in scales:
         tally.compared(nbytes=scale.nbytes)
-        want, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
-        if want is not None and scale.shape is not None and scale.shape != want:
-            yield Issue(str(list(want)), str(list(scale.shape)), names=[scale.module + SHAPE])
+        shape, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
+        if shape is not None and scale.shape is not None and scale.shape != shape:
+            yield Issue(str(list(shape)), str(list(scale.shape)), names=[scale.module + SHAPE])
         if scale.not_finite:
             yield Issue("finite scales", "NaN or infinity", names=names)
         elif scale.zero:
@@ -294,8 +286,8 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _is_signed(config: Mapping[str, Any], form: Int4Format, scales: Sequence[Scale]) -> bool:
     """Whether negative scales belong to the grid: a symmetric one that is not ckptkit's.
 
-    Such a scale has the sign of the group's largest weight, so of all about half are negative; where it is less than
-    one in a hundred, these are faults. Scales that were kept from another checkpoint may be any part of all.
+    Such a scale has the sign of the group's largest weight, so about half are negative; less than one in a hundred are
+    faults. Scales that were kept from another checkpoint may be any part of them.
     """
     if not form.symmetric or names_grid(config):
         return False
