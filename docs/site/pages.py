@@ -73,7 +73,7 @@ EXAMPLES = {
     ),
     "CK124": (
         "a shard that the hub's client received with other bytes than were published",
-        "…: expected SHA-256 …, as its blob is called; actual …: other bytes",
+        "…: expected SHA-256 …, the name of its blob; actual …: other bytes",
     ),
     "CK309": (
         "an asymmetric mixture of experts, as slime's converter makes it without --is-symmetric",
