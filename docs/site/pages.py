@@ -83,7 +83,7 @@ EXAMPLES = {
     ),
     "CK401": (
         "a router bias that a conversion left out",
-        "decoder.layers.7.mlp.router.expert_bias: expected on disk, because Megatron asks for it; actual not on disk",
+        "decoder.layers.7.mlp.router.expert_bias: expected on disk, because Megatron requests it; actual not on disk",
     ),
     "CK403": (
         "the second stage holds the layers of the first once more",
@@ -124,7 +124,7 @@ EXAMPLES = {
     "CK507": (
         "--ep 2 without --tp",
         "inconclusive: SGLang was loaded on one rank, since an engine cannot have --ep 2: --ep divides --tp, there is "
-        "no --pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
+        "no --pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron only",
     ),
     "CK508": (
         "two multi-token prediction layers, where SGLang's draft class takes one",
