@@ -87,9 +87,7 @@ def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise NotApplicable("the source is quantized itself; CK202 compares the two bit for bit")
     rounding, grid = rounding_of(subject), grid_of(config)
     if is_gptq(config):
-        tally.note(
-            "CK305: GPTQ rounded these weights: a row may be off by half its norm, smaller faults are missed"
-        )
+        tally.note("CK305: GPTQ rounded these weights: a row may be off by half its norm, smaller faults are missed")
     for one in rounding.values():
         tally.compared(nbytes=one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}

@@ -1,4 +1,4 @@
-"""CK607: whether the model predicts text."""
+"""CK606 and CK607: log-probabilities in Megatron, and whether the model predicts text."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from ckptkit.verify.witnesses.reference.run import prompts_of, run_prediction
 def _in_transformers(subject: Subject) -> None:
     with_engine = "engine" in subject.against
     if "megatron" in subject.against and subject.is_megatron and not with_engine:
-        raise NotApplicable("CK606 compares Megatron; --logits alone asks transformers")
+        raise NotApplicable("CK606 compares Megatron; without --against-megatron, --logits runs transformers")
     if with_engine and not (subject.path / TOKENIZER).exists():
-        raise NotApplicable("there is no tokenizer.json, so no text can be given to the model")
+        raise NotApplicable("there is no tokenizer.json to encode texts with")
 
 
 @check("CK607", stage="behaviour", needs=("logits",), applies_to=_in_transformers)
 def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Bits a byte of fixed texts in English, Python and Chinese, under the model's own tokenizer, in transformers.
-
-    Needs no GPU and no engine. Weights that look untrained are not judged.
-    """
+    """Bits a byte of fixed texts in English, Python and Chinese in transformers; untrained weights are not judged."""
     from ckptkit.verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
     with_engine = "engine" in subject.against
@@ -36,32 +33,33 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     bits, trained = bits_a_byte(predicted), looks_trained(predicted)
     tally.compared(len(bits))
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
-    untrained = "" if trained else "; the weights look untrained, so this is not judged"
-    tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
-    best = min(bits)  # of the text that is predicted best
+    tally.facts["bits a byte of fixed texts"] = [
+        line if trained else f"{line}; the weights look untrained, so this is not judged"
+    ]
+    best = min(bits)
     if trained and best <= NO_TEXT:
         tally.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
     if trained and best > POOR_TEXT:
-        expected = f"at most {POOR_TEXT} bits a byte of the text that is predicted best"
-        how = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
-        yield Issue(expected, f"{best:.2f}: {how} ({line})", severity=warning_if(best <= NO_TEXT))
+        expected = f"at most {POOR_TEXT} bits a byte of the best of these texts"
+        result = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
+        yield Issue(expected, f"{best:.2f}: {result} ({line})", severity=warning_if(best <= NO_TEXT))
     if with_engine:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
-    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
+    tally.note(f"--logits ran only transformers ({reference.dtype}): --engine --logits runs an engine too")
     if not trained:
         raise CannotCheck("the weights look untrained, so whether they predict text is not judged")
 
 
-# Times the noise of the checkpoint's dtype. Megatron in float32 has none of it, but for near ties between experts; in
-# the dtype itself it has as much as an engine, which is judged alike (CK601).
+# Times the noise of the checkpoint's dtype. Megatron in float32 has none, except near ties between experts; in the
+# dtype itself it has as much as an engine (CK601).
 _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
 
 @check("CK606", stage="behaviour", needs=("megatron", "logits"))
 def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Log-probabilities of fixed prompts in the parallel sizes asked for, in units of the noise of the dtype.
+    """Log-probabilities of fixed prompts at the given parallel sizes, in units of the noise of the dtype.
 
-    Computed in float32, and on GPUs also in the checkpoint's dtype, by modules of megatron-core alone.
+    Computed by megatron-core only, in float32, and on GPUs also in the checkpoint's dtype.
     """
     require_finished(subject)
     prompts = prompts_of(config_of(subject), with_long=False)
@@ -70,14 +68,14 @@ def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """What one run shows."""
+    """Compares one run with transformers."""
     from ckptkit.verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
 
     answers = [answer for judged in run.answers.values() for answer in judged]
     broken, count = not_finite_logprobs(answers)
     tally.compared(count)
     if run.reference is None:
-        hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
+        hint = "CK401 and CK402 list tensors that Megatron did not load; else the weights are not finite (CK204)"
         yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint)
         return
     reference, exact = run.reference, run.reference.exact

@@ -1,4 +1,4 @@
-"""CK602 and CK603: a rollout that a training job recorded, compared with the checkpoint that should have made it."""
+"""CK602 and CK603: a recorded rollout of a training job against the checkpoint that should have generated it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckptkit.converters.config.values import language_part
 from ckptkit.formats.hf.reader import read_config
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.verify.checks.witnesses.engine import FURTHEST
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.side_files import SideFiles
 from ckptkit.verify.witnesses.reference.activations import rounds_activations
@@ -25,17 +25,17 @@ from ckptkit.verify.witnesses.rollouts.run import (
     tokenizer_directory,
 )
 
-FURTHEST_SAMPLE = 10.0  # times the noise, of one sample's mean: a few tokens scatter more than many
+FURTHEST_SAMPLE = 10.0  # times the noise, for the mean of one sample, which scatters more
 _LEAST_NOISE = 1e-4  # nats a token
-_ABOVE_ZERO = 1e-3  # nats that rounding may put the log-probability of a certain token above 0
-_FEW, _SHORT = 32, 8  # tokens of all samples, and of one, below which a mean says little
-_JITTER = 1e-4  # KL of jitter of kernels, by miles' debugging guide (docs/developer/debug.md)
+_ABOVE_ZERO = 1e-3  # nats by which rounding may raise the log-probability of a certain token above 0
+_FEW, _SHORT = 32, 8  # the fewest tokens of all samples, and of one, for a meaningful mean
+_JITTER = 1e-4  # the KL of kernel jitter, by miles' debugging guide (docs/developer/debug.md)
 _MAX_EXPONENT = 700.0  # exp of more overflows float64
 
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """Between log-probabilities p that `tokens` tokens were sampled by and others q, in nats a token.
+    """The gap between the log-probabilities p by which `tokens` tokens were sampled and others q, in nats a token.
 
     mean, largest: of |p - q|. k3: the mean of exp(q - p) - 1 - (q - p), an estimate of the Kullback-Leibler divergence
     (John Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
@@ -53,7 +53,7 @@ class LogprobGap:
 def gap(
     sampled: Sequence[Sequence[float]], other: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]
 ) -> LogprobGap:
-    """The gap over the tokens that the masks choose; they must choose some."""
+    """The gap over the tokens in the masks, of which there must be one."""
     chosen = np.concatenate([np.asarray(mask, bool) for mask in masks])
     p, q = (np.concatenate([np.asarray(one, np.float64) for one in lists])[chosen] for lists in (sampled, other))
     ratio = np.minimum(q - p, _MAX_EXPONENT)
@@ -66,7 +66,7 @@ _has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollo
 
 @check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
 def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Recorded responses again in transformers: the mean difference a token, in units of the format's noise."""
+    """Recorded responses against transformers: the mean difference per token, in units of the format's noise."""
     recording = recording_of(subject)
     number = "" if recording.rollout is None else f" of rollout {recording.rollout}"
     versions = ", ".join(recording.versions) or "not recorded"
@@ -80,114 +80,112 @@ def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
             f"{recording.path} has no log-probabilities: the engine was not asked for any (return_logprob)"
         )
     if rounds_activations(quantization_of(read_config(tokenizer_directory(subject))) or {}):
-        raise CannotCheck(
-            "the engine rounds activations of this format too, and ckptkit does not know the noise of that"
-        )
-    unable = []
+        raise CannotCheck("the engine also rounds activations of this format, and the noise of that is not known")
+    reasons = []
     for side in recording.sides:
         try:
-            yield from _judged(subject, recording, side, tally)
+            yield from _judge(subject, recording, side, tally)
         except CannotCheck as reason:
-            unable.append(f"{SIDES[side]}: {reason}")
-    if unable:
-        raise CannotCheck("; ".join(unable))
+            reasons.append(f"{SIDES[side]}: {reason}")
+    if reasons:
+        raise CannotCheck("; ".join(reasons))
 
 
 def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
-    """Token ids that the model does not have, and log-probabilities that are none."""
+    """Unknown token ids, and invalid log-probabilities."""
     ids = ((token, one.index) for one in recording.samples for token in one.tokens)
     if odd := next((f"{token} in sample {index}" for token, index in ids if not 0 <= token < vocabulary), None):
-        wanted = f"token ids below {vocabulary}, the vocabulary of the checkpoint"
-        yield Issue(wanted, odd, "the rollout was made with another model or tokenizer", file=recording.path)
+        expected = f"token ids below {vocabulary}, the vocabulary of the checkpoint"
+        yield Issue(expected, odd, "the rollout was made with another model or tokenizer", file=recording.path)
     for side in recording.sides:
         wrong = [
             one.index
             for one in recording.samples
-            for value, written in zip(one.log_probs.get(side, []), one.mask, strict=False)
-            if written and not -np.inf < value < _ABOVE_ZERO
+            for value, is_sampled in zip(one.log_probs.get(side, []), one.mask, strict=False)
+            if is_sampled and not -np.inf < value < _ABOVE_ZERO
         ]
         if wrong:
             expected, count = "log-probabilities: finite numbers not above 0", len(wrong)
             actual = f"{count} of {SIDES[side]} are not, first in sample {wrong[0]}"
-            hint = "serve the checkpoint of that step alone: `verify --engine` says whether it answers with numbers"
+            hint = "serve only the checkpoint of that step: `verify --engine` checks whether it answers with numbers"
             yield Issue(expected, actual, hint, file=recording.path, count=count)
 
 
 def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap]:
-    """Of what was recorded, and of transformers in an engine's dtype: both from transformers in float32."""
+    """The gaps of the recording, and of transformers in an engine's dtype, from transformers in float32."""
     masks, exact = [part.mask for part, _, _ in rows], [one for _, one, _ in rows]
     recorded, rounded = [part.log_probs[side] for part, _, _ in rows], [one for *_, one in rows]
     return gap(recorded, exact, masks), gap(rounded, exact, masks)
 
 
-def _judged(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
-    """One side's log-probabilities. Raises CannotCheck where the gap is too large and may have another reason."""
+def _judge(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
+    """Judges one side's log-probabilities. Raises CannotCheck if a large gap may have another reason."""
     dtype, every = run_recompute(subject)
     rows = [row for row in every if side in row[0].log_probs]
-    (apart, noise), who = _gaps(rows, side), SIDES[side]
+    (recorded, noise), label = _gaps(rows, side), SIDES[side]
     unit = max(noise.mean, _LEAST_NOISE)
-    tally.compared(apart.tokens)
+    tally.compared(recorded.tokens)
     tally.add_to_verdict("recorded log-probabilities compared with transformers")
     facts = tally.facts.setdefault("log-probabilities of the rollout", [])
-    facts.append(f"{who} from transformers in float32, {apart.tokens} tokens of {len(rows)} samples: {apart}")
-    facts.append(f"that is {apart.mean / unit:.2f} times the noise, transformers in {dtype} from float32: {noise}")
-    if not np.isfinite(apart.mean):
-        actual = f"transformers computes {apart.mean} for recorded tokens"
-        hint = "verify the checkpoint without the rollout first: its values or its config are broken"
+    facts.append(f"{label} from transformers in float32, {recorded.tokens} tokens of {len(rows)} samples: {recorded}")
+    facts.append(f"that is {recorded.mean / unit:.2f} times the noise, transformers in {dtype} from float32: {noise}")
+    if not np.isfinite(recorded.mean):
+        actual = f"transformers computes {recorded.mean} for recorded tokens"
+        hint = "first verify the checkpoint without the rollout: its values or its config are broken"
         yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint)
         return
     if not np.isfinite(noise.mean):
-        raise CannotCheck(f"transformers computes no numbers in {dtype}, so the noise of that is not known")
-    if apart.tokens < _FEW:
-        raise CannotCheck(f"{apart.tokens} tokens are too few to judge a mean difference of {apart.mean:.4f} nats by")
+        raise CannotCheck(f"transformers computes no numbers in {dtype}, so its noise is not known")
+    if recorded.tokens < _FEW:
+        raise CannotCheck(f"{recorded.tokens} tokens are too few to judge a difference of {recorded.mean:.4f} nats")
     doubt = _doubt(subject, recording, [part for part, _, _ in rows])
-    if apart.mean > FURTHEST * unit:
-        times = f"{apart.mean / unit:.1f} times"
+    if recorded.mean > FURTHEST * unit:
+        times = f"{recorded.mean / unit:.1f} times"
         if doubt:
-            raise CannotCheck(f"{times} the noise away ({apart}), but {doubt}")
+            raise CannotCheck(f"{times} the noise away ({recorded}), but {doubt}")
         made = f" {recording.versions[0]}" if recording.versions else ""
-        jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; " * (apart.k3 < _JITTER)
-        hint = f"{jitter}verify the checkpoint that weight version{made} was, in the format that was served"
-        expected = f"log-probabilities of {who} within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
-        yield Issue(expected, f"{times}: {apart}", hint, file=recording.path, severity="warning" if jitter else "error")
+        jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; " * (recorded.k3 < _JITTER)
+        hint = f"{jitter}verify the checkpoint of weight version{made}, in the format that was served"
+        expected = f"log-probabilities of {label} within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
+        yield Issue(expected, f"{times}: {recorded}", hint, file=recording.path, severity=warning_if(jitter))
         return
     for row in rows:
         part, (one, own) = row[0], _gaps([row], side)
         if one.tokens >= _SHORT and one.mean > FURTHEST_SAMPLE * max(unit, own.mean):
             if doubt:
-                raise CannotCheck(f"sample {part.index} of {who} is not the checkpoint's, but {doubt}")
-            expected = f"sample {part.index} of {who} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
-            yield Issue(expected, str(one), "other weights or another prompt made it", file=recording.path)
+                raise CannotCheck(f"sample {part.index} of {label} is not the checkpoint's, but {doubt}")
+            expected = f"sample {part.index} of {label} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
+            yield Issue(expected, str(one), "other weights or another prompt generated it", file=recording.path)
 
 
 def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSample]) -> str:
-    """Other reasons for a gap than the weights; empty for none."""
+    """Other possible reasons for a gap than the weights, or ""."""
     doubts = []
     if any(part.temperature is None for part in parts):
-        doubts.append("the file has no temperature, and 1 was taken: give --rollout-temperature")
+        doubts.append("the file has no temperature, and 1 was used: give --rollout-temperature")
     if len(recording.versions) > 1:
         doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
     if any(part.clipped for part in parts):
-        doubts.append("they were sampled with top-p, and may be those among the tokens that it kept")
+        doubts.append("they were sampled with top-p, and may be relative to the remaining tokens")
     if subject.is_megatron and quantization_of(read_config(tokenizer_directory(subject))):
         doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
     return "; ".join(doubts)
 
 
 def _has_prompts(subject: Subject) -> None:
-    """The trainer's own files have none."""
+    """Raises NotApplicable for the trainer's own files, which have no prompts."""
     _has_rollout(subject)
     if not recorded_prompts(subject):
-        raise NotApplicable("the file of --rollout-data has no prompts that tokens can tell")
+        raise NotApplicable("the file of --rollout-data has no prompts with their tokens")
 
 
 @check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Prompts through the checkpoint's tokenizer, messages through its chat template too; tokens must be equal."""
-    path, home = subject.options.rollout_data, tokenizer_directory(subject)
-    files = SideFiles(home)
+    """The tokens of prompts by the checkpoint's tokenizer, and of messages by its chat template, are the recorded."""
+    path, root = subject.options.rollout_data, tokenizer_directory(subject)
+    files = SideFiles(root)
     if not files.has_vocabulary and not files.sentencepiece:
-        raise CannotCheck(f"{home} has no tokenizer to render the recorded prompts with")
+        raise CannotCheck(f"{root} has no tokenizer to render the recorded prompts with")
     renderings = run_templates(subject)
     tally.compared(len(renderings))
     tally.add_to_verdict("recorded prompts compared with transformers")
@@ -197,7 +195,7 @@ def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
     ]
     if one := next((one for one in renderings if one.refused), None):
         actual, hint = f"it refuses those of sample {one.index}: {one.refused}", "copy the template from the release"
-        yield Issue("messages that the chat template takes", actual, hint, file=path)
+        yield Issue("messages that the chat template accepts", actual, hint, file=path)
     if different := [one for one in renderings if one.different]:
         one, count = different[0], f"{len(different)} of {len(renderings)} prompts differ"
         hint = "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs"
