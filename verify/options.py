@@ -14,21 +14,16 @@ from ckptkit.verify.witnesses.registry import ENGINES, WITNESSES, with_implied
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Megatron-LM's own arguments for `--against-megatron`, under its names.
+    """Megatron-LM's own arguments for `--against-megatron`, under its names."""
 
-    `cp` is the context parallel size. `pipeline_layout` is `--pipeline-model-parallel-layout`, for example
-    `Et*3|(tt|)*29m|L`. `ranks` are the only ranks to check; empty means all. `trainer_loader` loads as a trainer does,
-    with Megatron-LM's `load_checkpoint`.
-    """
-
-    cp: int = 1
-    pipeline_layout: str | None = None
+    cp: int = 1  # the context parallel size
+    pipeline_layout: str | None = None  # `--pipeline-model-parallel-layout`, for example `Et*3|(tt|)*29m|L`
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
-    ranks: tuple[int, ...] = ()
-    trainer_loader: bool = False
+    ranks: tuple[int, ...] = ()  # the only ranks to check; empty means all
+    trainer_loader: bool = False  # load with Megatron-LM's `load_checkpoint`, as a trainer does
 
     def given(self) -> Iterator[str]:
         """The options that differ from their defaults, as the command line spells them."""
@@ -47,45 +42,29 @@ class MegatronOptions:
 class VerifyOptions:
     """How a checkpoint is verified; made by `verify_options`.
 
-    tp, ep: parallel sizes of Megatron and SGLang.
-    pp, vpp: Megatron's pipeline stages, and virtual stages per rank.
-    etp: Megatron's tensor parallel size inside experts, or None for tp (1 with ep).
-    dp_attention: SGLang keeps the complete attention on every rank.
-    megatron: further arguments of Megatron's launch.
-    against: witnesses by name (`ckptkit.verify.witnesses.registry.WITNESSES`). `engine` is SGLang, or vLLM with `vllm`.
-    readers: the programs that will load or send INT4 weights, as in `--reader`, or None for the default
-        (`ckptkit.quant.ignore.readers.counting`). An `ignore` list that contradicts the packed weights is an error for
-        these, and a warning for other readers.
-    accept: codes of checks that may stay incomplete, such as CK506 without a GPU: the report lists them, and is not
-        inconclusive because of them.
-    manifest: a file with a digest of every tensor.
-    adapter: a PEFT adapter that was merged into the source; the checkpoint is compared with the merged weights.
-    trained: the checkpoint was trained from the source, so its values may differ.
-    ray: the address of a Ray cluster that reads the bytes, or None for threads of this process.
-    rollout_data: a file of slime or miles from --save-debug-rollout-data or --save-debug-train-data.
-    rollout_temperature: the sampling temperature of the rollout, or None for that in the file, or 1.
-    pythons: the Python of a program (`sglang`, `vllm`, `megatron`), if another than this one. The default is the
-        environment variable CKPTKIT_PROGRAM_PYTHON.
-
     Raises UsageError for options that contradict each other or have no effect.
     """
 
-    tp: int = 1
-    pp: int = 1
+    tp: int = 1  # Megatron's and SGLang's parallel size, as ep
+    pp: int = 1  # Megatron's pipeline stages
     ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    dp_attention: bool = False
+    etp: int | None = None  # Megatron's tensor parallel size inside experts, or None for tp (1 with ep)
+    vpp: int = 1  # virtual pipeline stages per rank
+    dp_attention: bool = False  # SGLang keeps the complete attention on every rank
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
+    # Witnesses by name (`ckptkit.verify.witnesses.registry.WITNESSES`). `engine` is SGLang, or vLLM with `vllm`.
     against: frozenset[str] = frozenset()
+    # The programs that load or send INT4 weights, as in `--reader`; None is `ckptkit.quant.ignore.readers.counting`.
+    # An `ignore` list that contradicts the packed weights is an error for these, and a warning for other readers.
     readers: tuple[str, ...] | None = None
-    accept: frozenset[str] = frozenset()
-    manifest: Path | None = None
-    adapter: Path | None = None
-    trained: bool = False
-    ray: str | None = None
-    rollout_data: Path | None = None
-    rollout_temperature: float | None = None
+    accept: frozenset[str] = frozenset()  # codes of checks that may stay incomplete, such as CK506 without a GPU
+    manifest: Path | None = None  # a file with a digest of every tensor
+    adapter: Path | None = None  # a PEFT adapter that was merged into the source
+    trained: bool = False  # the checkpoint was trained from the source, so its values may differ
+    ray: str | None = None  # the address of a Ray cluster that reads the bytes
+    rollout_data: Path | None = None  # slime's or miles' file from --save-debug-rollout-data or --save-debug-train-data
+    rollout_temperature: float | None = None  # the sampling temperature, or None for that in the file, or 1
+    # The Python of a program (`sglang`, `vllm`, `megatron`), by default in CKPTKIT_PROGRAM_PYTHON.
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

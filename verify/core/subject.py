@@ -36,26 +36,18 @@ _DEFAULT = VerifyOptions()
 class Subject(OfKind):
     """A checkpoint and the options to verify it with. Files are opened lazily, so that checks can report broken ones.
 
-    hf_path: the HF directory with the config of a Megatron checkpoint, or None for the config stored with it. For a
-        source of deltas it is their base.
-
-    Only preflight sets these:
-    job: the training job that would load this checkpoint.
-    arguments: the sizes of the launch.
-    sizes_at: the arguments that set `tp`, `pp`, `ep` and `etp`.
-    updated: whether the job quantizes weights by the `ignore` list of this checkpoint, or None if by packed tensors.
-    loaded: the checkpoints in the directories that the job loads.
+    Only preflight sets the fields from `job` on.
     """
 
     path: Path
     source_path: Path | None = None
-    hf_path: Path | None = None
+    hf_path: Path | None = None  # the HF directory with Megatron's config if it stores none, or with the base of deltas
     options: VerifyOptions = _DEFAULT
-    job: Job | None = None
-    arguments: LaunchArguments | None = None
-    sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)
-    updated: bool | None = False
-    loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
+    job: Job | None = None  # the training job that would load this checkpoint
+    arguments: LaunchArguments | None = None  # the sizes of the launch
+    sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)  # the words of `tp`, `pp`, `ep` and `etp`
+    updated: bool | None = False  # whether the job quantizes by the `ignore` list, or None if by packed tensors
+    loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)  # by the job's directories
     _results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -1,37 +1,35 @@
-"""CK301 to CK304: packed INT4 weights; `floats` checks weights in floats."""
+"""CK301 to CK304: packed INT4 weights, and scales of a quantized cache; `floats` checks weights in floats."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
+from ckptkit.converters.hf_names import layer_of
 from ckptkit.converters.planner import dims_of, expected_hf, rules_of
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
-from ckptkit.quant.formats.groups import Group, groups_of, targets_of
+from ckptkit.quant.formats.groups import Group, groups_of, is_cache_calibrated, targets_of
 from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from ckptkit.quant.formats.scheme import listed
 from ckptkit.quant.ignore.agree import NOTHING_PACKED
 from ckptkit.quant.ignore.names import matrices_of, spell
-from ckptkit.quant.ignore.readers import BY_CLASS, counting
+from ckptkit.quant.ignore.readers import BY_CLASS, counting, severity_of_all, worst
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tiles import UNPACKED, fused_in_transformers
 from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.checks.headers.renamed import renamed_of
-from ckptkit.verify.checks.quantization.cache import cache_scales
-from ckptkit.verify.checks.quantization.floats import (
-    float_lists,
-    float_parts,
-    float_scales,
-    forbidden_floats,
-    stores_floats,
-)
+from ckptkit.verify.checks.quantization import floats
 from ckptkit.verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
-from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
 from ckptkit.verify.evidence.agreement import agreement
 from ckptkit.verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from ckptkit.verify.evidence.floats.stored import stored_floats_of
@@ -106,8 +104,8 @@ def never_packed(subject: Subject) -> dict[str, str]:
 @check("CK301", preflight=True, applies_to=require_quantized)
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed modules against those of other classes; only by its name, a router looks like a Linear."""
-    if stores_floats(subject):
-        yield from forbidden_floats(subject, never_packed(subject), tally)
+    if floats.stores_floats(subject):
+        yield from floats.forbidden_floats(subject, never_packed(subject), tally)
         if not packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject, may_be_empty=True)
@@ -137,8 +135,8 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
     config, specs = config_of(subject), subject.checkpoint.specs
     announced = stored_floats_of(subject)[0] is not None and not any(packed_in(specs))
-    if announced or (stores_floats(subject) and not packs_integers(subject)):
-        yield from float_lists(subject, tally)
+    if announced or (floats.stores_floats(subject) and not packs_integers(subject)):
+        yield from floats.float_lists(subject, tally)
         return
     packed = set(packed_in(specs))
     tally.compared(len(packed))
@@ -207,8 +205,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         require_quantized(subject)
     except NotApplicable:  # only the cache of keys and values is quantized
         return
-    if stores_floats(subject):
-        yield from float_parts(subject, tally)
+    if floats.stores_floats(subject):
+        yield from floats.float_parts(subject, tally)
         if not packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject)
@@ -260,8 +258,8 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     Readers multiply by scales with their sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so
     negative ones are faults only of a grid without signs.
     """
-    if stores_floats(subject):
-        yield from float_scales(subject, tally)
+    if floats.stores_floats(subject):
+        yield from floats.float_scales(subject, tally)
         if not packs_integers(subject):
             return
     config, _, form = packed_weights(subject)
@@ -292,3 +290,96 @@ def _is_signed(config: Mapping[str, Any], form: Int4Format, scales: Sequence[Sca
     if not form.symmetric or names_grid(config):
         return False
     return keeps_scales(config) or 100 * sum(one.negative for one in scales) >= sum(one.values for one in scales)
+
+
+# The names in compressed-tensors, ModelOpt and AutoFP8.
+_SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
+_ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
+_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
+_SILENT = "transformers computes with uninitialized memory"
+
+
+def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every layer has both scales of its cache, or no layer has any; compressed-tensors' static scheme requires them.
+
+    vLLM 0.26 uses a single k_scale for both, does not start with a single v_scale, and uses 1.0 in a layer without any
+    (`kv_cache.py`). transformers 5.12 then computes with uninitialized memory.
+    """
+    scales: dict[str, set[str]] = defaultdict(set)
+    attention: set[str] = set()
+    for name in subject.hf_files.specs:
+        if match := _SCALE.fullmatch(name):
+            tally.compared()
+            scales[match[1]].update(match[2] or match[3] or "kv")
+        elif match := _ATTENTION.fullmatch(name):
+            attention.add(match[1])
+    config = usable_config(subject)
+    content = stated_quantization(config or {})
+    calibrated = config is not None and is_cache_calibrated(content)
+    severity = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # only transformers misreads it
+    for lost, stored in ("kv", "vk"):
+        names = [f"{module}.{stored}_scale" for module, kinds in scales.items() if lost not in kinds]
+        expected, actual = "scales of keys and of values", f"{lost}_scale is not stored"
+        yield Issue(expected, actual, _HINT, names=names, severity=worst((severity, warning_if(lost == "v"))))
+    if config is None or not (scales or calibrated):
+        return
+    layers = dims_of(config).layers
+    attention = {name for name in attention if (layer_of(name) or 0) < layers and f"{name}.A_log" not in subject.specs}
+    for group in group_by_pattern(sorted(attention)):
+        lacking = [name for name in group if name not in scales]
+        if calibrated or (len(lacking) < len(group) and not scales.keys().isdisjoint(group)):
+            effect = f"{_SILENT}, and engines use 1.0" if calibrated else "engines use 1.0"
+            actual = f"none in {len(lacking)} of {len(group)} layers: {effect}"
+            expected = "scales of each layer's cache" + calibrated * ", as the static kv_cache_scheme requires"
+            yield Issue(expected, actual, _HINT, names=lacking, severity=severity)
+    if calibrated:
+        modules = [module for module in sorted(attention) if scales.get(module, set()) >= {"k", "v"}]
+        yield from _against_scheme(subject, content["kv_cache_scheme"], config, modules, tally)
+
+
+def _against_scheme(
+    subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], tally: Tally
+) -> Iterator[Issue]:
+    """Compares layers that have scales with the tensors that compressed-tensors builds for this scheme.
+
+    A name that only engines read, such as `k_proj.output_scale`, is an error if transformers is a reader.
+    """
+    severity = severity_of_all(BY_CLASS, subject.readers)
+    try:
+        parts = _expected_parts(scheme, config)
+    except CkptkitError as error:
+        expected = "a kv_cache_scheme that compressed-tensors accepts"
+        yield Issue(expected, error.message, _HINT, file="config.json", severity=severity)
+        return
+    declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
+    renamed = "stored under another name", warning_if("transformers" not in (subject.readers or ()))
+    for module, (part, shape) in product(attention, parts.items()):
+        tally.compared()
+        name = f"{module}.{part}"
+        spec = subject.hf_files.specs.get(name)
+        if spec is None:
+            actual, its_severity = renamed if part.endswith("scale") else ("not stored", severity)
+            yield Issue(f"{part}, {declared}", f"{actual}: {_SILENT}", _HINT, names=[name], severity=its_severity)
+        elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
+            actual = f"{list(spec.shape)}"
+            yield Issue(f"{list(shape)}, {declared}", actual, _HINT, names=[name], severity=severity)
+
+
+def _expected_parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a layer's cache. Raises CkptkitError if compressed-tensors refuses it."""
+    # Imported here because they import transformers, which takes seconds.
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
+
+    dims = dims_of(config)
+    module = torch.nn.Linear(1, 1, bias=False, device="meta")
+    try:
+        arguments, shape = QuantizationArgs.model_validate(dict(scheme)), (dims.groups, None, dims.head_dim)
+        for kind in "kv":
+            initialize_qparams(module, kind, arguments, shape, torch.bfloat16, force_zero_point=False)
+    except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
+        strategy = shortened(scheme.get("strategy"))
+        refused = f"strategy {strategy} has no scales that can be stored" if isinstance(error, TypeError) else ""
+        raise CkptkitError(f"kv_cache_scheme: {refused or words_of(error)}") from error
+    return {name: tuple(one.shape) for name, one in module.named_parameters() if name != "weight"}
