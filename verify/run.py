@@ -134,6 +134,8 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
     left_out = outcome.not_applicable_lines
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
     special = _SPECIAL_KINDS.get(stage or "")
+    not_asked = [] if source else [special.source if special else "source"]
+    not_asked += [] if special or subject.is_deltas else programs_not_asked(subject.against)
     return Report(
         version=program_version(),
         command=tuple(command),
@@ -147,7 +149,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
         model=special.model if special else model_of(subject),
         date=now(),
         asked=checked_stages(outcome.checks) + (["manifest"] if subject.options.manifest else []),
-        not_asked=([] if source else [special.source]) if special else _not_asked(subject),
+        not_asked=not_asked,
     )
 
 
@@ -164,12 +166,6 @@ def _special_stage(path: Path) -> str | None:
         if (path / "config.json").exists() and is_draft(read_config(path)):
             return "draft"
     return None
-
-
-def _not_asked(subject: Subject) -> list[str]:
-    """The inputs and witnesses that were not given, as the verdict names them."""
-    source = ["source"] if subject.source_path is None else []
-    return source if subject.is_deltas else source + programs_not_asked(subject.against)
 
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:

@@ -48,7 +48,12 @@ def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
         right, actual = row.of_args(expected), row.of_args(args)
         if not _same(right, actual):
             yield row.name, _text(right), "nothing" if actual is None else _text(actual)
-    yield from _vocabulary(dims, args)
+    # `vocab_size`, which cuts rows at export, must be right if given; `padded_vocab_size` may be larger.
+    vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if vocab is not None and vocab != dims.vocab:
+        yield "vocab_size", str(dims.vocab), str(vocab)
+    if padded is not None and padded < dims.vocab:
+        yield "padded_vocab_size", f"at least {dims.vocab}", str(padded)
 
 
 def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
@@ -67,15 +72,6 @@ def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
             one, other = row.of_args(here), row.of_args(there)
             if not _same(one, other):
                 yield row.name, _text(one), _text(other)
-
-
-def _vocabulary(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
-    """`vocab_size`, which cuts rows at export, must be right if given; `padded_vocab_size` may be larger."""
-    vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
-    if vocab is not None and vocab != dims.vocab:
-        yield "vocab_size", str(dims.vocab), str(vocab)
-    if padded is not None and padded < dims.vocab:
-        yield "padded_vocab_size", f"at least {dims.vocab}", str(padded)
 
 
 def _same(one: Any, other: Any) -> bool:

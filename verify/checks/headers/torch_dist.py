@@ -7,7 +7,7 @@ import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -222,7 +222,11 @@ def _against_args(args: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator
     layers, mtp = ({int(match[1]) for match in map(each.match, specs) if match} for each in (LAYER, MTP_LAYER))
     yield from _numbers("num_layers", args, layers, "decoder layers", "decoder.layers.{}.*")
     yield from _numbers("mtp_num_layers", args, mtp, "multi-token prediction layers", "mtp.layers.{}.*")
-    for (projection, experts), places in _experts(specs).items():
+    numbers: dict[tuple[str, str], set[int]] = defaultdict(set)  # of experts by projection and module
+    for match in filter(None, map(_ROUTED.fullmatch, specs)):
+        numbers[match[3], match[1]].add(int(match[2]))
+    places_of = by_key(((projection, frozenset(experts)), place) for (projection, place), experts in numbers.items())
+    for (projection, experts), places in places_of.items():
         what, templates = f"experts in {summarize(places)} {projection}", (f"{place}.experts.{{}}." for place in places)
         yield from _numbers("num_experts", args, experts, what, *(one + projection for one in templates))
     if "untie_embeddings_and_output_weights" in args:
@@ -234,14 +238,6 @@ def _against_args(args: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         if type(vocab) is int and name in specs and specs[name].shape[0] < vocab:
             yield "vocab_size", f"{vocab}, so at least that number of rows", f"{specs[name].shape[0]} rows", [name]
-
-
-def _experts(names: Iterable[str]) -> dict[tuple[str, frozenset[int]], list[str]]:
-    """The modules (`decoder.layers.2.mlp.experts`) that have the same experts of a projection."""
-    numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for match in filter(None, map(_ROUTED.fullmatch, names)):
-        numbers[match[1], match[3]].add(int(match[2]))
-    return by_key(((projection, frozenset(experts)), place) for (place, projection), experts in numbers.items())
 
 
 def _numbers(
@@ -271,9 +267,12 @@ def layout_matches_metadata(subject: Subject, tally: Tally) -> Iterator[Issue]:
     tally.compared(len(keys))
     by_layout = {name: [key for key in keys if re.fullmatch(pattern, key)] for name, pattern in _LAYOUTS.items()}
     content = common.get("content_metadata")
-    for expected, actual in _layout_faults(
-        by_layout, content if isinstance(content, Mapping) else {}, _has_key_per_layer(args)
-    ):
+    # Heterogeneous blocks, or a frequency that is a list or above 1, give each layer a key.
+    prefix = "heterogeneous_layers_config_"
+    uneven = any(map(args.get, ("hetereogenous_dist_checkpoint", f"{prefix}path", f"{prefix}encoded_json")))
+    for freq in map(args.get, ("moe_layer_freq", "linear_attention_freq")):
+        uneven |= isinstance(freq, (list, tuple)) or (isinstance(freq, int) and freq > 1)
+    for expected, actual in _layout_faults(by_layout, content if isinstance(content, Mapping) else {}, uneven):
         yield Issue(expected, actual, names=by_layout[actual], as_one=True, file=subject.megatron_files.weights)
 
 
@@ -293,14 +292,6 @@ def _layout_faults(
         yield f"no key of a single expert, {source}", "one key an expert, gate and up apart"
     if singleton is True and joined:
         yield f"gate and up apart, {source}", "experts, gate and up together"
-
-
-def _has_key_per_layer(args: Mapping[str, Any]) -> bool:
-    """Whether the arguments give each layer a key: heterogeneous blocks, or a frequency that is a list or above 1."""
-    prefix = "heterogeneous_layers_config_"
-    blocks = any(map(args.get, ("hetereogenous_dist_checkpoint", f"{prefix}path", f"{prefix}encoded_json")))
-    freqs = map(args.get, ("moe_layer_freq", "linear_attention_freq"))
-    return blocks or any(isinstance(freq, (list, tuple)) or (isinstance(freq, int) and freq > 1) for freq in freqs)
 
 
 @check("CK116", applies_to=only_torch_dist)

@@ -16,6 +16,7 @@ from ckptkit.core.errors import CkptkitError, words_of
 from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
+from ckptkit.quant.formats.dequantize import format_of
 from ckptkit.quant.formats.groups import Group, groups_of, is_cache_calibrated, targets_of
 from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
@@ -141,10 +142,15 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     packed = set(packed_in(specs))
     tally.compared(len(packed))
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
-        if not packed:
-            raise _nothing_packed(config, issue.actual)
-        yield issue
-        return
+        if packed:
+            yield issue
+            return
+        try:
+            format_of(config)
+        except CkptkitError as error:
+            raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
+        # Releases in FP8 and MXFP4 pack nothing.
+        raise NotApplicable(f"nothing is packed, and quantization_config is not checked here: {issue.actual}")
     yield from refused_parts(config, subject.readers, subject.engine)
     try:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
@@ -183,17 +189,6 @@ def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: I
     if reason is not None:
         hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
         yield Issue("experts that transformers loads", reason, hint, names=experts)
-
-
-def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | CannotCheck:
-    """Why nothing is packed: releases in FP8 and MXFP4 pack nothing, and other formats are unknown."""
-    from ckptkit.quant.formats.dequantize import format_of as stored_format
-
-    try:
-        stored_format(config)
-    except CkptkitError as error:
-        return CannotCheck(f"no decision for this quantization_config: {error.message}")
-    return NotApplicable(f"nothing is packed, and quantization_config is not checked here: {actual}")
 
 
 @check("CK303", preflight=True, applies_to=_declares_quantization)

@@ -245,19 +245,17 @@ def _origin_of(subject: Subject, name: str) -> str | None:
 def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], values: Values) -> tuple[str, str]:
     """The tensor with the largest difference, and a description of that."""
     worst = max(names, key=lambda name: wrong[name].largest)
-    return worst, _describe(wrong[worst], f" in {worst}" if len(names) > 1 else "", values.stats[worst])
-
-
-def _describe(difference: TensorDiff, where: str, stats: Extremes) -> str:
+    difference, stats, where = wrong[worst], values.stats[worst], f" in {worst}" if len(names) > 1 else ""
     if not difference.same_shape:
-        return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
+        return worst, f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
     constant = f"all {stats.low:g}: ".replace("all 0:", "all zero:") if stats.constant else ""
     if difference.shift and not stats.constant:
         more = "more" if difference.shift > 0 else "less"
-        return f"each element is 1 {more} than the source's{where}, as between norms that multiply by w and by 1 + w"
-    return f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
+        norms = "as between norms that multiply by w and by 1 + w"
+        return worst, f"each element is 1 {more} than the source's{where}, {norms}"
+    return worst, f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
 
 @check("CK203", needs=("source",))

@@ -16,7 +16,7 @@ import math
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from pathlib import Path
 
@@ -267,7 +267,14 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """
     values = read_values(subject)
     require_some(tally, values.stats)
-    kinds = _kinds(values.stats, parts_in_floats(subject))
+    usable = [
+        name
+        for name, one in values.stats.items()
+        if one.rows > 1 and one.finite and one.rms > 0 and not (one.constant or one.denormal or name.endswith(PARTS))
+    ]
+    codes = parts_in_floats(subject)
+    kinds = by_key(((pattern_of(name), name in codes), name) for name in usable)
+    kinds = {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
     medians = {kind: statistics.median(values.stats[name].rms for name in names) for kind, names in kinds.items()}
     ratios = {name: values.stats[name].rms / medians[kind] for kind, names in kinds.items() for name in names}
     same = values.compared.keys() - values.differences.keys()
@@ -288,17 +295,6 @@ def no_outliers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     actual = f"{max(map(medians.__getitem__, large), default=0):.3g}, in the median of its kind"
     expected, severity = f"a root mean square of at most {_LARGEST:g}", warning_if(same.issuperset(names))
     yield Issue(expected, actual, names=names, severity=severity, as_one=True)
-
-
-def _kinds(stats: Mapping[str, Extremes], codes: Collection[str]) -> dict[tuple[str, bool], list[str]]:
-    """The matrices of each kind with enough members, by pattern and whether they are `codes`, which need scales."""
-    usable = [
-        name
-        for name, one in stats.items()
-        if one.rows > 1 and one.finite and one.rms > 0 and not (one.constant or one.denormal or name.endswith(PARTS))
-    ]
-    kinds = by_key(((pattern_of(name), name in codes), name) for name in usable)
-    return {kind: names for kind, names in kinds.items() if len(names) >= _SIBLINGS}
 
 
 @check("CK209", applies_to=only_if(lambda subject: subject.is_megatron, "an HF checkpoint has no padded vocabulary"))

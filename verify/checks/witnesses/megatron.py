@@ -242,10 +242,7 @@ def _find_origins(seen: Sequence[Seen]) -> dict[str, str | None]:
         if (layer := layer_of(name)) is not None and found:
             possible = set(layers_of(found))
             layers[layer] = layers.get(layer, possible) & possible
-    return {name: _one_of(name, found, layers) for name, found in origins.items()}
-
-
-def _one_of(name: str, found: set[str], layers: Mapping[int, set[int]]) -> str | None:
-    if len(found) > 1 and (layer := layer_of(name)) is not None:
-        found = {one for one in found if layer_of(one) in layers[layer]}
-    return next(iter(found)) if len(found) == 1 else None
+    for name, found in origins.items():
+        if len(found) > 1 and (layer := layer_of(name)) is not None:
+            origins[name] = {origin for origin in found if layer_of(origin) in layers[layer]}
+    return {name: next(iter(found)) if len(found) == 1 else None for name, found in origins.items()}
