@@ -65,7 +65,7 @@ def test_every_row_is_asked_for() -> None:
     code = "".join(file.read_text() for file in (ROOT / "verify").rglob("*.py"))
     by_effect = {effect for effect in EFFECTS if re.search(rf'quirks\([^()]*"{effect}"', code)}
     for _, row in ROWS:
-        named = f'"{row.id}"' in code or f'_known("{row.id.removeprefix("lora-")}"' in code.replace("'", '"')
+        named = f'"{row.id}"' in code or f'_describe_quirk("{row.id.removeprefix("lora-")}"' in code.replace("'", '"')
         assert named or row.effect in by_effect, row.id
 
 

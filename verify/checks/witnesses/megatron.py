@@ -100,7 +100,7 @@ def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
     actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
     hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
     names = sorted({tensor.name for _, tensor in narrow})
-    yield Issue("held in float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
+    yield Issue("float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
     if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
