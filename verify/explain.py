@@ -37,7 +37,8 @@ def explain(words: str = "") -> str:
     wanted = [_SYNONYMS.get(word, word) for word in words.lower().split()]
     if not wanted:
         return _format_list(all_checks(), "; find symptoms by a word: `ckptkit explain garbled`")
-    matches = {one: sum(_has(word, one) for word in wanted) for one in dict.fromkeys(known.values())}
+    patterns = [re.compile(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", re.IGNORECASE) for word in wanted]
+    matches = {one: sum(bool(word.search(_text(one))) for word in patterns) for one in dict.fromkeys(known.values())}
     most = max(matches.values())
     if not most:
         raise CkptkitError(f"no check or symptom is called or mentions {shortened(words)}", _hint(wanted, known))
@@ -45,10 +46,6 @@ def explain(words: str = "") -> str:
     if len(best) == 1:
         return _describe(best[0])
     return _format_list(sorted(best, key=lambda one: " ".join(wanted) not in one.title.lower()))
-
-
-def _has(word: str, one: Check | Symptom) -> bool:
-    return re.search(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", _text(one), re.IGNORECASE) is not None
 
 
 def _format_list(several: Sequence[Check | Symptom], also: str = "") -> str:

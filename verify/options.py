@@ -40,10 +40,7 @@ class MegatronOptions:
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How a checkpoint is verified; made by `verify_options`.
-
-    Raises UsageError for options that contradict each other or have no effect.
-    """
+    """How a checkpoint is verified. Raises UsageError for options that contradict each other or have no effect."""
 
     tp: int = 1  # Megatron's and SGLang's parallel size, as ep
     pp: int = 1  # Megatron's pipeline stages
@@ -94,10 +91,7 @@ _MEGATRON = {one.name for one in fields(MegatronOptions)}
 
 
 def verify_options(**options: Any) -> VerifyOptions:
-    """Makes VerifyOptions from the fields of it and MegatronOptions, with paths and lists of any type.
-
-    Raises as VerifyOptions does, and TypeError for an unknown option.
-    """
+    """Makes VerifyOptions of its fields and those of MegatronOptions, of any type. Raises TypeError for others."""
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):

@@ -181,24 +181,6 @@ def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
     return heat_map(measured, findings)
 
 
-def _refuse_other_formats(subject: Subject) -> None:
-    """Raises CkptkitError for a Megatron checkpoint that is not torch_dist."""
-    weights = subject.path
-    try:
-        weights = iteration_of(weights)
-    except (UsageError, UnsupportedError):
-        raise
-    except CkptkitError:
-        pass  # CK111 reports it
-    if is_legacy(weights):
-        hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
-        raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot read", hint)
-    if subject.is_megatron:
-        subject.megatron_files.readable  # noqa: B018 - raises for a distributed checkpoint that is not torch_dist
-    else:
-        refuse_other_format(subject.path)
-
-
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
     """Raises CkptkitError, before any weight is read, for faults that are not in the checkpoint."""
     if subject.source_path:
@@ -209,7 +191,20 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
     if hf is not None and not subject.is_megatron and subject.source_is_hf:
         refuse_hf(hf, path)
     if not subject.is_deltas:
-        _refuse_other_formats(subject)
+        weights = subject.path
+        try:
+            weights = iteration_of(weights)
+        except (UsageError, UnsupportedError):
+            raise
+        except CkptkitError:
+            pass  # CK111 reports it
+        if is_legacy(weights):
+            hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
+            raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot read", hint)
+        if subject.is_megatron:
+            subject.megatron_files.readable  # noqa: B018 - raises for a format that is not torch_dist
+        else:
+            refuse_other_format(subject.path)
     elif subject.options != VerifyOptions():
         hint = "make the full checkpoint (`ckptkit convert DELTAS DST --hf BASE`) and verify that"
         raise UsageError(f"{subject.path} holds deltas, which can be verified with --source (their base) only", hint)

@@ -150,10 +150,7 @@ class _When(TypedDict, total=False):
 def check(
     code: str, *, stage: str | None = None, wording: Wording | None = None, **when: Unpack[_When]
 ) -> Callable[[Callable[[Subject, Tally], Iterator[Issue]]], Run]:
-    """Registers a generator of issues as the check `code`; the decorated function returns findings.
-
-    By default, `stage` follows from the module's folder and `wording` is that of `catalogue.toml`.
-    """
+    """Registers a generator of issues as a check; by default its stage is the folder, its wording catalogue.toml's."""
     text = wording or wording_of(code)
 
     def register(issues: Callable[[Subject, Tally], Iterator[Issue]]) -> Run:
@@ -179,10 +176,7 @@ def registered() -> Collection[Check]:
 
 
 def all_checks(*, witnesses: bool = True) -> Sequence[Check]:
-    """All checks in `verify/checks/` and `verify/launch/checks/`, sorted by code.
-
-    `witnesses=False` does not import `verify/checks/witnesses/`, which takes a tenth of the time of a preflight.
-    """
+    """All checks, sorted by code; `witnesses=False` skips imports that take a tenth of a preflight."""
     for package in (general, of_launches):
         for module in walk_packages(package.__path__, f"{package.__name__}."):
             if witnesses or not module.name.startswith(f"{general.__name__}.witnesses."):

@@ -62,10 +62,7 @@ class Issue:
 
 
 def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> Iterator[Finding]:
-    """Yields the findings of the check `code`, including those of issues before an exception, then raises that.
-
-    `root` is the directory of relative files, or None if files stay as they are.
-    """
+    """Yields the findings of all issues before an exception, then raises that; `root` is that of relative files."""
     groups: dict[object, list[Issue]] = {}
     raised: Exception | None = None
     try:

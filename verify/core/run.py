@@ -130,10 +130,7 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
 
 
 def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None) -> Stop | None:
-    """Runs a check, adds its findings to `found` and returns why it stopped.
-
-    Raises NotApplicable if it does not apply.
-    """
+    """Runs a check, adds its findings to `found` and returns why it stopped. Raises NotApplicable as it does."""
     try:
         for finding in one.run(subject, tally):
             found.append(finding)  # noqa: PERF402 - those before an exception count too

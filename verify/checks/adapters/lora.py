@@ -66,10 +66,7 @@ def over_base(subject: Subject) -> Adapter:
 
 @once
 def ask_peft(subject: Subject) -> Future[Answer[NamesReport]] | str:
-    """Starts a process in which PEFT loads the adapter, or returns why it cannot. Raises CkptkitError as `settings_of`.
-
-    The base is --source, or a local directory in base_model_name_or_path.
-    """
+    """Starts a process in which PEFT loads the adapter, or returns why not. Raises CkptkitError as `settings_of`."""
     settings_of(subject)
     files = adapter_files(subject)
     base = files.config.get("base_model_name_or_path") if subject.source_path is None else str(subject.source_path)

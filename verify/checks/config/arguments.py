@@ -35,10 +35,7 @@ def _rows(dims: ModelDims, args: Args) -> list[Argument]:
 
 
 def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
-    """Each argument that does not fit the model of `dims`, its expected and its actual value.
-
-    A HybridModel is compared by its layer pattern and in GPTModel's terms. Numbers may differ by a relative 1e-6.
-    """
+    """Each argument that does not fit the model (a HybridModel as GPTModel), its expected and its actual value."""
     expected = as_gpt_args(comparable_args(dims))
     pattern, args = stored_pattern(args), as_gpt_args(args)
     if (pattern is not None or dims.pattern) and (pattern or "").replace("|", "") != hybrid_pattern(dims):

@@ -170,10 +170,7 @@ def _tie_issues(
 
 
 def keys_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """All keys that SGLang's class of the family needs, and those of them that are missing, with their values.
-
-    Raises CkptkitError as `family_of`, and if config.json lacks a value that they follow from.
-    """
+    """All keys, with values, that SGLang's class of the family needs, and the missing ones. Raises as `family_of`."""
     family_of(config)
     text = language_part(config)
     prefix = "" if text is config else "text_config."

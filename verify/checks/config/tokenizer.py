@@ -54,7 +54,13 @@ def _has_vocabulary(subject: Subject) -> None:
 @check("CK706", preflight=True, applies_to=_has_vocabulary)
 def ids_have_rows(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The largest id of every tokenizer file is below `vocab_size` (CK105 checks the embedding); one id per token."""
-    side, rows = side_of(subject), _rows_of(subject)
+    side = side_of(subject)
+    if subject.is_hf and is_of_no_family(subject):
+        rows = language_part(subject.hf_files.config).get("vocab_size")
+        if not isinstance(rows, int):
+            raise NotApplicable("config.json has no vocab_size")
+    else:
+        rows = dims_of(require_config(subject)).vocab
     try:
         vocabularies = side.vocabularies
     except CkptkitError as error:
@@ -107,10 +113,7 @@ def side_files_carried(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK720", applies_to=only_if(lambda subject: subject.is_hf, "Megatron loads no tokenizer from its checkpoint"))
 def tokenizer_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """A tokenizer file; a missing one is an error if the source has it, else a warning.
-
-    `--against-sglang` and `--engine` start SGLang without a tokenizer, so they need none.
-    """
+    """A tokenizer file; a missing one is an error if the source has it, else a warning."""
     tally.compared()
     if not side_of(subject).has_tokenizer:
         source = source_side(subject) if subject.source_path else None
@@ -145,10 +148,7 @@ def _class_may_differ(subject: Subject) -> None:
 
 @check("CK732", applies_to=_class_may_differ)
 def class_takes_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The ids of texts by AutoTokenizer against those by tokenizers, without special tokens at the ends.
-
-    A difference is a warning if the source has the same files.
-    """
+    """The ids of texts by AutoTokenizer are those by tokenizers; a warning if the source has the same files."""
     side = side_of(subject)
     answer, reason = ask_library(TextJob("transformers", str(side.root), str(side.root), ()))
     if answer is None or answer.refused:  # also because of config.json, which CK541 judges
@@ -175,15 +175,6 @@ def _has_two_files(subject: Subject) -> None:
         tokens = side.has_vocabulary and any(map(side.special, _KINDS))
         if not tokens and not lexists(side.root / GENERATION):
             raise NotApplicable("only config.json defines special tokens")
-
-
-def _rows_of(subject: Subject) -> int:
-    """The rows of the embedding by config.json. Raises NotApplicable as `require_config`, and if there is no size."""
-    if not (subject.is_hf and is_of_no_family(subject)):
-        return dims_of(require_config(subject)).vocab
-    if not isinstance(size := language_part(subject.hf_files.config).get("vocab_size"), int):
-        raise NotApplicable("config.json has no vocab_size")
-    return size
 
 
 @check("CK707", preflight=True, applies_to=_has_two_files)

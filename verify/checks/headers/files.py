@@ -36,7 +36,6 @@ from ckptkit.verify.evidence.expected import (
     spelling_of,
     usable_config,
 )
-from ckptkit.verify.evidence.files import HfFiles
 from ckptkit.verify.evidence.floats.stored import parts_in_floats
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 from ckptkit.verify.evidence.packed import int4_format_of
@@ -55,10 +54,7 @@ only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no s
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
-    """Every tensor in headers or `.metadata`. Raises CannotCheck if there is none.
-
-    `listed`: tensors that only the index lists, in unreadable files, are enough.
-    """
+    """Every tensor in headers or `.metadata`, or else, if `listed`, in the index. Raises CannotCheck without any."""
     if subject.is_megatron:
         require_metadata(subject)
         if not subject.specs:
@@ -85,10 +81,7 @@ def require_metadata(subject: Subject) -> None:
 
 @check("CK101", gate=True)
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The config exists, is JSON, is of a supported family, and its sizes fit together.
-
-    An unknown `model_type` with an unknown class is not judged.
-    """
+    """The config is JSON, of a supported family, and its sizes fit together. An unknown model is not judged."""
     if subject.is_megatron:
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
@@ -236,7 +229,17 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
         series[match[1]][int(match[3])].append(int(match[2]))
     for stem, totals in series.items():
         yield from _series(stem, totals)
-    yield from _renamed(files)
+    if not files.missing or not files.orphans:
+        return
+    # Files that the index does not name, with exactly the tensors of a file that is missing.
+    by_names = {frozenset(files.scan(name).specs): name for name in files.orphans}
+    homes = by_key((file, name) for name, file in (files.index or {}).items())
+    found = {file: by_names.get(frozenset(homes[file])) for file in files.missing if file in homes}
+    if renamed := [(file, other) for file, other in found.items() if other]:
+        (missing, other), more = renamed[0], len(renamed) - 1
+        actual, hint = f"its tensors are in {other}, which the index does not name", f"rename {other} to {missing}"
+        hint += f", and {more} more in the same way" if more else ""
+        yield Issue(missing, actual, hint, file=missing, count=len(renamed))
 
 
 def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
@@ -256,21 +259,6 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
         twice = sorted({number for number in numbers if numbers.count(number) > 1})
         actual = f"number {ranges(strange)} of {total}" if strange else f"number {ranges(twice)} more than once"
         yield Issue(f"numbers up to {total}, each once", actual, "keep the files of one save")
-
-
-def _renamed(files: HfFiles) -> Iterator[Issue]:
-    """Files that the index does not name, with exactly the tensors of a file that is missing."""
-    if not files.missing or not files.orphans:
-        return
-    by_names = {frozenset(files.scan(name).specs): name for name in files.orphans}
-    homes = by_key((file, name) for name, file in (files.index or {}).items())
-    found = {file: by_names.get(frozenset(homes[file])) for file in files.missing if file in homes}
-    renamed = [(file, other) for file, other in found.items() if other]
-    if renamed:
-        (missing, other), more = renamed[0], len(renamed) - 1
-        actual, hint = f"its tensors are in {other}, which the index does not name", f"rename {other} to {missing}"
-        hint += f", and {more} more in the same way" if more else ""
-        yield Issue(missing, actual, hint, file=missing, count=len(renamed))
 
 
 @check("CK110")
@@ -305,10 +293,7 @@ _INDICES = ("int64", "int32")
 
 @check("CK107", explained_by=("CK203",))
 def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each kind of tensor has one compute dtype in all layers, the one in config.json.
-
-    fp32 state in a smaller dtype is a warning; CK203 compares it with a source.
-    """
+    """Each kind of tensor has one dtype, as in config.json; fp32 in a smaller dtype is a warning (see CK203)."""
     specs = names_of(subject)
     if subject.is_hf:
         refuse_foreign(specs, subject.path)

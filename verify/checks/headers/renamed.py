@@ -37,10 +37,7 @@ class Renamed:
 
 @once
 def renamed_of(subject: Subject) -> Renamed | None:
-    """Detects the change of the names in headers and index.
-
-    Returns None without a usable config, and for the names of another class (`spelling_of`).
-    """
+    """The change of the names in headers and index, or None, also for names of another class (`spelling_of`)."""
     expected = None if spelling_of(subject) else expected_of(subject)
     if expected is None:
         return None

@@ -243,10 +243,7 @@ def _against_args(args: Mapping[str, Any], specs: Mapping[str, Any]) -> Iterator
 def _numbers(
     argument: str, args: Mapping[str, Any], stored: Set[int], what: str, *templates: str
 ) -> Iterator[tuple[str, str, str, list[str]]]:
-    """Compares stored numbers with those from 0 to an argument. None counts as 0; a missing argument is not compared.
-
-    `templates` are tensor names with `{}` for the number.
-    """
+    """Compares stored numbers, in tensor names `templates`, with those from 0 to an argument, if it is given."""
     if argument not in args or type(args[argument] or 0) is not int:
         return
     promised = set(range(args[argument] or 0))

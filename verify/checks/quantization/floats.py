@@ -124,10 +124,7 @@ def _scale_hint(stored: StoredWeight, scale: TensorSpec, shape: tuple[int, ...])
 
 
 def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
-    """Weights without the scale of their activations, if the format has one.
-
-    An error for all readers: engines leave ModelOpt's for NVFP4 uninitialized, and begin others with 1.0.
-    """
+    """Weights without their input scale: engines leave ModelOpt's for NVFP4 uninitialized, and others at 1.0."""
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:
@@ -248,10 +245,7 @@ def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]
 
 
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The findings of `ckptkit lint` for the engine, or for the readers of `--reader`.
-
-    Raises CannotCheck for a model with unknown modules, and if the lists cannot be read.
-    """
+    """The findings of `ckptkit lint` for the engine or `--reader`. Raises CannotCheck for an unknown model."""
     where, config = "config.json", usable_config(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
     yield from misread

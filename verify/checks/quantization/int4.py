@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any
@@ -69,10 +69,7 @@ def _declares_quantization(subject: Subject) -> None:
 def packed_weights(
     subject: Subject, *, may_be_empty: bool = False
 ) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """Config, specs and format.
-
-    Raises NotApplicable if no config group packs integers, and CannotCheck if no tensor is packed.
-    """
+    """Config, specs and format. Raises NotApplicable if no group packs integers, CannotCheck if nothing is packed."""
     config, specs = config_of(subject), subject.checkpoint.specs
     if (form := int4_format_of(config)) is None:
         raise NotApplicable("quantization_config describes no packed integer weights, the only ones that it checks")
@@ -164,7 +161,15 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     by_ck301 = {module for module in never_packed(subject) if not _targeted(module, config)}
     for module in sorted(found.forbidden.keys() - by_ck301):
         yield Issue(f"unquantized: {found.forbidden[module]}", "packed as INT4", names=[module + PACKED])
-    yield from _not_for_transformers(subject, config, packed)
+    experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
+    if experts and "transformers" in (subject.readers or ()):  # which may build them as one parameter
+        try:
+            reason = fused_in_transformers(config)
+        except CkptkitError as error:
+            raise CannotCheck(f"how transformers treats packed experts is not known: {error.message}") from error
+        if reason is not None:
+            hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
+            yield Issue("experts that transformers loads", reason, hint, names=experts)
     by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
     hint = "name it in `targets` of its config group" if by_name else "take it out of ignore, or quantize again"
     unwanted = [name + PACKED for name in found.unwanted]
@@ -172,23 +177,6 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "add it to ignore, or quantize again; if nothing is packed, remove quantization_config"
     missing = [f"{name}.weight" for name in found.missing]
     yield Issue("packed as INT4, by config.json", "unquantized", hint, names=missing)
-
-
-def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: Iterable[str]) -> Iterator[Issue]:
-    """Packed experts, if transformers is a reader and builds them as one parameter.
-
-    Raises CannotCheck if transformers cannot build the model from config.json.
-    """
-    experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
-    if not experts or "transformers" not in (subject.readers or ()):
-        return
-    try:
-        reason = fused_in_transformers(config)
-    except CkptkitError as error:
-        raise CannotCheck(f"how transformers treats packed experts is not known: {error.message}") from error
-    if reason is not None:
-        hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
-        yield Issue("experts that transformers loads", reason, hint, names=experts)
 
 
 @check("CK303", preflight=True, applies_to=_declares_quantization)

@@ -129,10 +129,7 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Every module with a weight, and its scheme: bits by config.json, the rest as stored.
-
-    CK104 judges packed weights without a scale. Raises CannotCheck if config.json does not define the bits.
-    """
+    """Every module with a weight, and its scheme. Raises CannotCheck if config.json does not define the bits."""
     config, specs = usable_config(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
         raise CannotCheck("config.json does not define the bits of packed weights", "CK101", "CK302")

@@ -55,10 +55,7 @@ _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be o
 
 @check("CK124", applies_to=only_if(downloads, "the model hub's client has left no record of a download here"))
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """SHA-256 (git's SHA-1 for small files) of the files that loaders open.
-
-    A different file that is newer than its record is a warning. Files without a record are not judged.
-    """
+    """SHA-256 (git's SHA-1 for small files) of the files that loaders open; a warning for files changed later."""
     read_values(subject)  # also hashes the weights
     records, hashes = downloads(subject), file_hashes(subject)
     compared = _compare(hashes)

@@ -102,10 +102,7 @@ def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[
 def _renamed(
     subject: Subject, lost: Sequence[str], extra: Sequence[str], values: Values
 ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Kinds of tensors with equal values under different names: those of the source, and those of the checkpoint.
-
-    Constant tensors, such as new norms, must be the only kind with that constant.
-    """
+    """Kinds of tensors with equal values under other names in the source; constant ones must be the only kind."""
     left = [names for names in group_by_pattern(extra) if all(name in values.stats for name in names)]
     if not left or not lost:
         return
@@ -219,10 +216,7 @@ def _judged_by_steps(subject: Subject) -> Set[str]:
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
-    """The output layer of tied embeddings if only one side stores it, and if only the source, repeats the embedding.
-
-    CK211 judges one that only the checkpoint stores.
-    """
+    """The tied output layer that only one side stores; in the source it repeats the embedding, here CK211 judges."""
     tied, values, source = tied_head_of(subject), read_values(subject), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()
@@ -260,10 +254,7 @@ def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], value
 
 @check("CK203", needs=("source",))
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each change of dtype: an error for an illegal one and for rounded fp32 state, else a warning.
-
-    CK305 judges newly quantized weights.
-    """
+    """Each change of dtype: an error for an illegal one and for rounded fp32 state, else a warning."""
     values, quantized = read_values(subject), float_weights(subject).judged
     require_some(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     fp32 = fp32_names(usable_config(subject))

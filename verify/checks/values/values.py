@@ -170,10 +170,7 @@ def _split_by_source(names: Sequence[str], values: Values) -> Iterator[tuple[lis
 
 @check("CK206", explained_by=("CK202",))
 def distinct(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No two experts of a layer and no two layers have the same matrix, except copies by a merge.
-
-    It is a warning if the source has the same bits.
-    """
+    """No two experts or layers have the same matrix, except copies by a merge; a warning if the source has them."""
     read = read_values(subject)
     values, same = read.stats, read.compared.keys() - read.differences.keys()
     require_some(tally, values)

@@ -57,10 +57,7 @@ _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
 @check("CK606", stage="behaviour", needs=("megatron", "logits"))
 def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Log-probabilities of fixed prompts at the given parallel sizes, in units of the noise of the dtype.
-
-    Computed by megatron-core only, in float32, and on GPUs also in the checkpoint's dtype.
-    """
+    """Log-probabilities of fixed prompts in megatron-core against transformers, in units of the dtype's noise."""
     require_finished(subject)
     prompts = prompts_of(config_of(subject), with_long=False)
     for dtype in computes_in(subject):

@@ -246,15 +246,12 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             without = f"--accept {engine.codes}6 goes on without this"
             raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only; {without}")
         tally.compared(report.repacked_seen)
-        yield from _findings(
-            engine, report.repacked, expected, partial(why_not_repacked, engine, report.version), draft
-        )
+        why = partial(why_not_repacked, engine, report.version)
+        yield from _findings(engine, report.repacked, expected, why, draft)
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
             example = report.unchecked[0] + (f" in {draft}" if draft else "")
-            raise CannotCheck(
-                f"ckptkit cannot predict how {len(report.unchecked)} were repacked, for example {example}"
-            )
+            raise CannotCheck(f"ckptkit cannot predict how {len(report.unchecked)} were repacked, such as {example}")
 
 
 @each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were given"))

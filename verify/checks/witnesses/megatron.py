@@ -199,12 +199,9 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
         expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
         ranks = _ranks_of(move.names, differing)
         yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, as_one=True)
-    yield from _differing([pair for pair in differing if origins.get(pair[1].name, "") is None], where)
-
-
-def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    """Tensors without the values of another tensor, grouped by diagnosis."""
-    for diagnosis, pairs in by_key((one[1].diagnosis, one) for one in seen).items():
+    # Tensors without the values of another tensor, grouped by diagnosis.
+    left = (one for one in differing if origins.get(one[1].name, "") is None)
+    for diagnosis, pairs in by_key((one[1].diagnosis, one) for one in left).items():
         by_name = _by_name(pairs)
         for names in group_by_pattern(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
