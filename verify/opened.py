@@ -66,10 +66,9 @@ class LazyTensor:
         return self._checkpoint.files_of([self.name])
 
     def read(self) -> Tensor:
-        """Reads the tensor: on the CPU, contiguous, with this shape and dtype, anew in each call.
+        """Reads the tensor to the CPU, contiguous, anew in each call.
 
-        Raises CkptkitError, naming file and tensor, if the file is damaged or cannot be dequantized, and OSError if it
-        cannot be read.
+        Raises CkptkitError if the file is damaged or cannot be dequantized, and OSError if it cannot be read.
         """
         return self._checkpoint.read([self.name])[self.name]
 

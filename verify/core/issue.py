@@ -63,6 +63,8 @@ class Issue:
 
 def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> Iterator[Finding]:
     """Yields the findings of all issues before an exception, then raises that; `root` is that of relative files."""
+    begins_with_word = fix[:2].istitle() or fix[1:2] == " "
+    default_hint = (fix[:1].lower() + fix[1:] if begins_with_word else fix).removesuffix(".")
     groups: dict[object, list[Issue]] = {}
     raised: Exception | None = None
     try:
@@ -75,12 +77,6 @@ def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> 
         first, file = several[0], several[0].file
         names = first.names if first.names is None else [name for one in several for name in one.names or ()]
         file = root / file if root and isinstance(file, str) else file
-        yield from replace(first, names=names, file=file, hint=first.hint or _as_hint(fix)).findings(code)
+        yield from replace(first, names=names, file=file, hint=first.hint or default_hint).findings(code)
     if raised is not None:
         raise raised
-
-
-def _as_hint(fix: str) -> str:
-    """A check's `fix` as a hint: without the capital and the full stop of a sentence."""
-    begins_with_word = fix[:2].istitle() or fix[1:2] == " "
-    return (fix[:1].lower() + fix[1:] if begins_with_word else fix).removesuffix(".")

@@ -163,11 +163,9 @@ class Subject(OfKind):
 
     @cached_property
     def source(self) -> Checkpoint | None:
-        """The opened checkpoint of `--source`, dequantized.
+        """The opened checkpoint of `--source`, dequantized; weights stored alike in both stay quantized (`comparable`).
 
-        If this checkpoint is quantized, weights that both store alike stay quantized
-        (`ckptkit.verify.evidence.plain.comparable`). Raises CkptkitError if the source cannot be opened, or its
-        quantization is not supported.
+        Raises CkptkitError if it cannot be opened or its quantization is not supported.
         """
         if self.source_path is None:
             return None

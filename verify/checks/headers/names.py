@@ -53,9 +53,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for text in remarks_of(subject) if config else ():
         tally.note(text)
     if subject.is_hf and (tied := tied_head_of(subject)) and tied[0] in specs:
-        tally.note(
-            f"{tied[0]} is stored although tie_word_embeddings is true; CK211 compares its values with {tied[1]}"
-        )
+        tally.note(f"{tied[0]} is stored although tie_word_embeddings is true; CK211 compares it with {tied[1]}")
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
         yield from _uneven(specs)
@@ -248,12 +246,8 @@ def _orphan(files: HfFiles, file: str) -> Issue:
         # SGLang leaves out a consolidated.safetensors if it is the only other file.
         reader = "vLLM" if file == "consolidated.safetensors" and len(files.orphans) == 1 else "SGLang"
         actual = f"{reader} reads {file} too, transformers only {SINGLE}; {newest}"
-        return Issue(
-            f"only {SINGLE}, since there is no index",
-            actual,
-            f"move one of them elsewhere; {_DO_NOT_DELETE}",
-            file=file,
-        )
+        expected, hint = f"only {SINGLE}, since there is no index", f"move one of them elsewhere; {_DO_NOT_DELETE}"
+        return Issue(expected, actual, hint, file=file)
     actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
     hint = f"move the unwanted one elsewhere ({SINGLE}, or the shards with their index); {_DO_NOT_DELETE}"
     return Issue("one set of weights", actual, hint, file=file)

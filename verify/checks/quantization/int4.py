@@ -236,11 +236,7 @@ def _by_targets(
 
 @check("CK304", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Reads every scale and weight_shape, a small part of the checkpoint.
-
-    Readers multiply by scales with their sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so
-    negative ones are faults only of a grid without signs.
-    """
+    """Every scale and weight_shape. Readers use the sign of a scale, so a negative one may be right (`_is_signed`)."""
     if floats.stores_floats(subject):
         yield from floats.float_scales(subject, tally)
         if not packs_integers(subject):
@@ -323,10 +319,7 @@ def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _against_scheme(
     subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], tally: Tally
 ) -> Iterator[Issue]:
-    """Compares layers that have scales with the tensors that compressed-tensors builds for this scheme.
-
-    A name that only engines read, such as `k_proj.output_scale`, is an error if transformers is a reader.
-    """
+    """Compares layers that have scales with the tensors that compressed-tensors builds for this scheme."""
     severity = severity_of_all(BY_CLASS, subject.readers)
     try:
         parts = _expected_parts(scheme, config)

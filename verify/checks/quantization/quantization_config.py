@@ -29,11 +29,7 @@ _EXPECTED = "a quantization_config that describes the packed weights"
 
 
 def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, engine: str = "sglang") -> Issue | None:
-    """Why the readers that count cannot read the packed weights by this config, or None if they can.
-
-    `asked`, `engine`: as in `severity_of`. Raises CannotCheck for a scheme that is valid compressed-tensors but not
-    judged here, such as an asymmetric one.
-    """
+    """Why readers that count (`severity_of`) misread the packed weights, or None. Raises CannotCheck if not judged."""
     content = quantization_of(config)
     hint = "restore the quantization_config of the release, or quantize again with `ckptkit quantize`"
     if not isinstance(content, Mapping) or not content:
@@ -180,11 +176,7 @@ def _activation_scales(group: Mapping[str, Any]) -> list[str]:
 
 
 def _are_judged(config: Mapping[str, Any]) -> bool:
-    """Whether unusual groups are judged: 8 bits, `targets`, or FP8 or scales of a cache in addition.
-
-    Readers find the group of a module by its name (`ckptkit.quant.ignore.reading`). Raises CkptkitError for unreadable
-    groups and entries.
-    """
+    """Whether unusual groups are judged: 8 bits, `targets`, FP8 or cache scales. Raises CkptkitError if unreadable."""
     content, groups = quantization_of(config), groups_of(config)
     if content.get("quant_method") != "compressed-tensors" or content.get("format") not in _FORMATS:
         return False

@@ -225,9 +225,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
     packable = {module: spec for module, spec in chosen.items() if module in tree.packable}  # CK301 judges others
     dp_attention = _engine_tp(subject) > 1 and subject.arguments and subject.arguments.dp_attention
     if dp_attention and any(module not in tree.experts for module in packable):
-        raise CannotCheck(
-            "--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not predicted here"
-        )
+        raise CannotCheck("--sglang-enable-dp-attention cuts attention over fewer ranks, which is not predicted here")
     by_size = by_key((int4_format_in(config, groups, module).group, spec) for module, spec in packable.items())
     for size, specs in by_size.items():
         yield from _tile_issues(subject, specs, tree, config, size)

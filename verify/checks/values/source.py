@@ -196,9 +196,8 @@ def _is_trained(wrong: Mapping[str, TensorDiff], values: Values) -> bool:
     moved = [name for name in matrices if name in wrong]
     kinds, moved_kinds = ({pattern_of(name) for name in names} for names in (matrices, moved))
     is_most = 2 * len(moved) > len(matrices) and len(moved_kinds) > max(_FEW, len(kinds) / 2)
-    return is_most and all(
-        one.same_shape and not one.unlike and not _is_broken(values.stats[name]) for name, one in wrong.items()
-    )
+    broken = any(_is_broken(values.stats[name]) for name in wrong)
+    return is_most and not broken and all(one.same_shape and not one.unlike for one in wrong.values())
 
 
 def _is_broken(stats: Extremes) -> bool:
@@ -277,10 +276,7 @@ _was_trained = only_if(lambda subject: subject.options.trained, "--trained was n
 
 @check("CK216", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=_was_trained)
 def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Names and shapes are the source's; values may differ, with the exceptions in the module's docstring.
-
-    Unchanged tensors are a note, since layers and towers are often frozen; if nothing changed, it is a warning.
-    """
+    """Names and shapes are the source's, and values moved by little. If nothing moved it is a warning, else a note."""
     values, differing = _compared(subject, tally)
     yield from names_of_one_side(subject)
     for name, one in differing.items():

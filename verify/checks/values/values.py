@@ -331,10 +331,7 @@ def _fp32_biases(subject: Subject) -> set[str]:
 
 @check("CK210", explained_by=("CK202",), applies_to=only_if(_fp32_biases, "the model has no bias that must be float32"))
 def not_coarse(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Some number of a float32 router bias is none of bfloat16; each is by chance once in 65536.
-
-    A warning, since some releases have such biases; no finding if the source has the same bits. CK205 judges constants.
-    """
+    """A float32 router bias has numbers that are not exact in bfloat16; a warning unless the source has the same."""
     values, names = read_values(subject), _fp32_biases(subject)
     biases = {name: one for name, one in values.stats.items() if _inside_model(name) in names}
     require_some(tally, biases, f"{_NONE_READ}, or there are no such biases", "CK201", "CK104")

@@ -205,9 +205,8 @@ def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issu
         by_name = _by_name(pairs)
         for names in group_by_pattern(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
-            count = (
-                f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
-            )
+            count = f"{worst.differing} of {worst.elements} elements differ in {worst.name}"
+            count += f", by up to {worst.largest:.3g}"
             actual = f"{diagnosis} ({count})" if diagnosis else count
             yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
 

@@ -39,9 +39,8 @@ def _ask(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesRep
         if find_spec(module) is None:
             raise CannotCheck(f"{module} is not installed, so transformers' class was not compared")
     specs = _plain_specs(subject)
-    return specs, ask_meanwhile(
-        NamesJob(without_quantization(subject.hf_files.config), specs), _WITNESS, NamesReport, START_S
-    )
+    job = NamesJob(without_quantization(subject.hf_files.config), specs)
+    return specs, ask_meanwhile(job, _WITNESS, NamesReport, START_S)
 
 
 @check(
