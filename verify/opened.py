@@ -25,7 +25,7 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.buffers import elements
 from ckptkit.storage.read import FileExtent, read_new
 from ckptkit.storage.url import place
-from ckptkit.verify.evidence.folding import layer_of
+from ckptkit.verify.evidence.folding import by_key, layer_of
 from ckptkit.verify.evidence.plain import as_release, open_plain, release_of
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ class LazyTensor:
 
     name: the name in the view that the tensor comes from.
     shape: the shape of the full tensor, also if ranks or files hold parts of it.
-    dtype: the dtype that `read` returns, without `torch.`: `bfloat16`. A weight in INT4 or a small float is
-        dequantized.
+    dtype: the dtype that `read` returns (a quantized weight is dequantized), without `torch.`: `bfloat16`.
     """
 
     name: str
@@ -131,8 +130,7 @@ class OpenedCheckpoint(LazyTensors):
     """A checkpoint with lazy tensors. It keeps no file open, so it needs no closing.
 
     path: the directory or URL of the weights.
-    format: `hf` (safetensors, quantized or not), `torch_dist`, `legacy` (Megatron's mp_rank_*), or `deltas` (replayed
-        up to the newest published weight update).
+    format: `hf`, `torch_dist`, `legacy` (Megatron's mp_rank_*), or `deltas` (replayed published weight updates).
     """
 
     def __init__(self, location: Location, stored: Checkpoint, view: Checkpoint, *, is_megatron: bool) -> None:
@@ -199,21 +197,15 @@ class OpenedCheckpoint(LazyTensors):
 
     @cached_property
     def _by_layer(self) -> dict[int, list[str]]:
-        prefix: str | None = "decoder.layers."
+        root: str | None = "decoder."
         if not self._is_megatron:
-            prefix = None  # of an unknown family
+            root = None  # of an unknown family
             with suppress(CkptkitError):
-                prefix = f"{dims_of(as_stored(self.config, self._specs)).root}layers."
-        names: dict[int, list[str]] = {}
-        for name in self:
-            if prefix is None:
-                number = layer_of(name)
-            else:
-                match = re.match(rf"{re.escape(prefix)}(\d+)(?:\.|$)", name)
-                number = int(match[1]) if match else None
-            if number is not None:
-                names.setdefault(number, []).append(name)
-        return names
+                root = dims_of(as_stored(self.config, self._specs)).root
+        pattern = re.compile(rf"{re.escape(root or '')}layers\.(\d+)(?:\.|$)")
+        matches = ((name, pattern.match(name)) for name in self)
+        numbers = ((layer_of(name) if root is None else match and int(match[1]), name) for name, match in matches)
+        return by_key((number, name) for number, name in numbers if number is not None)
 
 
 _WORDS: Mapping[Format, str] = {

@@ -92,11 +92,7 @@ def only_if(find: Callable[[Subject], object], reason: str) -> AppliesTo:
 
 @dataclass(frozen=True)
 class Check:
-    """One registered check; its wording is that of `catalogue.toml`.
-
-    Unless it is a gate, a check of a stage that reads every byte also needs sound headers. Preflight always runs the
-    stages `headers` and `launch`.
-    """
+    """One registered check, with its wording in `catalogue.toml`."""
 
     code: str
     title: str
@@ -106,7 +102,7 @@ class Check:
     stage: str
     needs: tuple[str, ...] = ()
     gate: bool = False  # if it fails, headers are not sound
-    preflight: bool = False  # preflight runs it too
+    preflight: bool = False  # preflight runs it too, like the stages `headers` and `launch`
     applies_to: AppliesTo | None = None
     explained_by: tuple[str, ...] = ()  # codes of checks that find the cause of its findings, for the same tensors
     begin: Callable[[Subject], object] | None = None  # starts another process before the bytes are read

@@ -196,10 +196,7 @@ def _by_peft(subject: Subject, report: NamesReport) -> Iterator[Issue]:
 
 @check("CK133")
 def factors_change_something(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No NaN, no infinity, no factor of zeros, and names with PEFT's prefix.
-
-    Zeros are a warning in at least half of the factors, and in some experts of a layer, which may have had no tokens.
-    """
+    """No NaN, infinity or zero factor, and PEFT's prefix; zeros in half of them or in some experts are a warning."""
     files = adapter_files(subject)
     actual = "no prefix: PEFT warns, and the adapter changes nothing; SGLang and vLLM accept such names"
     expected = f"{ROOT} before every name, where PEFT looks for it"

@@ -53,10 +53,7 @@ only_megatron = only_if(lambda subject: subject.is_megatron, "an HF directory ha
 
 @check("CK111", gate=True, applies_to=only_megatron)
 def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tracker, `.metadata`, `metadata.json` and the common state are readable.
-
-    Their pickles contain only names that Megatron and torch write, since Megatron executes them.
-    """
+    """Tracker, `.metadata`, `metadata.json` and common state are readable; pickles have no foreign names."""
     files = subject.megatron_files
     try:
         weights = files.weights
@@ -83,7 +80,8 @@ def directory_complete(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     if (foreign := foreign_name(weights, files.metadata)) is not None:
         name, refusal = foreign
-        severity = warning_if(name.partition(".")[0] not in _RUN)  # it may be a class of the trainer
+        # Megatron executes pickles; other names may be classes of the trainer.
+        severity = warning_if(name.partition(".")[0] not in _RUN)
         expected = "pickles with names that Megatron and torch write"
         yield Issue(expected, refusal.message, refusal.hint or "", file=weights, severity=severity)
     if not files.opened.specs:

@@ -216,10 +216,7 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _by_targets(
     subject: Subject, config: Mapping[str, Any], groups: Sequence[Group]
 ) -> Mapping[str, Mapping[int, tuple[Mapping[str, Any], str]]]:
-    """The `weights` of each module by the readers that count, and the target that they follow, for several groups.
-
-    compressed-tensors sorts targets, engines follow their order. Empty for an unknown model.
-    """
+    """By module, its `weights` for the readers that count, and the target; compressed-tensors sorts targets first."""
     found: dict[str, dict[int, tuple[Mapping[str, Any], str]]] = defaultdict(dict)
     with suppress(CkptkitError):  # CK302 reports an unknown model
         tree = class_tree(config) if len(groups) > 1 else None

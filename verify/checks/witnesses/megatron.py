@@ -226,10 +226,7 @@ def _ranks_of(names: Iterable[str], seen: Iterable[Seen]) -> str:
 
 
 def _find_origins(seen: Sequence[Seen]) -> dict[str, str | None]:
-    """The tensor with the values of each wrong one, on all ranks with a wrong slice, or None if none or several fit.
-
-    If several layers fit, it is the layer that fits all tensors of the layer.
-    """
+    """The tensor with the values of each wrong one, or None; if several layers fit, the one that fits all tensors."""
     origins: dict[str, set[str]] = {}
     for _, tensor in seen:
         origins[tensor.name] = origins.get(tensor.name, set(tensor.origins)) & set(tensor.origins)
