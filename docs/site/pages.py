@@ -91,8 +91,8 @@ EXAMPLES = {
     ),
     "CK404": (
         "an expert that no rank takes",
-        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected read by some rank; actual no rank "
-        "reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
+        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected each element read by the one rank "
+        "that saves it; actual no rank reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
     ),
     "CK122": (
         "a delta that was not copied with the others",
