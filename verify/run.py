@@ -154,7 +154,7 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
 
 
 def stage_of(subject: Subject) -> str | None:
-    """The only stage of the subject, or None for a checkpoint, which has all others."""
+    """The only stage of the subject, or None for a checkpoint, which has several."""
     return _special_stage(subject.path) or ("deltas" if subject.is_deltas else None)
 
 

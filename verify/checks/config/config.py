@@ -257,7 +257,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def class_default(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> Any:
-    """The default of a key, or UNKNOWN if it is computed, as `None` usually is; another config has `value` for it."""
+    """The default of a key for which another config has `value`, or UNKNOWN if it is computed (usually None)."""
     if find_spec("transformers") is None:
         return UNKNOWN
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES

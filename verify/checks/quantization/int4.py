@@ -126,8 +126,8 @@ def _targeted(module: str, config: Mapping[str, Any]) -> bool:
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The packed modules on disk against those that each reader of `ignore` expects, without those of CK301.
 
-    An error is what the readers that count load or send wrongly (`ckptkit.quant.ignore.readers.severity_of`), also
-    packed experts that transformers, as a reader, cannot load. A warning is what only other readers misread.
+    Modules that readers that count load or send wrongly are an error (`ckptkit.quant.ignore.readers.severity_of`), also
+    packed experts that transformers, as a reader, cannot load. Those that only other readers misread are a warning.
     """
     if renamed_of(subject) is not None:
         raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")

@@ -53,7 +53,7 @@ def config_issue(config: Mapping[str, Any], asked: Sequence[str] | None = None, 
 
 
 def second_config(path: Path, asked: Sequence[str] | None) -> Iterator[Issue]:
-    """Differences between hf_quant_config.json and config.json, and the former alone if transformers is a reader."""
+    """Differences between hf_quant_config.json and config.json; the latter must have one for transformers."""
     file, expected = path / MODELOPT_CONFIG, f"one quantization in config.json and {MODELOPT_CONFIG}"
     for differs in differing_configs(path).values():
         yield Issue(expected, differs, TWO_CONFIGS, file=file)
@@ -95,7 +95,7 @@ def in_second_format(subject: Subject) -> frozenset[str]:
 def refused_parts(
     config: Mapping[str, Any], asked: Sequence[str] | None = None, engine: str = "sglang"
 ) -> Iterator[Issue]:
-    """Parts that some readers refuse and others accept: an error if one that counts refuses."""
+    """Parts that some readers refuse: an error if one of them counts."""
     refused = []
     with suppress(CkptkitError):  # no groups, which `config_issue` judges
         refused = list(refusals(config))
@@ -108,7 +108,7 @@ def refused_parts(
 def misread_floats(
     config: Mapping[str, Any], specs: Collection[str], asked: Sequence[str] | None = None
 ) -> Iterator[Issue]:
-    """Why compressed-tensors and transformers, asked themselves, misread weights in floats; `specs` are their names."""
+    """Why compressed-tensors and transformers misread weights in floats with these names, by their own code."""
     content, hint = quantization_of(config), "restore the quantization_config of the release, or quantize again"
     expected, method = "a quantization_config that describes the stored weights", content.get("quant_method")
     if "transformers" in (asked or ()) and method is not None:
@@ -141,7 +141,7 @@ def misread_floats(
 def _misread_group(
     group: Group, raw: Mapping[str, Any], modules: Sequence[str], specs: Collection[str]
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """What compressed-tensors misreads in a group of modules that have scales, and the tensors concerned."""
+    """What compressed-tensors misreads for modules of a group that have scales, and the tensors concerned."""
     where = f"their config group (targets {shortened(list(group.targets))})"
     if not group.weights:
         names = [f"{module}.weight_scale" for module in modules]

@@ -179,7 +179,7 @@ def _is_for_sglang(subject: Subject) -> None:
 
 
 def _has_tiles(subject: Subject) -> None:
-    """SGLang cuts groups at a size above 1, whoever reads the list."""
+    """SGLang cuts groups at a parallel size above 1 for any readers."""
     require_quantized(subject)
     if subject.not_for_sglang and not (_engine_tp(subject) > 1 and subject.engine == "sglang"):
         raise NotApplicable(subject.not_for_sglang)

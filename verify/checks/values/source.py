@@ -215,7 +215,7 @@ def _judged_by_steps(subject: Subject) -> Set[str]:
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
-    """The tied output layer that only one side stores; in the source it repeats the embedding, here CK211 judges."""
+    """The tied output layer if only one side stores it: the source's must repeat the embedding, CK211 judges ours."""
     tied, values, source = tied_head_of(subject), read_values(subject), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()
@@ -276,7 +276,7 @@ _was_trained = only_if(lambda subject: subject.options.trained, "--trained was n
 
 @check("CK216", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=_was_trained)
 def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Names and shapes are the source's, and values moved by little. If nothing moved it is a warning, else a note."""
+    """Names and shapes are the source's, and values moved by little. Unmoved tensors are a note, or all a warning."""
     values, differing = _compared(subject, tally)
     yield from names_of_one_side(subject)
     for name, one in differing.items():

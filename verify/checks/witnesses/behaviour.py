@@ -271,7 +271,7 @@ def _has_prompts(subject: Subject) -> None:
 
 @check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
 def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The tokens of prompts by the checkpoint's tokenizer, and of messages by its chat template, are the recorded."""
+    """The tokens of prompts by the checkpoint's tokenizer, and of messages by its template, are the recorded ones."""
     path, root = subject.options.rollout_data, tokenizer_directory(subject)
     files = SideFiles(root)
     if not files.has_vocabulary and not files.sentencepiece:
