@@ -19,7 +19,7 @@ def warning_if(is_harmless: object) -> Severity:
 
 @dataclass(frozen=True)
 class Issue:
-    """What a check expected, what it found, and how to fix it: `hint`, or the check's `fix` without one.
+    """The expected and actual state, and a `hint` for fixing it; the default hint is the check's `fix`.
 
     `names` are the tensors concerned, or None if the issue concerns `count` other things; no names give no finding.
     Issues that differ only in `names` are merged. Names that differ only in layer and expert numbers become one

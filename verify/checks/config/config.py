@@ -196,7 +196,7 @@ def _model_keys(config: Mapping[str, Any]) -> dict[Path, Any]:
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings as in transformers v5, without Megatron arguments; a list with a base for each layer is none."""
+    """Rotary settings as in transformers v5, without Megatron arguments, but with a list of bases by layer."""
     arguments = ("type", "rope_theta", "partial_rotary_factor")
     by_layer = {"rope_theta": bases} if isinstance(bases := config.get("rope_theta"), list) else {}
     rope = rope_of({**config, "rope_theta": None} if by_layer else config)

@@ -202,9 +202,9 @@ def special_tokens_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
                 del sound[file]
                 expected = f"{kind}_token_id below {rows}, the rows of the embedding"
                 yield Issue(expected, f"{kind}_token_id {strange[0]}", hint, file=side.root / file)
-        # A faulty file has no vote on the others.
+        # A faulty file has no vote.
         yield from _disagreements(kind, sound, side, hint)
-    # Engines refuse ids that are not whole numbers, or never generate them.
+    # Engines refuse ids that are not integers, or never generate them.
     raw = ((f"{kind}_token_id", *pair) for kind in _KINDS for pair in _raw_ids(side, kind))
     for key, file, value in ((key, file, value) for key, file, values in raw for value in values):
         if type(value) is not int:
@@ -260,9 +260,9 @@ def _raw_ids(side: SideFiles, kind: str) -> Iterator[tuple[str, list[Any]]]:
 
 
 def _disagreements(kind: str, by_file: Mapping[str, set[int]], side: SideFiles, hint: str) -> Iterator[Issue]:
-    """Files that have no id in common with the others: the one that is outvoted, or all without a majority.
+    """Files that have no id in common: the one that is outvoted, or all without a majority.
 
-    If the outvoted file alone has an end that a chat template writes, it is right. Engines end at any id of config and
+    If only the outvoted file has an end that a chat template writes, it is right. Engines end at any id of config and
     generation_config. Some releases have a tokenizer that ends texts and a generation_config that ends turns, so a
     deviating tokenizer is only a warning.
     """

@@ -249,10 +249,10 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
         yield Issue(f"the same number of shards in all names {stem}-*-of-*", actual, hint)
         return
     ((total, numbers),) = totals.items()
-    # gpt-oss counts from 0 to N, slime from 0 to N - 1, all others from 1 to N.
+    # gpt-oss counts from 0 to N, slime from 0 to N - 1, other programs from 1 to N.
     expected = set(range(1, total)) | ({total} if 0 not in numbers else set())
     if missing := expected - set(numbers):
-        hint = "copy or download it; if the release really has none, its index lists no tensor for it"
+        hint = "copy or download it; if the release lacks it too, its index lists no tensor for it"
         yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint)
     strange = [number for number in numbers if number > total]
     if strange or len(set(numbers)) < len(numbers):

@@ -55,7 +55,7 @@ def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tall
 
 
 def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every weight has all parts, with their shapes and dtypes, and there are no others. CK104 checks the index."""
+    """Every weight has all parts, with their shapes and dtypes, and no further ones. CK104 checks the index."""
     floats, weights = stored_floats_of(subject)
     assert floats is not None  # there are such weights
     specs, files = subject.hf_files.specs, subject.hf_files
@@ -124,7 +124,7 @@ def _scale_hint(stored: StoredWeight, scale: TensorSpec, shape: tuple[int, ...])
 
 
 def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
-    """Weights without their input scale: engines leave ModelOpt's for NVFP4 uninitialized, and others at 1.0."""
+    """Weights without their input scale: engines leave ModelOpt's for NVFP4 uninitialized, and use 1.0 in other formats."""
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:

@@ -141,7 +141,7 @@ def misread_floats(
 def _misread_group(
     group: Group, raw: Mapping[str, Any], modules: Sequence[str], specs: Collection[str]
 ) -> Iterator[tuple[str, list[str] | None]]:
-    """What compressed-tensors misreads for modules of a group that have scales, and the tensors concerned."""
+    """Faults in a group of modules with scales, by compressed-tensors, and the tensors concerned."""
     where = f"their config group (targets {shortened(list(group.targets))})"
     if not group.weights:
         names = [f"{module}.weight_scale" for module in modules]

@@ -222,7 +222,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tree = class_tree(config)
     except CkptkitError as error:
         raise CannotCheck(f"no decision for this model: {error.message}") from error
-    packable = {module: spec for module, spec in chosen.items() if module in tree.packable}  # CK301 judges others
+    packable = {module: spec for module, spec in chosen.items() if module in tree.packable}  # CK301 judges the rest
     dp_attention = _engine_tp(subject) > 1 and subject.arguments and subject.arguments.dp_attention
     if dp_attention and any(module not in tree.experts for module in packable):
         raise CannotCheck("--sglang-enable-dp-attention cuts attention over fewer ranks, which is not predicted here")

@@ -6,7 +6,7 @@ Tensors that may be constant in a sound model, also before training:
 - norm weights: ones or, if the class multiplies by 1 + w, zeros. Other constants are a warning, other zeros an error.
 - other vectors: a constant that all layers share; after training it is a warning.
 - a single number: any but zero.
-- matrices: only a few that their class initializes so (`verify/quirks`); all others are an error.
+- matrices: only a few that their class initializes so (`verify/quirks`); in all other ones it is an error.
 Rows of zeros inside a matrix are a warning (a hole in a file, or a dead neuron), except in the vocabulary's matrices.
 """
 
@@ -63,7 +63,7 @@ _SCALES = (*PARTS, ".k_zero_point", ".v_zero_point")
 
 
 def require_some(tally: Tally, names: Sized, reason: str = _NONE_READ, *because: str) -> None:
-    """Counts tensors, without their bytes. Raises CannotCheck if there are none, reported by CK201 or `because`."""
+    """Counts tensors, without their bytes. Raises CannotCheck without any, reported by CK201 or `because`."""
     if not len(names):
         raise CannotCheck(reason, *(because or ("CK201",)))
     tally.compared(len(names))
@@ -112,7 +112,7 @@ def not_constant(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, stats in values.items():
         if name in scales or name.endswith(_SCALES) or not stats.finite or not stats.rows:
             continue
-        spec = subject.specs.get(name)  # None for an expert that is stored with the others
+        spec = subject.specs.get(name)  # None for an expert of a fused tensor
         one_number = is_cache_scale(name, config) or (spec is not None and math.prod(spec.shape) == 1)
         if stats.constant:
             counts = spec is not None and spec.dtype == "int64"  # for example batches in a norm
@@ -162,7 +162,7 @@ def _is_vector(name: str, stats: Extremes) -> bool:
 
 
 def _split_by_source(names: Sequence[str], values: Values) -> Iterator[tuple[list[str], bool]]:
-    """The tensors that are equal in the source, and True; the others, and False."""
+    """The tensors that are equal in the source, and True; those that are not, and False."""
     same = values.compared.keys() - {name for name, one in values.differences.items() if one.unequal}
     yield [name for name in names if name in same], True
     yield [name for name in names if name not in same], False

@@ -66,7 +66,7 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("the weights look untrained, so whether they predict text is not judged")
 
 
-# Times the noise of the checkpoint's dtype. Megatron in float32 has none, except near ties between experts; in the
+# Times the noise of the checkpoint's dtype. Megatron in float32 is exact, except near ties between experts; in the
 # dtype itself it has as much as an engine (CK601).
 _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
@@ -127,7 +127,7 @@ _MAX_EXPONENT = 700.0  # exp of more overflows float64
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """The gap between the log-probabilities p by which `tokens` tokens were sampled and others q, in nats a token.
+    """The gap between the log-probabilities p by which `tokens` tokens were sampled and further ones q, in nats a token.
 
     mean, largest: of |p - q|. k3: the mean of exp(q - p) - 1 - (q - p), an estimate of the Kullback-Leibler divergence
     (John Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).

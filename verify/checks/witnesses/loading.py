@@ -238,7 +238,7 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
 
 @each_engine(6, applies_to=_may_repack)
 def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Quantized parameters have Marlin's layout, computed here, and all others are unchanged."""
+    """Quantized parameters have Marlin's layout, computed here, and all other parameters are unchanged."""
     expected = "the loaded values in the kernel's order"
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
@@ -305,7 +305,7 @@ def keep_router(config: Mapping[str, Any]) -> str:
 def why_refused(engine: EngineFacts, message: str, lacking: Mapping[str, Any]) -> str:
     """The hint if an engine did not load the model; `lacking` are keys missing in config.json (CK731)."""
     if (match := _NO_KEY.search(message)) is None:
-        return f"compare config.json with the release; run `{engine.server}` on the directory to see the whole log"
+        return f"compare config.json with the release; run `{engine.server}` on the directory to see the complete log"
     release = "take config.json from the release: transformers 5 writes the keys that its own class knows"
     for key, value in lacking.items():
         if key.rpartition(".")[2] == match[1]:
