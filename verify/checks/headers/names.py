@@ -171,7 +171,7 @@ def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
 
 
 def _uneven(names: Iterable[str]) -> Iterator[Issue]:
-    """Without a usable config: layers that lack tensors of a kind of layer, and experts that lack a tensor of the layer.
+    """Without a usable config: layers that lack tensors of a kind of layer, and experts that lack a tensor.
 
     Tensors that at least two layers have are a kind of layer. Models mix full and linear attention, dense layers and
     experts, and some (Gemma 4) use keys as values, or those of an earlier layer.

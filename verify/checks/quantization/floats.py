@@ -124,7 +124,7 @@ def _scale_hint(stored: StoredWeight, scale: TensorSpec, shape: tuple[int, ...])
 
 
 def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
-    """Weights without their input scale: engines leave ModelOpt's for NVFP4 uninitialized, and use 1.0 in other formats."""
+    """Weights without their input scale: engines leave ModelOpt's for NVFP4 uninitialized, others are 1.0."""
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:

@@ -127,7 +127,7 @@ _MAX_EXPONENT = 700.0  # exp of more overflows float64
 
 @dataclass(frozen=True)
 class LogprobGap:
-    """The gap between the log-probabilities p by which `tokens` tokens were sampled and further ones q, in nats a token.
+    """The gap between the log-probabilities p by which `tokens` tokens were sampled and new ones q, in nats a token.
 
     mean, largest: of |p - q|. k3: the mean of exp(q - p) - 1 - (q - p), an estimate of the Kullback-Leibler divergence
     (John Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
