@@ -1,4 +1,4 @@
-"""`ckptkit explain`: what a check looks at and what to do about a finding; what may cause a symptom."""
+"""`ckptkit explain`: describes checks, the fixes of findings, and the causes of symptoms."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.verify.core.catalogue import retired_codes
 from ckptkit.verify.core.check import Check, all_checks
 from ckptkit.verify.triage.symptom import TABLE, Symptom, page_symptoms
 
-# Words of users for the words of titles and texts here.
+# Words of users, and the words of the titles and texts.
 _SYNONYMS = {
     **dict.fromkeys(("garbage", "gibberish", "nonsense", "rubbish", "fluent"), "garbled"),
     **dict.fromkeys(("oom", "killed"), "memory"),
@@ -22,10 +22,10 @@ _SYNONYMS = {
 
 
 def explain(words: str = "") -> str:
-    """Explains the checks or symptoms (`S1`, `weight-key`) that `words` name; else a line for each that has the words.
+    """Explains the checks or symptoms with these codes (`CK101`, `S1`, `weight-key`), or lists those with these words.
 
-    Whole words count, and synonyms (`oom`, `gibberish`). Those with the most of the words are listed, and first those
-    whose title has them as a phrase. Without words, every check. Raises CkptkitError if nothing has any of the words.
+    Synonyms (`oom`, `gibberish`) count too. The list has the best matches, and begins with titles that contain the
+    words as a phrase. Without words it has every check. Raises CkptkitError if nothing matches.
     """
     known: dict[str, Check | Symptom] = {one.number: one for one in page_symptoms()}
     known |= {one.code: one for one in all_checks()}
@@ -33,31 +33,28 @@ def explain(words: str = "") -> str:
     retired = {code: f"{code}: retired before 0.1.0; {instead}" for code, instead in retired_codes().items()}
     codes = words.upper().split()
     if codes and all(code in known or code in retired for code in codes):
-        return "\n\n\n".join(_whole(known[code]) if code in known else retired[code] for code in codes)
+        return "\n\n\n".join(_describe(known[code]) if code in known else retired[code] for code in codes)
     wanted = [_SYNONYMS.get(word, word) for word in words.lower().split()]
     if not wanted:
-        return _listed(all_checks(), "; symptoms by words of theirs: `ckptkit explain garbled`")
-    matches = {one: sum(_has(word, one) for word in wanted) for one in dict.fromkeys(known.values())}
+        return _format_list(all_checks(), "; find symptoms by a word: `ckptkit explain garbled`")
+    patterns = [re.compile(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", re.IGNORECASE) for word in wanted]
+    matches = {one: sum(bool(word.search(_text(one))) for word in patterns) for one in dict.fromkeys(known.values())}
     most = max(matches.values())
     if not most:
         raise CkptkitError(f"no check or symptom is called or mentions {shortened(words)}", _hint(wanted, known))
-    found = [one for one, count in matches.items() if count == most]
-    if len(found) == 1:
-        return _whole(found[0])
-    return _listed(sorted(found, key=lambda one: " ".join(wanted) not in one.title.lower()))
+    best = [one for one, count in matches.items() if count == most]
+    if len(best) == 1:
+        return _describe(best[0])
+    return _format_list(sorted(best, key=lambda one: " ".join(wanted) not in one.title.lower()))
 
 
-def _has(word: str, one: Check | Symptom) -> bool:
-    return re.search(rf"\b{re.escape(word)}(?:s|es|ed|ing)?\b", _text(one), re.IGNORECASE) is not None
-
-
-def _listed(several: Sequence[Check | Symptom], also: str = "") -> str:
+def _format_list(several: Sequence[Check | Symptom], also: str = "") -> str:
     commands = [f"\n       `{one.command}`" if isinstance(one, Symptom) else "" for one in several]
     lines = [f"{one.code:<5}  {one.title}{command}" for one, command in zip(several, commands, strict=True)]
     return "\n".join([*lines, "", f"next: `ckptkit explain {several[0].code}`, or another of these{also}"])
 
 
-def _whole(one: Check | Symptom) -> str:
+def _describe(one: Check | Symptom) -> str:
     if isinstance(one, Check):
         return f"{one.code}: {one.title}\n\nWhy it matters\n  {one.rationale}\n\nWhat to do\n  {one.fix}"
     parts = {
@@ -76,7 +73,7 @@ def _text(one: Check | Symptom) -> str:
 
 
 def _hint(wanted: Sequence[str], known: Mapping[str, Check | Symptom]) -> str:
-    """The nearest codes, or words of titles, to what was asked for."""
+    """Suggests the codes, or words of titles, nearest to the request."""
     titles = {word for one in known.values() for word in re.findall(r"[a-z]{3,}", one.title.lower())}
     spellings = [*(code.lower() for code in known if "-" not in code), *sorted(titles)]
     near = dict.fromkeys(match for word in wanted for match in get_close_matches(word, spellings, 3, 0.7))

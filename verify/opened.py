@@ -1,7 +1,8 @@
-"""`open`: any checkpoint as named tensors that are read when they are asked for."""
+"""`open`: reads any checkpoint as named tensors, lazily."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from ckptkit.formats.torch_dist.reader import TorchDistCheckpoint
 from ckptkit.storage.buffers import elements
 from ckptkit.storage.read import FileExtent, read_new
 from ckptkit.storage.url import place
-from ckptkit.verify.evidence.folding import layer_of
+from ckptkit.verify.evidence.folding import by_key, layer_of
 from ckptkit.verify.evidence.plain import as_release, open_plain, release_of
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ Format = Literal["hf", "torch_dist", "legacy", "deltas"]
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor of a checkpoint. Nothing but headers has been read of it.
+    """A tensor of a checkpoint, of which only the header was read.
 
-    name: in the view that it was taken from.
-    shape: of the whole tensor, whatever ranks or files it is cut into.
-    dtype: that `read` gives, as torch spells it without `torch.`: `bfloat16`. Of a weight that is stored in INT4 or a
-        small float, the one that it dequantizes to.
+    name: the name in the view that the tensor comes from.
+    shape: the shape of the full tensor, also if ranks or files hold parts of it.
+    dtype: the dtype that `read` returns (a quantized weight is dequantized), without `torch.`: `bfloat16`.
     """
 
     name: str
@@ -51,36 +51,34 @@ class LazyTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype as torch's object. Imports torch."""
+        """The dtype as a torch object. Imports torch."""
         return self._spec.torch_dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `read` gives; a quantized weight has fewer on disk."""
+        """The bytes that `read` returns; a quantized weight has fewer on disk."""
         return self._spec.nbytes
 
     @property
     def files(self) -> list[str]:
-        """Paths or URLs of the files that it is read from: several where ranks, or parts of it, have one each."""
+        """Paths or URLs of the files with the tensor or its parts."""
         return self._checkpoint.files_of([self.name])
 
     def read(self) -> Tensor:
-        """The tensor on the CPU, contiguous, with this shape and dtype; each call reads it again.
+        """Reads the tensor to the CPU, contiguous, anew in each call.
 
-        Raises CkptkitError, naming file and tensor, where the file is damaged or holds what cannot be dequantized, and
-        OSError where it cannot be read.
+        Raises CkptkitError if the file is damaged or cannot be dequantized, and OSError if it cannot be read.
         """
         return self._checkpoint.read([self.name])[self.name]
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Some rows, as `read()[rows]` gives them, for a slice over the first axis.
+        """Some rows, equal to `read()[rows]`, for a slice of the first axis.
 
-        No more than these rows is read where they follow one another in local files: of HF, and of torch_dist in large
-        chunks, whose checksums then are not verified. Of all other tensors the whole is read first.
-        Raises as `read`, and TypeError for another index.
+        Reads only these rows if they are contiguous in local files: in HF, and in large chunks of torch_dist, without
+        verifying checksums. Otherwise reads the full tensor. Raises as `read`, and TypeError for another index.
         """
         if not isinstance(rows, slice):
-            raise TypeError(f"{self.name}: take rows with a slice, and anything else of what read() gives")
+            raise TypeError(f"{self.name}: index it with a slice of rows, or index the result of read()")
         if (found := _rows(self._checkpoint, self._spec, rows)) is not None:
             return found
         return self.read()[rows]
@@ -115,10 +113,10 @@ class LazyTensors(Mapping[str, LazyTensor]):
         return f"<{type(self).__name__} {self._where}: {len(self)} tensors>"
 
     def read(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """These tensors, or all of them, on the CPU; memory holds them and little more.
+        """Reads these tensors, or all, to the CPU; needs little more memory than they do.
 
-        Faster than one by one: what several are cut from (q, k and v of Megatron's one tensor) is read once.
-        Raises as `LazyTensor.read`, and KeyError for a name that is not there.
+        This is faster than one by one, since a tensor with several parts (q, k and v of Megatron) is read once.
+        Raises as `LazyTensor.read`, and KeyError for an unknown name.
         """
         wanted = dict.fromkeys(self._names if names is None else (self[name].name for name in names))
         found: dict[str, Tensor] = {}
@@ -129,11 +127,10 @@ class LazyTensors(Mapping[str, LazyTensor]):
 
 
 class OpenedCheckpoint(LazyTensors):
-    """A checkpoint whose tensors are read lazily. It keeps no file open, so that there is nothing to close.
+    """A checkpoint with lazy tensors. It keeps no file open, so it needs no closing.
 
     path: the directory or URL of the weights.
-    format: how they are stored: `hf` (safetensors, quantized or not), `torch_dist`, `legacy` (Megatron's mp_rank_*), or
-        `deltas` (the newest version that published weight updates lead to).
+    format: `hf`, `torch_dist`, `legacy` (Megatron's mp_rank_*), or `deltas` (replayed published weight updates).
     """
 
     def __init__(self, location: Location, stored: Checkpoint, view: Checkpoint, *, is_megatron: bool) -> None:
@@ -146,7 +143,7 @@ class OpenedCheckpoint(LazyTensors):
 
     @cached_property
     def words(self) -> str:
-        """The format in words, for people; of quantized weights with the scheme."""
+        """The format for people; for quantized weights with the scheme."""
         stored = self._stored
         if self.format == "hf" and isinstance(stored, View) and is_quantized(stored.source.config):
             from ckptkit.quant.formats.dequantize import format_of
@@ -156,71 +153,59 @@ class OpenedCheckpoint(LazyTensors):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The same tensors as the rest of ckptkit reads them."""
+        """The tensors as the rest of ckptkit reads them."""
         return self._checkpoint
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The model's HF config.json, without its `quantization_config`.
-
-        Raises CkptkitError for a Megatron checkpoint that has none beside it and was given none.
-        """
+        """The model's HF config.json, without `quantization_config`. Raises CkptkitError if Megatron has none."""
         return self._checkpoint.config
 
     @cached_property
     def layers(self) -> list[int]:
-        """The numbers of the decoder layers that have tensors here; not those of a vision tower."""
+        """The numbers of the decoder layers with tensors here, without a vision tower."""
         return sorted(self._by_layer)
 
     def layer(self, number: int) -> LazyTensors:
-        """The tensors of a decoder layer, counted from 0, under their names here. Raises KeyError for one not here."""
+        """The tensors of a decoder layer, counted from 0. Raises KeyError for an unknown layer."""
         if number not in self._by_layer:
             raise KeyError(f"{self._where} has no layer {number}; its layers are {ranges(self.layers or [-1])}")
         return LazyTensors(self._checkpoint, self._by_layer[number], f"{self._where}, layer {number}")
 
     def as_hf(self) -> OpenedCheckpoint:
-        """The same under the names of an HF release, as `ckptkit convert` writes them; HF is returned as it is.
+        """The checkpoint under the names of an HF release, as `ckptkit convert` writes them.
 
-        What Megatron does not hold (a vision tower) comes from the HF directory that gives the config, or from beside
-        the checkpoint. Raises CkptkitError where the config is missing, of another model or of a family that is not
-        supported; no weight is read for that.
+        A vision tower, which Megatron lacks, comes from the HF directory of the config. Raises CkptkitError if the
+        config is missing, or its model is another or not supported; reads no weight.
         """
-        stored = self._stored
-        if not isinstance(stored, (TorchDistCheckpoint, LegacyCheckpoint)):
-            return OpenedCheckpoint(self._location, stored, stored, is_megatron=False)
-        root = self._location.root
-        view = as_release(stored, root, release_of(stored, root))
+        view = stored = self._stored
+        if isinstance(stored, (TorchDistCheckpoint, LegacyCheckpoint)):
+            root = self._location.root
+            view = as_release(stored, root, release_of(stored, root))
         return OpenedCheckpoint(self._location, stored, view, is_megatron=False)
 
     def as_megatron(self) -> OpenedCheckpoint:
-        """The same under the names of Megatron's GPTModel; of a model that only HybridModel holds, of that.
+        """The checkpoint under the names of Megatron's GPTModel, or of HybridModel if only that has such layers.
 
-        Norms are named as in Transformer Engine's layers (`linear_qkv.layer_norm_weight`).
-        A Megatron checkpoint is returned under its own names. There is no vision tower. Raises CkptkitError as `as_hf`.
+        Norms have the names of Transformer Engine's layers (`linear_qkv.layer_norm_weight`), and there is no vision
+        tower. A Megatron checkpoint keeps its names. Raises CkptkitError as `as_hf`.
         """
-        stored = self._stored
+        view = stored = self._stored
         if not self._location.is_megatron:
             view = to_megatron(stored, self._where, dialect=own_dialect(stored.config))
-            return OpenedCheckpoint(self._location, stored, view, is_megatron=True)
-        return OpenedCheckpoint(self._location, stored, stored, is_megatron=True)
+        return OpenedCheckpoint(self._location, stored, view, is_megatron=True)
 
     @cached_property
     def _by_layer(self) -> dict[int, list[str]]:
-        found: dict[int, list[str]] = {}
-        prefix: str | None = "decoder.layers."
+        root: str | None = "decoder."
         if not self._is_megatron:
-            prefix = None  # of a family that is not known, whose names are taken as they are
+            root = None  # of an unknown family
             with suppress(CkptkitError):
-                prefix = f"{dims_of(as_stored(self.config, self._specs)).root}layers."
-        for name in self:
-            if prefix is None:
-                number = layer_of(name)
-            else:
-                first = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-                number = int(first) if first.isdecimal() else None
-            if number is not None:
-                found.setdefault(number, []).append(name)
-        return found
+                root = dims_of(as_stored(self.config, self._specs)).root
+        pattern = re.compile(rf"{re.escape(root or '')}layers\.(\d+)(?:\.|$)")
+        matches = ((name, pattern.match(name)) for name in self)
+        numbers = ((layer_of(name) if root is None else match and int(match[1]), name) for name, match in matches)
+        return by_key((number, name) for number, name in numbers if number is not None)
 
 
 _WORDS: Mapping[Format, str] = {
@@ -232,35 +217,32 @@ _WORDS: Mapping[Format, str] = {
 
 
 def open(path: str | Path, *, hf: str | Path | None = None) -> OpenedCheckpoint:  # noqa: A001 - as `gzip.open`
-    """Opens the checkpoint at `path` as named tensors, under the names that it has on disk. Reads headers only.
+    """Opens the checkpoint at `path` as named tensors, under the names on disk. Reads headers only.
 
-    `path`: an HF directory of safetensors, here or at a URL (`hf://`, `s3://`, `gs://`); a Megatron root, `release/` or
-    `iter_*/`, in torch_dist or the legacy format; or published deltas. Of a quantized HF checkpoint (INT4, FP8, MXFP8,
-    MXFP4, NVFP4) the tensors are those of the model before, each dequantized when it is read.
-    `hf`: the HF directory that gives the config of a Megatron checkpoint that has none beside it; of deltas their base.
+    `path`: an HF directory of safetensors, local or at a URL (`hf://`, `s3://`, `gs://`); a Megatron root, `release/`
+    or `iter_*/`, in torch_dist or the legacy format; or published deltas. Tensors of a quantized HF checkpoint (INT4,
+    FP8, MXFP8, MXFP4, NVFP4) are dequantized when they are read.
+    `hf`: the HF directory with the config of a Megatron checkpoint that stores none, or with the base of deltas.
 
-    Raises CkptkitError where there is no checkpoint, headers are damaged, or the format is not read.
+    Raises CkptkitError if there is no checkpoint, headers are damaged, or the format is not supported.
     """
     if hf is not None:
         refuse_url(hf)
-    with opened(place(path)) as here:
-        location = locate(here)
+    with opened(place(path)) as local:
+        location = locate(local)
         if location.is_hf:
             refuse_hf(hf, path)
-        return opened_at(location, hf)
+        return open_location(location, hf)
 
 
-def opened_at(location: Location, hf: str | Path | None = None) -> OpenedCheckpoint:
-    """The same of what was located."""
+def open_location(location: Location, hf: str | Path | None = None) -> OpenedCheckpoint:
+    """Opens a checkpoint at a location, as `open` does."""
     stored = open_plain(location, hf)
     return OpenedCheckpoint(location, stored, stored, is_megatron=location.is_megatron)
 
 
 def _rows(checkpoint: Checkpoint, spec: TensorSpec, rows: slice) -> Tensor | None:
-    """Rows read by themselves; None where they do not follow one another in files.
-
-    Raises DamagedError where a file ends before them.
-    """
+    """Reads only these rows, or returns None if they are not contiguous. Raises DamagedError if a file is too short."""
     import torch
 
     if not spec.shape:

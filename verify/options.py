@@ -1,4 +1,4 @@
-"""The options of `verify`, one object from the command line to every check."""
+"""The options of `verify`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,16 @@ from ckptkit.verify.witnesses.registry import ENGINES, WITNESSES, with_implied
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Megatron-LM's own arguments, by its names, for `--against-megatron`.
+    """Megatron-LM's own arguments for `--against-megatron`, under its names."""
 
-    `cp` is the context parallel size. `pipeline_layout` is `--pipeline-model-parallel-layout`, a string such as
-    `Et*3|(tt|)*29m|L`. `ranks`: the only ranks to look at; empty means all of them. `trainer_loader`: load as a trainer
-    does, with Megatron-LM's own `load_checkpoint`.
-    """
-
-    cp: int = 1
-    pipeline_layout: str | None = None
+    cp: int = 1  # the context parallel size
+    pipeline_layout: str | None = None  # `--pipeline-model-parallel-layout`, for example `Et*3|(tt|)*29m|L`
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
-    ranks: tuple[int, ...] = ()
-    trainer_loader: bool = False
+    ranks: tuple[int, ...] = ()  # the only ranks to check; empty means all
+    trainer_loader: bool = False  # load with Megatron-LM's `load_checkpoint`, as a trainer does
 
     def given(self) -> Iterator[str]:
         """The options that differ from their defaults, as the command line spells them."""
@@ -37,55 +32,36 @@ class MegatronOptions:
                 yield f"--{one.name.replace('_', '-')}"
 
     def refuse(self, vpp: int = 1) -> None:
-        """Raises UsageError where an option, or `vpp` stages a rank, is given although Megatron is not asked."""
+        """Raises UsageError if one of these options, or `vpp` stages a rank, is set; Megatron is not a witness then."""
         if given := [*["--vpp"] * (vpp != 1), *self.given()]:
-            message = f"{', '.join(given)} says how Megatron is launched, and has no effect without --against-megatron"
+            message = f"{', '.join(given)} configures Megatron's launch, and has no effect without --against-megatron"
             raise UsageError(message, "add --against-megatron, or leave it out: files and values do not depend on it")
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How a checkpoint is verified. `verify_options` makes one of what a user gave.
+    """How a checkpoint is verified. Raises UsageError for options that contradict each other or have no effect."""
 
-    tp, ep: parallel sizes, Megatron's and SGLang's.
-    pp, vpp: Megatron's pipeline stages, and virtual stages a rank.
-    etp: Megatron's tensor parallel size inside experts; None: tp, or 1 with ep.
-    dp_attention: SGLang keeps attention whole on every rank.
-    megatron: the rest of Megatron's launch.
-    against: names of `ckptkit.verify.witnesses.registry.WITNESSES` to ask. `engine` is vLLM with `vllm`, else SGLang.
-    readers: who will load or send INT4 weights, as `--reader` has them; None: `ckptkit.quant.ignore.readers.counting`
-        says.
-        An `ignore` list that contradicts the packed weights for one of them is an error, for others a warning.
-    accept: codes of checks that may stay unchecked, as CK506 without a GPU: the report lists them and is not
-        inconclusive because of them.
-    manifest: a file with a digest of every tensor.
-    adapter: a PEFT adapter that was merged into the source: the checkpoint is compared with what that gives.
-    trained: the checkpoint was trained from the source, so its values may differ from the source's.
-    ray: the address of a Ray cluster that reads all the bytes; None: threads of this process do.
-    rollout_data: what slime or miles wrote for --save-debug-rollout-data or --save-debug-train-data.
-    rollout_temperature: what the rollout was sampled at; None: as the file says, or 1.
-    pythons: the Python that has a program (`sglang`, `vllm`, `megatron`), where that is another than this one; else the
-        environment variable CKPTKIT_PROGRAM_PYTHON counts.
-
-    Raises UsageError for options that contradict each other or have no effect.
-    """
-
-    tp: int = 1
-    pp: int = 1
+    tp: int = 1  # Megatron's and SGLang's parallel size, as ep
+    pp: int = 1  # Megatron's pipeline stages
     ep: int = 1
-    etp: int | None = None
-    vpp: int = 1
-    dp_attention: bool = False
+    etp: int | None = None  # Megatron's tensor parallel size inside experts, or None for tp (1 with ep)
+    vpp: int = 1  # virtual pipeline stages per rank
+    dp_attention: bool = False  # SGLang keeps the complete attention on every rank
     megatron: MegatronOptions = field(default_factory=MegatronOptions)
+    # Witnesses by name (`ckptkit.verify.witnesses.registry.WITNESSES`). `engine` is SGLang, or vLLM with `vllm`.
     against: frozenset[str] = frozenset()
+    # The programs that load or send INT4 weights, as in `--reader`; None is `ckptkit.quant.ignore.readers.counting`.
+    # An `ignore` list that contradicts the packed weights is an error for these, and a warning for other readers.
     readers: tuple[str, ...] | None = None
-    accept: frozenset[str] = frozenset()
-    manifest: Path | None = None
-    adapter: Path | None = None
-    trained: bool = False
-    ray: str | None = None
-    rollout_data: Path | None = None
-    rollout_temperature: float | None = None
+    accept: frozenset[str] = frozenset()  # codes of checks that may stay incomplete, such as CK506 without a GPU
+    manifest: Path | None = None  # a file with a digest of every tensor
+    adapter: Path | None = None  # a PEFT adapter that was merged into the source
+    trained: bool = False  # the checkpoint was trained from the source, so its values may differ
+    ray: str | None = None  # the address of a Ray cluster that reads the bytes
+    rollout_data: Path | None = None  # slime's or miles' file from --save-debug-rollout-data or --save-debug-train-data
+    rollout_temperature: float | None = None  # the sampling temperature, or None for that in the file, or 1
+    # The Python of a program (`sglang`, `vllm`, `megatron`), by default in CKPTKIT_PROGRAM_PYTHON.
     pythons: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -94,22 +70,19 @@ class VerifyOptions:
             raise UsageError(f"against holds {sorted(unknown)}", f"it may hold {', '.join(map(repr, names))}")
         object.__setattr__(self, "against", with_implied(self.against))
         if "engine" in self.against and self.against >= {one.name for one in ENGINES}:
-            raise UsageError(
-                "--engine serves the checkpoint with one engine", "give --against-sglang or --against-vllm, not both"
-            )
+            hint = "give --against-sglang or --against-vllm, not both"
+            raise UsageError("--engine serves the checkpoint with one engine", hint)
         if self.trained and self.adapter is not None:
-            raise UsageError(
-                "trained and an adapter exclude each other",
-                "what an adapter adds is compared bit for bit: leave out trained",
-            )
+            hint = "leave out trained: a merged adapter is compared bit for bit"
+            raise UsageError("trained and an adapter exclude each other", hint)
         if "megatron" not in self.against:
             self.megatron.refuse(self.vpp)
         if self.dp_attention and ("sglang" not in self.against or self.tp == 1):
-            raise UsageError("--dp-attention has no effect here", "it goes with --against-sglang and a --tp above 1")
+            raise UsageError("--dp-attention has no effect here", "use it with --against-sglang and a --tp above 1")
         if self.readers is not None:
             readers_of(self.readers)  # raises for an unknown name
         if self.rollout_temperature is not None and not self.rollout_temperature > 0:
-            raise UsageError(f"a temperature of {self.rollout_temperature:g}", "it is above 0; leave it out for greedy")
+            raise UsageError(f"a temperature of {self.rollout_temperature:g}", "give one above 0, or none for greedy")
         if self.rollout_temperature is not None and self.rollout_data is None:
             raise UsageError("a temperature without a rollout", "give the rollout too (--rollout-data)")
 
@@ -118,10 +91,7 @@ _MEGATRON = {one.name for one in fields(MegatronOptions)}
 
 
 def verify_options(**options: Any) -> VerifyOptions:
-    """Makes VerifyOptions of its fields and those of MegatronOptions, as a user gave them: paths and lists of any kind.
-
-    Raises as VerifyOptions does, and TypeError for an unknown option.
-    """
+    """Makes VerifyOptions of its fields and those of MegatronOptions, of any type. Raises TypeError for others."""
     megatron = {name: options.pop(name) for name in _MEGATRON & options.keys()}
     megatron["ranks"] = tuple(sorted(set(megatron.get("ranks") or ())))
     for name in ("manifest", "adapter", "rollout_data"):

@@ -1,4 +1,4 @@
-"""`verify`: which checks apply to a checkpoint, all of them run, and one report."""
+"""`verify`: runs all checks that apply to a checkpoint, and returns one report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ckptkit.formats.hf.side_files import is_own, weights_at
 from ckptkit.storage.fingerprint import unchanged
 from ckptkit.verify.core.check import NOT_APPLICABLE, all_checks
 from ckptkit.verify.core.report import Finding, Report, anchors, now
-from ckptkit.verify.core.run import looked_at, run_checks
+from ckptkit.verify.core.run import checked_stages, run_checks
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of, usable_config
@@ -47,25 +47,25 @@ _PACKED_PART = re.compile(r"\.weight_\w+$")
 
 
 @dataclass(frozen=True)
-class _OfItsOwn:
-    """What has checks of its own: as the report names it, what its source is, and what else may be asked."""
+class _SpecialKind:
+    """A kind of directory with checks of its stage only, and no other options than `--source` and some witnesses."""
 
-    what: str
+    name: str
     model: str
     source: str
     hint: str
     against: frozenset[str] = frozenset()
 
 
-_OF_ITS_OWN = {
-    "adapter": _OfItsOwn(
+_SPECIAL_KINDS = {
+    "adapter": _SpecialKind(
         "an adapter",
         "LoRA adapter",
         "base model",
-        "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify what that gives",
+        "merge it (`ckptkit convert BASE DST --merge ADAPTER`), and verify the merged model",
         frozenset({"transformers"}),
     ),
-    "draft": _OfItsOwn(
+    "draft": _SpecialKind(
         "a draft model", "EAGLE draft model", "target", "verify the model that it drafts for with the other options"
     ),
 }
@@ -81,30 +81,25 @@ def verify(
 ) -> Report:
     """Verifies the checkpoint at `path`, HF or Megatron, and returns the report; nothing is written.
 
-    `source` is what it was made from; then every value is compared. `hf` gives the config of a Megatron checkpoint that
-    has none beside it. `options` mean what the fields of `ckptkit.verify.options.VerifyOptions` and of its `megatron`
-    mean.
+    `source` is the checkpoint that it was made from; with one, every value is compared. `hf` is the HF directory with
+    the config of a Megatron checkpoint that stores none. `options` are the fields of
+    `ckptkit.verify.options.VerifyOptions` and of its `megatron`.
 
-    A broken checkpoint gives findings. CkptkitError means that there is no checkpoint at `path` or `source`, that a
-    file which an option names cannot be used, that options contradict each other, that a dependency is missing, or that
-    the model cannot be cut into these sizes.
+    A broken checkpoint gives findings. Raises CkptkitError if there is no checkpoint at `path` or `source`, a file of
+    an option cannot be used, options contradict each other, a dependency is missing, or the model does not fit the
+    parallel sizes.
     """
     return report_on(subject_of(path, source, hf, **options), path, source, command)
 
 
 def subject_of(
-    path: str | Path,
-    source: str | Path | None = None,
-    hf: str | Path | None = None,
-    **options: Any,
+    path: str | Path, source: str | Path | None = None, hf: str | Path | None = None, **options: Any
 ) -> Subject:
-    """What `verify` looks at, before anything has been read of the weights. Raises as `verify`."""
+    """The subject of `verify`, before any weight is read. Raises as `verify`."""
     if hf is not None:
         refuse_url(hf)
         if not (Path(hf) / "config.json").exists():
-            hint = (
-                "--hf names the HF directory of the model; leave it out to take the config stored next to the weights"
-            )
+            hint = "--hf is the HF directory of the model; leave it out to use the config stored next to the weights"
             raise CkptkitError(f"{hf} has no config.json", hint)
     subject = Subject(Path(path), Path(source) if source else None, options=verify_options(**options))
     if unknown := sorted(subject.options.accept - {one.code for one in all_checks()}):
@@ -115,30 +110,32 @@ def subject_of(
         raise UsageError("trained without a source", "give the release that training started from too (--source)")
     if subject.options.adapter is not None and not subject.source_is_hf:
         raise UsageError(f"{source} is a Megatron checkpoint", "give the HF base that the adapter was merged into")
-    if stage := _stage_of_its_own(subject.path):
-        own = _OF_ITS_OWN[stage]
-        asked = replace(subject.options, against=subject.against - own.against)
+    if stage := _special_stage(subject.path):
+        kind = _SPECIAL_KINDS[stage]
+        asked = replace(subject.options, against=subject.against - kind.against)
         if hf is not None or asked != VerifyOptions():
-            only = " and ".join(["--source", *(f"--against-{one}" for one in own.against)])
-            raise UsageError(f"{subject.path} is {own.what}, of which nothing but {only} can be asked", own.hint)
+            only = " and ".join(["--source", *(f"--against-{one}" for one in kind.against)])
+            raise UsageError(f"{subject.path} is {kind.name}, which can be verified with {only} only", kind.hint)
         for one in filter(None, (subject.path, subject.source_path)):
             require_own_files(one)
         return subject
-    subject = replace(subject, hf_path=Path(hf) if hf is not None else _config_home(subject))
+    subject = replace(subject, hf_path=Path(hf) if hf is not None else _find_config(subject))
     _check_early(subject, hf, path)
     return subject
 
 
 def report_on(subject: Subject, path: str | Path, source: str | Path | None, command: Sequence[str]) -> Report:
-    """Runs the checks of what `subject_of` made of a `path` and a `source`. Raises as `verify`."""
-    stage, others = stage_of(subject), {"launch", "deltas", *_OF_ITS_OWN}
+    """Runs the checks of a subject, which `subject_of` made from `path` and `source`. Raises as `verify`."""
+    stage, others = stage_of(subject), {"launch", "deltas", *_SPECIAL_KINDS}
     checks = [one for one in all_checks() if (one.stage == stage if stage else one.stage not in others)]
     with unchanged([weights_at(path) for path in (subject.path, subject.source_path) if path], is_own):
         outcome = run_checks(subject, checks)
     outcome.accept(subject.options.accept)
     left_out = outcome.not_applicable_lines
     findings = with_causes(outcome.findings, {one.code: one.explained_by for one in checks})
-    own = _OF_ITS_OWN.get(stage or "")
+    special = _SPECIAL_KINDS.get(stage or "")
+    not_asked = [] if source else [special.source if special else "source"]
+    not_asked += [] if special or subject.is_deltas else programs_not_asked(subject.against)
     return Report(
         version=program_version(),
         command=tuple(command),
@@ -147,22 +144,22 @@ def report_on(subject: Subject, path: str | Path, source: str | Path | None, com
         checks=outcome.checks,
         findings=findings,
         facts=outcome.facts | ({NOT_APPLICABLE: left_out} if left_out else {}),
-        heat={} if own else _heat(subject, findings),
+        heat={} if special else _heat(subject, findings),
         reasons=outcome.reasons,
-        model=own.model if own else model_of(subject),
+        model=special.model if special else model_of(subject),
         date=now(),
-        asked=looked_at(outcome.checks) + (["manifest"] if subject.options.manifest else []),
-        not_asked=([] if source else [own.source]) if own else _not_asked(subject),
+        asked=checked_stages(outcome.checks) + (["manifest"] if subject.options.manifest else []),
+        not_asked=not_asked,
     )
 
 
 def stage_of(subject: Subject) -> str | None:
-    """The one stage whose checks look at what lies there; None: a checkpoint, which has all others."""
-    return _stage_of_its_own(subject.path) or ("deltas" if subject.is_deltas else None)
+    """The only stage of the subject, or None for a checkpoint, which has several."""
+    return _special_stage(subject.path) or ("deltas" if subject.is_deltas else None)
 
 
-def _stage_of_its_own(path: Path) -> str | None:
-    """The stage of what is no checkpoint of a supported model: an adapter, or a draft model."""
+def _special_stage(path: Path) -> str | None:
+    """The stage of an adapter or a draft model."""
     if is_adapter(path):
         return "adapter"
     with suppress(CkptkitError):
@@ -171,58 +168,46 @@ def _stage_of_its_own(path: Path) -> str | None:
     return None
 
 
-def _not_asked(subject: Subject) -> list[str]:
-    """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
-    source = ["source"] if subject.source_path is None else []
-    return source if subject.is_deltas else source + programs_not_asked(subject.against)
-
-
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:
-    """The heat map of what the checks compared; bytes that no check read are not read for it."""
-    values, steps = subject.found(read_values), subject.found(rounding_of)
-    floats = subject.found(float_weights)
+    """The heat map of all comparisons so far; it reads no bytes."""
+    values, steps = subject.peek(read_values), subject.peek(rounding_of)
+    floats = subject.peek(float_weights)
     judged = floats.judged if floats else ()
     measured = [*of_values(values, judged, is_trained=subject.options.trained)] if values else []
-    # What CK305 found of packed weights, and of those in floats: whether they are further off than rounding takes them.
+    # CK305's results for packed weights, then for weights in floats.
     measured += [(name, Measured(steps=one.steps, failed=one.failed)) for name, one in (steps or {}).items()]
-    rounded = subject.found(float_rounding_of) or {}
+    rounded = subject.peek(float_rounding_of) or {}
     measured += [(name, Measured(failed=one.wrong > 0)) for name, one in rounded.items()]
     return heat_map(measured, findings)
 
 
-def _refuse_other_formats(subject: Subject) -> None:
-    """The checks of Megatron checkpoints are checks of torch_dist. Raises CkptkitError where another format lies."""
-    path = subject.path
-    weights = path
-    try:
-        weights = iteration_of(path)
-    except (UsageError, UnsupportedError):
-        raise
-    except CkptkitError:
-        pass  # a matter of CK111
-    if is_legacy(weights):
-        hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
-        raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot look into", hint)
-    if subject.is_megatron:
-        subject.megatron_files.readable  # noqa: B018 - raises for a distributed checkpoint that is not torch_dist
-    else:
-        refuse_other_format(subject.path)
-
-
 def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> None:
-    """Raises CkptkitError, before every byte has been read, for what is not a matter of the checkpoint."""
+    """Raises CkptkitError, before any weight is read, for faults that are not in the checkpoint."""
     if subject.source_path:
         locate(subject.source_path)
-    subject.kind  # noqa: B018 - raises where there is no checkpoint
+    subject.kind  # noqa: B018 - raises if there is no checkpoint
     for own in filter(None, (subject.path, subject.source_path, subject.hf_path, subject.options.adapter)):
-        require_own_files(own)  # those of other readers included
+        require_own_files(own)  # including files that only other readers load
     if hf is not None and not subject.is_megatron and subject.source_is_hf:
         refuse_hf(hf, path)
     if not subject.is_deltas:
-        _refuse_other_formats(subject)
+        weights = subject.path
+        try:
+            weights = iteration_of(weights)
+        except (UsageError, UnsupportedError):
+            raise
+        except CkptkitError:
+            pass  # CK111 reports it
+        if is_legacy(weights):
+            hint = "export it (`ckptkit convert`), then `ckptkit verify` the export with --source and this path"
+            raise CkptkitError(f"{weights} is in Megatron's legacy format (mp_rank_*), which verify cannot read", hint)
+        if subject.is_megatron:
+            subject.megatron_files.readable  # noqa: B018 - raises for a format that is not torch_dist
+        else:
+            refuse_other_format(subject.path)
     elif subject.options != VerifyOptions():
         hint = "make the full checkpoint (`ckptkit convert DELTAS DST --hf BASE`) and verify that"
-        raise UsageError(f"{subject.path} holds deltas, of which only --source (their base) is asked", hint)
+        raise UsageError(f"{subject.path} holds deltas, which can be verified with --source (their base) only", hint)
     elif subject.source_path and not subject.source_is_hf:
         raise UsageError(f"{subject.source_path} is not an HF directory", "deltas are against --hf-checkpoint")
     if subject.options.rollout_data is not None:
@@ -232,27 +217,27 @@ def _check_early(subject: Subject, hf: str | Path | None, path: str | Path) -> N
             sizes_of(subject)
 
 
-def _config_home(here: Subject) -> Path | None:
-    """Where the HF config of a Megatron side comes from without --hf: the other side, if that is HF and it has none."""
-    path, source = here.path, here.source_path
-    if source is None:
-        here.kind  # noqa: B018 - raises where there is no checkpoint
+def _find_config(subject: Subject) -> Path | None:
+    """The HF directory with the config without --hf: the HF side, if the Megatron side stores no config."""
+    path = subject.path
+    if subject.source_path is None:
+        subject.kind  # noqa: B018 - raises if there is no checkpoint
         return None
-    there = locate(source)
-    if here.is_hf:
-        return path if there.is_megatron and not (there.root / "hf" / "config.json").exists() else None
+    source = locate(subject.source_path)
+    if subject.is_hf:
+        return path if source.is_megatron and not (source.root / "hf" / "config.json").exists() else None
     root = path if (path / TRACKER).exists() or is_nemo(path) else path.parent
-    return None if (root / "hf" / "config.json").exists() or there.is_megatron else source
+    return None if (root / "hf" / "config.json").exists() or source.is_megatron else subject.source_path
 
 
 def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """The findings, each with its `cause`: the first, as bad or worse, that half of its tensors are in.
+    """The findings, each with its `cause`: the first finding, at least as severe, that has half of its tensors.
 
-    `explained_by`: whose findings may be the cause of a check's, by code. A cause has none itself.
+    `explained_by` are the codes of the checks that find causes, by the code of the check. A cause has no cause itself.
     """
     by_anchor = dict(zip(anchors(findings), findings, strict=True))
     weights = {
-        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names | one.explains)
+        anchor: frozenset(_PACKED_PART.sub(".weight", name) for name in one.names | one.also_affected)
         for anchor, one in by_anchor.items()
     }
     causes: dict[str, str] = {}
@@ -264,7 +249,7 @@ def with_causes(findings: Sequence[Finding], explained_by: Mapping[str, Sequence
         return bool(names) and 2 * len(names & explained) >= len(names)
 
     def is_same_move(one: Finding, other: Finding) -> bool:
-        """Whether both say the same of the same layers, whose tensors a program may know by other names."""
+        """Whether both report the same for the same layers; programs may name the tensors differently."""
         layers = layers_of(one.names)
         return bool(layers) and one.actual == other.actual and layers == layers_of(other.names)
 

@@ -55,7 +55,7 @@ EXAMPLES = {
     ),
     "CK142": (
         "a draft model whose d2t holds tokens where engines add the place",
-        "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are others, 4 stand twice",
+        "d2t: expected d2t[i] + i of 0 to 351, each once; actual 7 are outside, 4 are repeated",
     ),
     "CK216": (
         "a trained mixture of experts whose experts 3 and 7 were exchanged on the way out of Megatron",
@@ -64,8 +64,8 @@ EXAMPLES = {
     ),
     "CK732": (
         "a byte-level tokenizer.json under LlamaTokenizerFast",
-        "tokenizer_config.json: expected a class that takes tokenizer.json as it is; actual tokenizer_class "
-        "'LlamaTokenizerFast': 'a b' is [64, 65] but [64, 294] in tokenizer.json",
+        "tokenizer_config.json: expected a class that uses tokenizer.json without changes; actual "
+        "tokenizer_class 'LlamaTokenizerFast': 'a b' is [64, 65] but [64, 294] in tokenizer.json",
     ),
     "CK215": (
         "a table of DeepSeek-V4 that went through bfloat16",
@@ -73,7 +73,7 @@ EXAMPLES = {
     ),
     "CK124": (
         "a shard that the hub's client received with other bytes than were published",
-        "…: expected SHA-256 …, as its blob is called; actual …: other bytes",
+        "…: expected SHA-256 …, the name of its blob; actual …: other bytes",
     ),
     "CK309": (
         "an asymmetric mixture of experts, as slime's converter makes it without --is-symmetric",
@@ -83,7 +83,7 @@ EXAMPLES = {
     ),
     "CK401": (
         "a router bias that a conversion left out",
-        "decoder.layers.7.mlp.router.expert_bias: expected on disk, because Megatron asks for it; actual not on disk",
+        "decoder.layers.7.mlp.router.expert_bias: expected on disk, because Megatron requests it; actual not on disk",
     ),
     "CK403": (
         "the second stage holds the layers of the first once more",
@@ -91,8 +91,8 @@ EXAMPLES = {
     ),
     "CK404": (
         "an expert that no rank takes",
-        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected read by some rank; actual no rank "
-        "reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
+        "decoder.layers.5.mlp.experts.experts.linear_fc2.weight: expected each element read by the one rank "
+        "that saves it; actual no rank reads [5:6, 0:128, 0:96] of [12, 128, 96], 8.3% of it",
     ),
     "CK122": (
         "a delta that was not copied with the others",
@@ -124,7 +124,7 @@ EXAMPLES = {
     "CK507": (
         "--ep 2 without --tp",
         "inconclusive: SGLang was loaded on one rank, since an engine cannot have --ep 2: --ep divides --tp, there is "
-        "no --pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron alone",
+        "no --pp, and tp / ep ranks cut an expert; give these sizes with --against-megatron only",
     ),
     "CK508": (
         "two multi-token prediction layers, where SGLang's draft class takes one",
@@ -157,7 +157,7 @@ EXAMPLES = {
     ),
     "CK607": (
         "the first norm of every layer less one",
-        "expected at most 1.4 bits a byte of the text that is predicted best; actual 3.97: it does not predict text "
+        "expected at most 1.4 bits a byte of the best of these texts; actual 3.97: it does not predict text "
         "(English 3.97, Python 5.04, Chinese 13.90)",
     ),
     "CK714": (
@@ -339,14 +339,14 @@ def _code(text: str) -> str:
 
 def command(check: Any) -> str:
     """The cheapest command that runs a check."""
-    from ckptkit.verify.core.check import WITNESSES
+    from ckptkit.verify.core.check import WITNESS_OPTIONS
 
     if check.stage == "launch":
         return "ckptkit preflight SCRIPT"
     if check.stage == "deltas":
         return "ckptkit verify DELTAS --source BASE"
     options = ["--source SRC"] if "source" in check.needs else []
-    options += [option for need, option in WITNESSES.items() if need in check.needs]
+    options += [option for need, option in WITNESS_OPTIONS.items() if need in check.needs]
     # Names that the text of a check gives away: it is skipped without them.
     named = {"CK120": "--manifest FILE"}
     named |= dict.fromkeys(("CK602", "CK603"), "--rollout-data FILE")

@@ -49,7 +49,7 @@ def test_release_of_an_engines_registry_is_tested(name: str) -> None:
 def test_rows_have_what_they_need_and_a_tested_release() -> None:
     """Where a release moved past a row, change `versions`; where it was mended, take out the row and its use."""
     for name, row in ROWS:
-        assert any(map(row.is_of, releases_of(name))), f"{row.id} of {name}: {row.versions} is of no tested release"
+        assert any(map(row.includes, releases_of(name))), f"{row.id} of {name}: {row.versions} is of no tested release"
         assert re.fullmatch(r">=\d+(\.\d+)+,<\d+(\.\d+)*", row.versions), "a range has two ends, so that it expires"
         assert row.effect in EFFECTS
         assert row.source
@@ -65,7 +65,7 @@ def test_every_row_is_asked_for() -> None:
     code = "".join(file.read_text() for file in (ROOT / "verify").rglob("*.py"))
     by_effect = {effect for effect in EFFECTS if re.search(rf'quirks\([^()]*"{effect}"', code)}
     for _, row in ROWS:
-        named = f'"{row.id}"' in code or f'_known("{row.id.removeprefix("lora-")}"' in code.replace("'", '"')
+        named = f'"{row.id}"' in code or f'_describe_quirk("{row.id.removeprefix("lora-")}"' in code.replace("'", '"')
         assert named or row.effect in by_effect, row.id
 
 
@@ -79,7 +79,7 @@ def test_every_row_is_asked_for() -> None:
     ],
 )
 def test_range_has_a_release(versions: str, release: str, is_of: bool) -> None:
-    assert Quirk("", versions, "", "", "").is_of(release) == is_of
+    assert Quirk("", versions, "", "", "").includes(release) == is_of
 
 
 def test_a_release_outside_a_range_has_no_such_quirk() -> None:

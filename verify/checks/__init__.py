@@ -1,1 +1,1 @@
-"""One function a check, by subject."""
+"""All checks, one function each, by subject."""

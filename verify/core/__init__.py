@@ -1,1 +1,1 @@
-"""What every check is written with: the subject, issues, the two exceptions, the runner and the report."""
+"""The framework of all checks: the subject, issues, two exceptions, the runner and the report."""

@@ -1,4 +1,4 @@
-"""The wording of every check by its code, from `catalogue.toml`: its titles, why it matters, and what to do."""
+"""Reads the wording of every check from `catalogue.toml`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Wording:
-    """What holds if a check passes, what is wrong if it fails, why that matters, and what to do about a finding."""
+    """The texts of a check: titles for a pass and for a failure, rationale and fix."""
 
     title: str
     failed: str
@@ -27,7 +27,7 @@ def rows() -> Mapping[str, Mapping[str, Any]]:
 
 
 def wording_of(code: str, **names: str) -> Wording:
-    """The wording of a check; `names` are put into its `{...}`. Raises KeyError for a code without one."""
+    """The wording of a check, with `{...}` replaced by `names`. Raises KeyError for an unknown code."""
     row = rows()[code]
     if names:
         row = {key: text.format(**names) for key, text in row.items()}
@@ -35,5 +35,5 @@ def wording_of(code: str, **names: str) -> Wording:
 
 
 def retired_codes() -> Mapping[str, str]:
-    """What to use instead of each check that was taken out, by its code, which is not used again."""
+    """The replacement of each retired check, by its code."""
     return {code: row["retired"] for code, row in rows().items() if "retired" in row}

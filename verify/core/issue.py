@@ -1,4 +1,4 @@
-"""An issue as a check reports it, and how the issues of a check become findings of a report."""
+"""Issues, which checks report, and their conversion to the findings of a report."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from ckptkit.verify.evidence.folding import group_by_pattern
 
 
 def warning_if(is_harmless: object) -> Severity:
-    """The severity of an issue that is an error, unless something is the case."""
+    """The severity `warning` if the issue is harmless, else `error`."""
     return "warning" if is_harmless else "error"
 
 
 @dataclass(frozen=True)
 class Issue:
-    """What should be, what is, and the next move: without `hint` the check's `fix`.
+    """The expected and actual state, and a `hint` for fixing it; the default hint is the check's `fix`.
 
-    `names` are the tensors concerned. Issues of a check that differ in names alone are one: a check may yield one a
-    tensor. Names that differ in layer and expert numbers only become one finding, or all of this issue where `together`
-    is set; of no names there is no finding. None: it concerns `count` other things. `file` is the checkpoint where it
-    is left out (of a launch and of Megatron: nothing), and as text relative to that. `explains` are tensors that are
-    wrong for the same reason, and that other checks judge.
+    `names` are the tensors concerned, or None if the issue concerns `count` other things; no names give no finding.
+    Issues that differ only in `names` are merged. Names that differ only in layer and expert numbers become one
+    finding; with `as_one`, all names do. `file` is relative to the checkpoint and defaults to it (to nothing for a
+    launch and Megatron). `also_affected` are tensors with the same fault that other checks judge.
     """
 
     expected: str
@@ -35,17 +34,17 @@ class Issue:
     file: Path | str | None = ""
     rank: str | None = None
     severity: Severity = "error"
-    together: bool = False
+    as_one: bool = False
     count: int = 1
-    explains: Collection[str] = ()
+    also_affected: Collection[str] = ()
 
     def findings(self, code: str) -> Iterator[Finding]:
         """The findings of the check `code`, with names folded."""
-        # Its last part is shown without the scheme that would make it a URL.
+        # The file is shown without the scheme that would make it a URL.
         file = public_url(str(self.file)) if self.file else None
         groups: Iterable[Collection[str] | None] = [None]
         if self.names is not None:
-            groups = [self.names] if self.together and self.names else group_by_pattern(self.names)
+            groups = [self.names] if self.as_one and self.names else group_by_pattern(self.names)
         for names in groups:
             yield Finding(
                 code,
@@ -58,33 +57,26 @@ class Issue:
                 self.rank,
                 self.severity,
                 names=frozenset(names or ()),
-                explains=frozenset(self.explains),
+                also_affected=frozenset(self.also_affected),
             )
 
 
 def collect(issues: Iterable[Issue], code: str, fix: str, root: Path | None) -> Iterator[Finding]:
-    """The findings of the check `code`, of all issues before an exception too, which is raised behind them.
-
-    `root`: the checkpoint; None where issues name their files as they are.
-    """
+    """Yields the findings of all issues before an exception, then raises that; `root` is that of relative files."""
+    begins_with_word = fix[:2].istitle() or fix[1:2] == " "
+    default_hint = (fix[:1].lower() + fix[1:] if begins_with_word else fix).removesuffix(".")
     groups: dict[object, list[Issue]] = {}
     raised: Exception | None = None
     try:
         for number, one in enumerate(issues):
             alike = (one.expected, one.actual, one.hint, one.file, one.rank, one.severity)
-            groups.setdefault(number if one.names is None or one.together else alike, []).append(one)
-    except Exception as error:  # noqa: BLE001 - raised again behind what was found before it
+            groups.setdefault(number if one.names is None or one.as_one else alike, []).append(one)
+    except Exception as error:  # noqa: BLE001 - raised again after the findings
         raised = error
     for several in groups.values():
         first, file = several[0], several[0].file
         names = first.names if first.names is None else [name for one in several for name in one.names or ()]
         file = root / file if root and isinstance(file, str) else file
-        yield from replace(first, names=names, file=file, hint=first.hint or _as_hint(fix)).findings(code)
+        yield from replace(first, names=names, file=file, hint=first.hint or default_hint).findings(code)
     if raised is not None:
         raise raised
-
-
-def _as_hint(fix: str) -> str:
-    """The `fix` of a check as findings write their next moves: without the capital and the stop of a sentence."""
-    begins_with_word = fix[:2].istitle() or fix[1:2] == " "
-    return (fix[:1].lower() + fix[1:] if begins_with_word else fix).removesuffix(".")

@@ -1,4 +1,4 @@
-"""Verification as data: what was checked, what was found, and the report that holds both."""
+"""The data model of a verification: findings, results of checks, and the report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args
 
 from ckptkit.verify.evidence.folding import by_key
 
-# The formats know what a report is, which so finds them by name, as `ckptkit.verify.core.check` finds the checks.
+# Imported by name, since the formats import this module.
 _WRITERS = "ckptkit.verify.reports"
 SCHEMA = "ckptkit-report/2"
 
-# How the verdict says that something was not looked at; of programs, that they were not asked.
+# The wording for each part that was not checked; for programs it is "not asked".
 NOT_GIVEN = {
     "source": "not given",
     "base model": "not given",
@@ -26,10 +26,10 @@ NOT_GIVEN = {
     "weights": "not compared",
     "some weights": "not compared",
 }
-ACCEPTED = "accepted as not checked"  # the fact that lists the checks of `--accept` that could not look
-BEHAVIOUR = "behaviour"  # the stage, and the fact that says what was compared there
+ACCEPTED = "accepted as not checked"  # the fact that lists incomplete checks of `--accept`
+BEHAVIOUR = "behaviour"  # the stage, and the fact that lists its comparisons
 _LENGTH = 100  # characters of a reason in the verdict
-_CODES = 3  # codes of checks that are listed there
+_CODES = 3  # codes of checks in the verdict
 _CODE = re.compile(r"CK\d{3}")
 
 Severity = Literal["error", "warning"]
@@ -38,10 +38,10 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`); `count` says of how many.
+    """A fault. `tensor` may be folded (`layers.{0..11}.mlp.gate.weight`), and `count` is the number of tensors.
 
-    `cause` is the anchor of the finding that explains this one, which then does not count. `names` are all the
-    tensors, and `explains` others that are wrong for the same reason; neither is in the JSON.
+    A finding with a `cause`, the anchor of the finding that explains it, does not count. `names` are all the tensors,
+    and `also_affected` are further tensors with the same fault; neither is in the JSON.
     """
 
     code: str
@@ -55,19 +55,16 @@ class Finding:
     severity: Severity = "error"
     cause: str | None = None
     names: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
-    explains: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    also_affected: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """The finding as in the JSON report."""
-        return {key: value for key, value in vars(self).items() if key not in ("names", "explains")}
+        return {key: value for key, value in vars(self).items() if key not in ("names", "also_affected")}
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """How one check ended. `reason` says why it did not look, or not to the end; `..._compared` what it looked at.
-
-    `failed` is the title of its findings; it is not in the JSON.
-    """
+    """The result of one check. `reason` explains why it is incomplete; `failed`, the title of findings, is not JSON."""
 
     code: str
     title: str
@@ -81,12 +78,12 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Report:
-    """Everything one command found. `facts` is printed but not judged, such as the layers of each pipeline stage.
+    """Everything that one command found. `facts` are printed but not judged, such as the layers of pipeline stages.
 
-    `model` names the model in a few words, and `date` says when the report was made (UTC, ISO 8601), where known.
-    `reasons` says what was asked for and could not be looked at. `asked` names what was looked at (`files`, `values`,
-    `manifest`, `Megatron` ...), `not_asked` what could have been and was not asked for. `heat` is as
-    `ckptkit.verify.reports.heat.heat_map` returns it: layer -> kind of tensor -> what was compared there.
+    `model` describes the model in a few words, and `date` is the time of the report (UTC, ISO 8601), if known.
+    `reasons` explain why the report is incomplete. `asked` are the parts that were checked (`files`, `values`,
+    `manifest`, `Megatron` ...), and `not_asked` the optional parts that were not. `heat` is the result of
+    `ckptkit.verify.reports.heat.heat_map`: layer -> kind of tensor -> comparison.
     """
 
     version: str
@@ -105,27 +102,26 @@ class Report:
 
     @property
     def status(self) -> Literal["passed", "failed", "inconclusive"]:
-        """`failed` with any error or failed check, else `inconclusive` when something asked for was not looked at."""
+        """`failed` with any error or failed check, else `inconclusive` if a requested part was not checked."""
         if self.errors or any(check.status == "failed" for check in self.checks):
             return "failed"
         return "inconclusive" if self.reasons else "passed"
 
     @property
     def errors(self) -> int:
-        """How many findings are errors of their own."""
+        """The number of errors without a cause among the findings."""
         return sum(finding.severity == "error" and finding.cause is None for finding in self.findings)
 
     @property
     def warnings(self) -> int:
-        """How many findings are warnings of their own."""
+        """The number of warnings without a cause among the findings."""
         return sum(finding.severity == "warning" and finding.cause is None for finding in self.findings)
 
     @property
     def verdict(self) -> str:
-        """The status in capitals, with the numbers of errors and warnings behind it: `FAILED with 2 errors`.
+        """The status in capitals with the numbers of errors and warnings, and the scope unless it failed.
 
-        One that passed also says of what: `PASSED files; values not compared: no --source; Megatron not asked`. One
-        that is inconclusive says what passed, and what could not be looked at.
+        For example `FAILED with 2 errors`, or `PASSED files; values not compared: no --source; Megatron not asked`.
         """
         counts = (("error", self.errors), ("warning", self.warnings))
         counted = " and ".join(f"{count} {word}{'s' * (count != 1)}" for word, count in counts if count)
@@ -136,16 +132,16 @@ class Report:
             first = shorten(reason.partition("; ")[0].rstrip("."), _LENGTH, placeholder=" ...")
             more = f", and {len(self.reasons) - 1} more" if len(self.reasons) > 1 else ""
             unseen = f"not looked at: {f'{codes} ({first})' if codes else first}{more}"
-            return f"{text}: {'; '.join([*passed, *self._told, unseen])}"
+            return f"{text}: {'; '.join([*passed, *self._behaviour, unseen])}"
         if self.status != "passed" or not self.asked:
             return text
         return f"{text}{':' if counted else ''} {self.scope}"
 
     @property
     def scope(self) -> str:
-        """What was compared, and what was not, in a line."""
+        """One line: the parts that were compared, then those that were not."""
         missing = list(self.not_asked)
-        parts = [*filter(None, [_listed(self._compared)]), *self._told] or ["nothing"]
+        parts = [*filter(None, [_listed(self._compared)]), *self._behaviour] or ["nothing"]
         if "values" in self.asked and "source" in missing:
             missing.remove("source")
             parts += [] if "manifest" in self.asked else ["values not compared: no --source"]
@@ -156,7 +152,7 @@ class Report:
 
     @property
     def _compared(self) -> list[str]:
-        """What was looked at, by what it was compared with: values only where there is a source or a manifest."""
+        """The parts that were compared. Values are compared with a source or a manifest."""
         names = [name for name in self.asked if name not in (BEHAVIOUR, "manifest")]
         if "values" in names and "source" in self.not_asked:
             at = names.index("values")
@@ -164,16 +160,16 @@ class Report:
         return names
 
     @property
-    def _told(self) -> list[str]:
-        """What the checks of the stage `behaviour` compared with what."""
-        told = self.facts.get(BEHAVIOUR) or ["output compared with transformers"]
-        return list(dict.fromkeys(told)) if BEHAVIOUR in self.asked else []
+    def _behaviour(self) -> list[str]:
+        """The comparisons of the stage `behaviour`."""
+        compared = self.facts.get(BEHAVIOUR) or ["output compared with transformers"]
+        return list(dict.fromkeys(compared)) if BEHAVIOUR in self.asked else []
 
     def write(self, path: str | Path) -> None:
-        """Writes the report to a file in the format of its ending: .json, .html, .md, .sarif, or .xml (JUnit).
+        """Writes the report to a file in the format of its suffix: .json, .html, .md, .sarif, or .xml (JUnit).
 
-        An older report there is replaced, any other file is not. Raises CkptkitError where no report can be written
-        there (another ending, no such directory, a file that is not a report), and OSError as writing does.
+        Replaces an older report only. Raises CkptkitError for another suffix, a missing directory or a file that is
+        not a report, and OSError if the file cannot be written.
         """
         import_module(_WRITERS).write_report(self, Path(path))
 
@@ -210,14 +206,14 @@ class Report:
 
 
 def split_reason(reason: str) -> tuple[str, str]:
-    """A reason of a report without the codes of its checks, and these codes in short; none of other reasons."""
+    """Splits a reason into its text and the codes of its checks in short, or "" if it has no codes."""
     codes, _, why = reason.partition(": ")
     listed = codes.split(", ")
     return (why, short_codes(listed)) if all(map(_CODE.fullmatch, listed)) else (reason, "")
 
 
 def short_codes(codes: Sequence[str]) -> str:
-    """`CK501, CK502`, or of many `8 checks, CK201 to CK210`."""
+    """`CK501, CK502`, or `8 checks, CK201 to CK210` if there are many."""
     return ", ".join(codes) if len(codes) <= _CODES else f"{len(codes)} checks, {codes[0]} to {codes[-1]}"
 
 
@@ -227,7 +223,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def anchors(findings: Sequence[Finding]) -> list[str]:
-    """A name for each finding, the same in every format: its code and its number within that code (`CK202-1`)."""
+    """The name of each finding in every format: its code and its number within that code (`CK202-1`)."""
     counts: Counter[str] = Counter()
     names = []
     for finding in findings:

@@ -1,4 +1,4 @@
-"""The loop that runs checks, and what they came to."""
+"""Runs checks and collects their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from ckptkit.core.errors import CkptkitError, UnsupportedError, lacks_memory, words_of
 from ckptkit.core.installation import INSTALL_CONVERT, missing_of_convert
 from ckptkit.core.progress import phase
-from ckptkit.verify.core.check import LOOKS_AT, Check, Tally, registered
+from ckptkit.verify.core.check import STAGE_LABELS, Check, Tally, registered
 from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.report import ACCEPTED, CheckResult, Finding, Status
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
@@ -22,46 +22,41 @@ from ckptkit.verify.core.subject import Subject
 _LOG = logging.getLogger(__name__)
 
 
-def looked_at(results: Sequence[CheckResult]) -> list[str]:
-    """What these checks looked at, as the verdict names it: less what every check of it skipped."""
+def checked_stages(results: Sequence[CheckResult]) -> list[str]:
+    """The labels of the stages of these checks, without stages that were skipped completely."""
     stages = {one.code: one.stage for one in registered()}
-    found = {LOOKS_AT[stages[one.code]] for one in results if one.status != "skipped"}
-    return [name for name in dict.fromkeys(LOOKS_AT.values()) if name in found]
+    found = {STAGE_LABELS[stages[one.code]] for one in results if one.status != "skipped"}
+    return [name for name in dict.fromkeys(STAGE_LABELS.values()) if name in found]
 
 
-Stop = tuple[str, tuple[str, ...]]  # why a check could not look, or not to the end, and the codes that report it
+Stop = tuple[str, tuple[str, ...]]  # why a check stopped, and the codes of the checks that report the reason
 
 
 @dataclass
 class Outcome:
-    """What some checks came to. A check that does not apply is not in `checks`."""
+    """The results of some checks. A check that does not apply is not in `checks`."""
 
     checks: list[CheckResult] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     facts: dict[str, list[str]] = field(default_factory=dict)
-    # The codes of the checks that could not look, by reason and by what reports it (`CannotCheck`).
-    not_checked: dict[Stop, list[str]] = field(default_factory=dict)
-    # The codes of those without a subject, by reason.
-    not_applicable: dict[str, list[str]] = field(default_factory=dict)
+    not_checked: dict[Stop, list[str]] = field(default_factory=dict)  # codes of the checks that stopped, by reason
+    not_applicable: dict[str, list[str]] = field(default_factory=dict)  # codes of the checks that do not apply
 
     @property
     def reasons(self) -> list[str]:
-        """Each reason for an inconclusive report once, behind the codes of the checks that gave it.
-
-        What another check reports is none.
-        """
+        """The reasons for an inconclusive report that no other check reports, each after the codes of its checks."""
         left = {why: codes for (why, because), codes in self.not_checked.items() if not because}
         return [f"{', '.join(dict.fromkeys(codes))}: {why}" for why, codes in left.items()]
 
     @property
     def not_applicable_lines(self) -> list[str]:
-        """Each reason why checks do not apply, behind their codes: less those that ran elsewhere."""
+        """Why checks do not apply, each reason after their codes, without checks that ran for another checkpoint."""
         ran = {one.code for one in self.checks}
         left = {reason: sorted({*codes} - ran) for reason, codes in self.not_applicable.items()}
         return [f"{', '.join(codes)}: {reason}" for reason, codes in left.items() if codes]
 
     def accept(self, accepted: Collection[str]) -> None:
-        """Moves what these checks could not look at from the reasons to a fact."""
+        """Moves the reasons of these checks to a fact."""
         for (why, because), codes in list(self.not_checked.items()):
             if taken := [code for code in dict.fromkeys(codes) if code in accepted]:
                 self.facts.setdefault(ACCEPTED, []).append(f"{', '.join(taken)}: {why}")
@@ -69,7 +64,7 @@ class Outcome:
         self.not_checked = {stop: codes for stop, codes in self.not_checked.items() if codes}
 
     def add(self, other: Outcome) -> None:
-        """Takes over what other checks, or the same ones elsewhere, came to."""
+        """Adds the results of other checks, or of the same checks for another checkpoint."""
         self.checks += other.checks
         self.findings += other.findings
         for name, lines in other.facts.items():
@@ -81,13 +76,11 @@ class Outcome:
 
 
 def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = None) -> Outcome:
-    """Runs those of the checks that apply, in this order.
+    """Runs the checks that apply, in this order.
 
-    Once a `gate` has failed, those that need sound headers are skipped; `broken` is a gate that has failed already.
-
-    An exception that is none of ours makes the report inconclusive: a fault of this program is not a verdict on the
-    checkpoint. What a check found before it raised counts. Raises CkptkitError when the checkpoint cannot be
-    opened although none of these checks found anything.
+    After a failed `gate` (`broken`: one that failed earlier), checks that need sound headers are skipped. An unexpected
+    exception makes the report inconclusive, since a bug of this program is not a fault of the checkpoint; findings
+    before it count. Raises CkptkitError if a check cannot open the checkpoint and no gate failed.
     """
     outcome = Outcome()
     chosen = []
@@ -96,13 +89,13 @@ def run_checks(subject: Subject, checks: Sequence[Check], broken: str | None = N
             one.require_subject(subject)
             chosen.append(one)
         except NotApplicable as why:
-            if one.stage != "headers":  # these always are for one format or the other
+            if one.stage != "headers":  # these are always for one of the two formats
                 outcome.not_applicable.setdefault(str(why), []).append(one.code)
     waiting = [one.begin for one in chosen if one.begin is not None]
     for one in chosen:
         if one.needs_sound_headers and broken is None:
             while waiting:
-                with suppress(CkptkitError, NotApplicable, CannotCheck):  # the check itself meets it again
+                with suppress(CkptkitError, NotApplicable, CannotCheck):  # the check itself raises it again
                     waiting.pop()(subject)
         with phase(f"{one.code}: {one.title}"):
             ran = _run(one, subject, broken)
@@ -137,10 +130,7 @@ def _run(one: Check, subject: Subject, broken: str | None) -> Outcome:
 
 
 def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], broken: str | None) -> Stop | None:
-    """Runs a check and adds its findings to `found` as they come.
-
-    Returns what stopped it. Raises NotApplicable where it has no subject.
-    """
+    """Runs a check, adds its findings to `found` and returns why it stopped. Raises NotApplicable as it does."""
     try:
         for finding in one.run(subject, tally):
             found.append(finding)  # noqa: PERF402 - those before an exception count too
@@ -160,7 +150,7 @@ def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], b
         return error.message, ()
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # what breaks inside a check must not be read as a fault of the checkpoint
+    except Exception as error:  # a bug of a check must not be reported as a fault of the checkpoint
         if library := missing_of_convert(error):
             return f"{library} is not installed here: {INSTALL_CONVERT}", ()
         if lacks_memory(error):
@@ -168,5 +158,5 @@ def _collect(one: Check, subject: Subject, tally: Tally, found: list[Finding], b
         _LOG.debug("%s", one.code, exc_info=True)
         frame = traceback.extract_tb(error.__traceback__)[-1]
         fault = f"{words_of(error, with_class=True)} ({Path(frame.filename).name}:{frame.lineno})"
-        return f"an error inside this check, which says nothing of the checkpoint: {fault}; please report it", ()
+        return f"an error inside this check (not a fault of the checkpoint): {fault}; please report it", ()
     return None

@@ -1,21 +1,20 @@
-"""How a check says that it does not apply, or that it could not look."""
+"""The exceptions of a check that does not apply, or that cannot finish."""
 
 from __future__ import annotations
 
 
 class NotApplicable(Exception):  # noqa: N818
-    """Raised by a check, or by its `applies_to`, that has no subject here; the message says why.
+    """Raised by a check, or by its `applies_to`, if there is nothing to check; the report lists the message.
 
-    The report lists that under "not applicable". A witness that the user asked for has a subject by that: raised by its
-    check, it counts as `CannotCheck`.
+    If the user asked for a witness and its check raises this, it counts as `CannotCheck`.
     """
 
 
 class CannotCheck(Exception):  # noqa: N818
-    """Raised by a check that cannot look, or not to the end; the message says why.
+    """Raised by a check that cannot start or finish.
 
-    `because`: the codes of the checks that judge what stands in the way. Without one the report is inconclusive, with
-    this message as a reason, unless something is found wrong.
+    `because` are the codes of the checks that report the cause. Without codes the report is inconclusive, with the
+    message as a reason, unless it has errors.
     """
 
     def __init__(self, reason: str, *because: str) -> None:

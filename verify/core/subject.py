@@ -1,4 +1,4 @@
-"""What is being verified: the checkpoint, its source, and how it is going to be used."""
+"""The subject of a verification: the checkpoint, its source, and the options."""
 
 from __future__ import annotations
 
@@ -34,32 +34,24 @@ _DEFAULT = VerifyOptions()
 
 @dataclass(frozen=True)
 class Subject(OfKind):
-    """A checkpoint and the question asked of it. Opening is lazy, so that file checks can look at broken ones.
+    """A checkpoint and the options to verify it with. Files are opened lazily, so that checks can report broken ones.
 
-    hf_path: the HF directory that gives the config of a Megatron side; None: what is stored beside its weights. Of a
-        source of deltas it is their base.
-
-    Only preflight gives the rest:
-    job: the training job that would load this checkpoint.
-    arguments: what the launch says of sizes.
-    sizes_at: where the launch gives `tp`, `pp`, `ep` and `etp`.
-    updated: whether the job quantizes weights by the `ignore` list of this checkpoint; None: by what is stored packed.
-    loaded: what lies in the directories that the job loads.
+    Only preflight sets the fields from `job` on.
     """
 
     path: Path
     source_path: Path | None = None
-    hf_path: Path | None = None
+    hf_path: Path | None = None  # the HF directory with Megatron's config if it stores none, or with the base of deltas
     options: VerifyOptions = _DEFAULT
-    job: Job | None = None
-    arguments: LaunchArguments | None = None
-    sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)
-    updated: bool | None = False
-    loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)
+    job: Job | None = None  # the training job that would load this checkpoint
+    arguments: LaunchArguments | None = None  # the sizes of the launch
+    sizes_at: Mapping[str, Word] = field(default_factory=dict, compare=False)  # the words of `tp`, `pp`, `ep` and `etp`
+    updated: bool | None = False  # whether the job quantizes by the `ignore` list, or None if by packed tensors
+    loaded: Mapping[Path, Subject] = field(default_factory=dict, repr=False, compare=False)  # by the job's directories
     _results: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Makes paths absolute and free of `..`: the directory above an iteration is looked at by its name."""
+        """Makes paths absolute and free of `..`, since the directory above an iteration is recognized by its name."""
         for name in ("path", "source_path", "hf_path"):
             if given := getattr(self, name):
                 object.__setattr__(self, name, Path(os.path.abspath(given)))
@@ -76,21 +68,21 @@ class Subject(OfKind):
 
     @property
     def against(self) -> frozenset[str]:
-        """The witnesses that are asked."""
+        """The requested witnesses."""
         return self.options.against
 
     @property
     def readers(self) -> tuple[str, ...] | None:
-        """The readers that count for an INT4 checkpoint; None: those of RL stacks."""
+        """The readers that count for an INT4 checkpoint, or None for those of RL stacks."""
         return self.options.readers
 
-    def found(self, find: Callable[[Subject], T]) -> T | None:
-        """What `find`, a function under `@once`, has returned for it; None where it was not called."""
+    def peek(self, find: Callable[[Subject], T]) -> T | None:
+        """The stored result of a function with `@once`, or None if it was not called."""
         return self._results.get((find,))
 
     @property
     def engine(self) -> str:
-        """The engine whose rules count: that of the launch, by its name there, else of --reader, else the one asked."""
+        """The engine that the rules are for: the launch's, that of --reader, or the requested one, in this order."""
         if self.arguments is not None and self.arguments.server:
             return self.arguments.server
         if self.readers is not None and not {"sglang", "vllm"}.isdisjoint(self.readers):
@@ -99,18 +91,18 @@ class Subject(OfKind):
 
     @property
     def not_for_sglang(self) -> str | None:
-        """Why SGLang's rules do not matter: another engine serves the launch or is asked, or --reader leaves it out."""
+        """The reason to skip SGLang's rules: another engine serves or is requested, or --reader does not name it."""
         if self.arguments is not None and self.engine != "sglang":
             label = next((one.label for one in ENGINES if one.name == self.engine), self.engine)
             return f"the rollout engine of the launch is {label}, not SGLang"
         if self.readers is None and self.engine != "sglang":
             return "vLLM is asked, SGLang is not"
-        named = self.readers is not None and "sglang" not in self.readers
-        return "SGLang is not among the readers that were named" if named else None
+        is_excluded = self.readers is not None and "sglang" not in self.readers
+        return "SGLang is not among the readers that were named" if is_excluded else None
 
     @cached_property
     def kind(self) -> Kind:
-        """What lies at `path`, told by any file still there. Raises CkptkitError when it holds no checkpoint at all."""
+        """The format at `path`, judged by any file in it. Raises CkptkitError if there is no checkpoint."""
         if any((self.path / mark).exists() for mark in (TRACKER, ".metadata")) or any(self.path.glob("*.distcp")):
             return "megatron"
         if (self.path / "config.json").exists():
@@ -122,12 +114,12 @@ class Subject(OfKind):
 
     @property
     def config_root(self) -> Path:
-        """The directory that holds config.json; for Megatron that of the HF directory that belongs to it."""
+        """The directory of config.json; for Megatron, the HF directory that belongs to it."""
         return self.path if self.is_hf else self.megatron_files.opened.hf_path
 
     @property
     def unread_names(self) -> Collection[str]:
-        """Names that the index of an HF directory lists in files that cannot be read."""
+        """Tensor names that the index lists in unreadable files."""
         return self.hf_files.unknown if self.is_hf else ()
 
     @cached_property
@@ -142,40 +134,38 @@ class Subject(OfKind):
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Every tensor that headers or `.metadata` name. Raises CkptkitError where `.metadata` cannot be read."""
+        """Every tensor in headers or `.metadata`. Raises CkptkitError if `.metadata` cannot be read."""
         return self.hf_files.specs if self.is_hf else self.megatron_files.opened.specs
 
     @cached_property
     def kinds(self) -> Sequence[Sequence[str]]:
-        """The names of `specs`, those together that differ in layer and expert numbers only. Raises as `specs`."""
+        """The names of `specs`, grouped if they differ only in layer and expert numbers. Raises as `specs`."""
         return list(group_by_pattern(self.specs))
 
     @cached_property
     def location(self) -> Location:
-        """What lies at `path`."""
+        """The location of the checkpoint at `path`."""
         return locate(self.path)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint itself. Raises CkptkitError when it cannot be opened; CK1xx checks have said why by then."""
+        """The opened checkpoint. Raises CkptkitError if it cannot be opened, which CK1xx checks report first."""
         if self.location.is_hf:
             return self.hf_files.checkpoint
         return open_checkpoint(self.path, hf=self.hf_path)
 
     @cached_property
     def adapter(self) -> Adapter | None:
-        """What `--adapter` names, over `--source`. Raises CkptkitError where it is not read, or does not fit."""
+        """The adapter of `--adapter` over `--source`. Raises CkptkitError if it is unsupported or does not fit."""
         if self.options.adapter is None or self.source_path is None:
             return None
         return Adapter(AdapterFiles(self.options.adapter), plain(self.source_path), str(self.options.adapter))
 
     @cached_property
     def source(self) -> Checkpoint | None:
-        """What `--source` names, opened; a quantized release as plain weights.
+        """The opened checkpoint of `--source`, dequantized; weights stored alike in both stay quantized (`comparable`).
 
-        Where this checkpoint is quantized too, those that both store alike stay as they are stored
-        (`ckptkit.verify.evidence.plain.comparable`). Raises CkptkitError where it cannot be opened, or is quantized in
-        a format that is not supported.
+        Raises CkptkitError if it cannot be opened or its quantization is not supported.
         """
         if self.source_path is None:
             return None
@@ -187,12 +177,12 @@ class Subject(OfKind):
 
     @cached_property
     def source_is_hf(self) -> bool:
-        """Whether an HF directory lies at `source_path`; true when there is no source."""
+        """Whether the source is an HF directory; true without a source."""
         return self.source_path is None or locate(self.source_path).is_hf
 
 
 def once(find: Callable[Concatenate[Subject, P], T]) -> Callable[Concatenate[Subject, P], T]:
-    """Makes a function compute its result once for each subject and further arguments. An exception is not kept."""
+    """Caches the result of a function for each subject and further arguments. Exceptions are not cached."""
 
     @wraps(find)
     def found(subject: Subject, /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -30,7 +30,7 @@ from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.evidence.reading import as_hf_view
 from ckptkit.verify.evidence.side.compare import code_differences, side_differences
 from ckptkit.verify.evidence.side_files import SideFiles
-from ckptkit.verify.opened import opened_at
+from ckptkit.verify.opened import open_location
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def opened(a: str | Path, b: str | Path, hf: str | Path | None = None) -> Sides:
     places = locate(a), locate(b)
     if places[0].is_hf and places[1].is_hf:
         refuse_hf(hf, a)
-    both = [opened_at(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
+    both = [open_location(place, _config_for(place, hf, other)) for place, other in (places, places[::-1])]
     stored = [one.checkpoint for one in both]
     (left, right), why = stored, list[str]()
     try:

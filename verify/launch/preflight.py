@@ -22,7 +22,7 @@ from ckptkit.verify.checks.config.config import STAGES
 from ckptkit.verify.checks.headers.torch_dist import TRAINING_STATE
 from ckptkit.verify.core.check import NOT_APPLICABLE, NOTES, Check, all_checks
 from ckptkit.verify.core.report import CheckResult, Finding, Report, now
-from ckptkit.verify.core.run import Outcome, looked_at, run_checks
+from ckptkit.verify.core.run import Outcome, checked_stages, run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of
 from ckptkit.verify.launch.arguments import LaunchArguments
@@ -167,7 +167,7 @@ def judged_job(job: Job) -> Report:
         reasons=outcome.reasons,
         model=next(filter(None, map(model_of, directories)), None),
         date=now(),
-        asked=[*looked_at(outcome.checks), *compared],
+        asked=[*checked_stages(outcome.checks), *compared],
         not_asked=[*(lacks if compared else ["weights"]), "engine"],
     )
 

@@ -117,7 +117,7 @@ def heat_map(measured: Iterable[tuple[str, Measured]], findings: Sequence[Findin
     for anchor, finding in zip(anchors(findings), findings, strict=True):
         for place in sorted({_cell_of(name) for name in finding.names if _EXTRA_STATE not in name}):
             cells.setdefault(place, _Cell()).link(anchor, finding)
-        for name in finding.names | finding.explains if finding.severity == "error" else ():
+        for name in finding.names | finding.also_affected if finding.severity == "error" else ():
             if (cell := cells.get(_cell_of(name))) is not None:
                 cell.see_expert(name, wrong=True)
     heat: Heat = {}

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckptkit.core.printable import printable
 from ckptkit.core.specs import ranges
-from ckptkit.verify.core.check import LOOKS_AT, WITNESSES, all_checks
+from ckptkit.verify.core.check import STAGE_LABELS, WITNESS_OPTIONS, all_checks
 from ckptkit.verify.core.report import NOT_GIVEN, SCHEMA, CheckResult, Finding, Report, anchors
 from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.reports.heat import OUTSIDE, expand_numbers
@@ -128,12 +128,12 @@ def _hash(content: str) -> str:
 
 
 _CODE = re.compile(r"CK\d{3}")
-_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESSES.items()}}
+_OPTIONS = {"source": "--source", **{name.lower(): option for name, option in WITNESS_OPTIONS.items()}}
 _OPTIONS["engine"] = "verify --engine"  # of the reports of preflight, which has no such option
 _SHOWN_S = 0.1
 
 
-_ORDER = [stage for stage in LOOKS_AT if stage != "quantization"]
+_ORDER = [stage for stage in STAGE_LABELS if stage != "quantization"]
 _ORDER.insert(_ORDER.index("values") + 1, "quantization")
 
 
@@ -172,7 +172,7 @@ def stages(report: Report) -> list[Stage]:
 
 
 def _name(stage: str) -> str:
-    return _capital("quantization" if stage == "quantization" else LOOKS_AT[stage])
+    return _capital("quantization" if stage == "quantization" else STAGE_LABELS[stage])
 
 
 def _capital(name: str) -> str:

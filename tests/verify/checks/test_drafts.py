@@ -87,8 +87,8 @@ FAULTS: dict[str, tuple[Change, str, str]] = {
     "the table is missing": (drop("d2t"), "CK141", "no shard"),
     "two states of three": (put("fc.weight", lambda one: one["fc.weight"][:, :256]), "CK141", "[128, 256]"),
     # As a class that wraps the decoder calls it.
-    "a name of another class": (put("model.norm.weight", lambda one: one.pop("norm.weight")), "CK141", "names"),
-    "tokens in place of differences": (put("d2t", lambda one: one["d2t"] + torch.arange(64)), "CK142", "others"),
+    "a name of another class": (put("model.norm.weight", lambda one: one.pop("norm.weight")), "CK141", "name"),
+    "tokens in place of differences": (put("d2t", lambda one: one["d2t"] + torch.arange(64)), "CK142", "outside"),
     "tables that were never filled": (never_filled, "CK142", f"{TOKENS} true"),
     "a table of another run": (put("t2d", lambda one: one["t2d"].roll(1)), "CK142", "differ"),
     "a token beyond the vocabulary": (put("d2t", lambda one: one["d2t"].index_fill(0, LAST, TOKENS)), "CK142", "1"),

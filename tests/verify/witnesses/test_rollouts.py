@@ -21,7 +21,7 @@ from ckptkit.app.api import convert, quantize
 from ckptkit.app.cli import cli
 from ckptkit.core.errors import CkptkitError
 from ckptkit.quant.formats.scheme import QuantScheme
-from ckptkit.verify.checks.witnesses.rollout import gap
+from ckptkit.verify.checks.witnesses.behaviour import gap
 from ckptkit.verify.core.report import Finding
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.options import VerifyOptions

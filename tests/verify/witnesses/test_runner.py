@@ -11,7 +11,7 @@ import pytest
 from support.messages import text_with
 
 from ckptkit.core.errors import UsageError
-from ckptkit.verify.core.check import LOOKS_AT, NEEDS, WITNESSES, all_checks
+from ckptkit.verify.core.check import NEEDS, STAGE_LABELS, WITNESS_OPTIONS, all_checks
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.options import VerifyOptions
 from ckptkit.verify.witnesses.process.codec import load_record, save
@@ -146,7 +146,7 @@ def test_every_engine_has_its_stage_option_and_checks() -> None:
         checks = [one for one in all_checks() if one.stage == engine.name]
         assert [one.code for one in checks] == [f"{engine.codes}{number}" for number in range(1, 9)]
         assert {one.needs for one in checks} == {(engine.name,)}
-        assert (LOOKS_AT[engine.name], WITNESSES[engine.name]) == (engine.label, f"--against-{engine.name}")
+        assert (STAGE_LABELS[engine.name], WITNESS_OPTIONS[engine.name]) == (engine.label, f"--against-{engine.name}")
         assert engine.name in NEEDS
 
 

@@ -1,1 +1,1 @@
-"""Checks of PEFT's adapters, which are no models of their own."""
+"""Checks of PEFT adapters."""

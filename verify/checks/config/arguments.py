@@ -1,4 +1,4 @@
-"""Compares Megatron's training arguments with an HF config, field by field; absent ones have Megatron's defaults."""
+"""Compares Megatron's training arguments with an HF config; absent arguments have Megatron's defaults."""
 
 from __future__ import annotations
 
@@ -21,41 +21,42 @@ from ckptkit.converters.megatron.hybrid_model import (
 
 
 def hint_of(argument: str) -> str:
-    """What to do where this argument belongs to another model."""
+    """The hint for an argument of another model."""
     if argument in BY_NAME and BY_NAME[argument].printed == "comment":
         set_it = "set the attribute on the arguments before the model is built"
-        return f"Megatron-LM has no flag for it: {set_it}, or train with its default knowingly"
+        return f"Megatron-LM has no flag for it: {set_it}, or accept that training uses its default"
     return "this argument of the run that saved it belongs to another model: correct the launch script, or config.json"
 
 
 def _rows(dims: ModelDims, args: Args) -> list[Argument]:
-    """What to compare: of an indexer or linear attention only where the run had Megatron's own modules."""
+    """The arguments to compare; those of an indexer or linear attention only for Megatron's own modules."""
     own = args.get("experimental_attention_variant") is not None
     return [row for row in ARGUMENTS if of_model(row.scope, dims) and (own or not row.own_modules)]
 
 
 def mismatches(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
-    """Each argument that does not describe the model of `dims`, what it should be and what it is.
-
-    A HybridModel's are compared by its layer pattern and in GPTModel's terms. Numbers are equal within a relative 1e-6.
-    """
+    """Each argument that does not fit the model (a HybridModel as GPTModel), its expected and its actual value."""
     expected = as_gpt_args(comparable_args(dims))
     pattern, args = stored_pattern(args), as_gpt_args(args)
     if (pattern is not None or dims.pattern) and (pattern or "").replace("|", "") != hybrid_pattern(dims):
         yield "hybrid_layer_pattern", hybrid_pattern(dims), pattern or "nothing: GPTModel"
         args = {**args, **{name: expected.get(name) for name in SAID_BY_THE_PATTERN}}
     for row in _rows(dims, args):
-        want, found = row.of_args(expected), row.of_args(args)
-        if not _same(want, found):
-            yield row.name, _text(want), "nothing" if found is None else _text(found)
-    yield from _vocabulary(dims, args)
+        right, actual = row.of_args(expected), row.of_args(args)
+        if not _same(right, actual):
+            yield row.name, _text(right), "nothing" if actual is None else _text(actual)
+    # `vocab_size`, which cuts rows at export, must be right if given; `padded_vocab_size` may be larger.
+    vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
+    if vocab is not None and vocab != dims.vocab:
+        yield "vocab_size", str(dims.vocab), str(vocab)
+    if padded is not None and padded < dims.vocab:
+        yield "padded_vocab_size", f"at least {dims.vocab}", str(padded)
 
 
 def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
-    """Each argument by which two runs build other models, and both values. A run may leave MTP layers out."""
-    want, found = own_layers(here), own_layers(there)
-    if want != found:
-        yield "hybrid_layer_pattern", _text(want), _text(found)
+    """Each argument that gives two runs different models, and both values. A run may leave MTP layers out."""
+    if (one := own_layers(here)) != (other := own_layers(there)):
+        yield "hybrid_layer_pattern", _text(one), _text(other)
     here, there = as_gpt_args(here), as_gpt_args(there)
     compared: dict[OfModel, Any] = {
         always: True,
@@ -65,26 +66,17 @@ def differing(here: Args, there: Args) -> Iterator[tuple[str, str, str]]:
     }
     for row in ARGUMENTS:
         if row.name != "mtp_num_layers" and compared.get(row.scope):
-            want, found = row.of_args(here), row.of_args(there)
-            if not _same(want, found):
-                yield row.name, _text(want), _text(found)
+            one, other = row.of_args(here), row.of_args(there)
+            if not _same(one, other):
+                yield row.name, _text(one), _text(other)
 
 
-def _vocabulary(dims: ModelDims, args: Args) -> Iterator[tuple[str, str, str]]:
-    """`vocab_size`, which cuts rows at export, must be true where given; `padded_vocab_size` may only be larger."""
-    vocab, padded = args.get("vocab_size"), args.get("padded_vocab_size")
-    if vocab is not None and vocab != dims.vocab:
-        yield "vocab_size", str(dims.vocab), str(vocab)
-    if padded is not None and padded < dims.vocab:
-        yield "padded_vocab_size", f"at least {dims.vocab}", str(padded)
-
-
-def _same(want: Any, found: Any) -> bool:
-    if isinstance(want, bool) or isinstance(found, bool):
-        return bool(want) == bool(found)
-    if isinstance(want, (int, float)) and isinstance(found, (int, float)):
-        return math.isclose(want, found, rel_tol=1e-6)
-    return bool(want == found)
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return bool(one) == bool(other)
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
 
 
 def _text(value: Any) -> str:
@@ -94,5 +86,5 @@ def _text(value: Any) -> str:
 
 
 def compared(dims: ModelDims) -> int:
-    """How many arguments `mismatches` looks at."""
+    """The number of arguments that `mismatches` compares."""
     return len(_rows(dims, {})) + 2

@@ -1,4 +1,4 @@
-"""CK701 to CK703: compares Megatron's arguments, the source's config and the parallel sizes with the HF config."""
+"""CK701 to CK703: Megatron's arguments, the source's config and the parallel sizes against the HF config."""
 
 from __future__ import annotations
 
@@ -16,42 +16,36 @@ from ckptkit.converters.megatron.pipeline import Pipeline
 from ckptkit.converters.planner import dims_of
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.checks.config.arguments import compared, hint_of, mismatches
-from ckptkit.verify.core.check import Tally, check, where
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Severity, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import is_of_no_family, require_config, stated_config_of
 from ckptkit.verify.evidence.folding import chunk_ranges
 from ckptkit.verify.evidence.reading import read_values
 from ckptkit.verify.launch.words import at_places, first_file
 
-# Keys whose value is an object of settings of the language model.
+# Keys with an object of settings of the language model.
 _NESTED = ("text_config", "rope_parameters", "rope_scaling")
 Path = tuple[str, ...]
 _Key = TypeVar("_Key", str, Path)
-# Keys that say how a checkpoint is stored or run, and the rotary settings, which have two spellings.
+# Keys for storing or running the model; expert_dtype is DeepSeek-V4's format of its experts.
 _STORAGE = (
     *("dtype", "torch_dtype", "quantization_config", "transformers_version", "use_cache", "architectures", "auto_map"),
-    *("_name_or_path", "expert_dtype"),  # the second of DeepSeek-V4: the format of its experts
+    *("_name_or_path", "expert_dtype"),
 )
-# Parts of names of keys that are read in training alone.
+# Parts of the names of keys that only training reads.
 _FOR_TRAINING = ("initializer", "dropout", "aux_loss", "pretraining")
+# With the rotary settings, which have two spellings.
 _MAY_DIFFER = frozenset({*_STORAGE, "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"})
-
-
-# The fact that says which layers the stages of a launch hold.
-STAGES = "pipeline stages"
+STAGES = "pipeline stages"  # the fact that lists the layers of a launch's stages
 UNKNOWN: Final = "not there"
 
 
 @check(
     "CK701",
     preflight=True,
-    applies_to=where(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
+    applies_to=only_if(lambda subject: subject.is_megatron, "an HF directory stores no training arguments"),
 )
 def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`args` in common.pt, or run_config.yaml, against the HF config, with Megatron's defaults for absent ones."""
+    """`args` in common.pt, or run_config.yaml, against the HF config; absent arguments have Megatron's defaults."""
     config = require_config(subject)
     try:
         args = subject.megatron_files.args
@@ -59,7 +53,7 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("there is no readable common state", "CK111") from error
     if not args:
         raise CannotCheck("common.pt holds no training arguments, which Megatron accepts", "CK111")
-    # Without --mtp-num-layers a run has no such layers, whatever config.json says; with it, what it says must be true.
+    # Without --mtp-num-layers a run has no such layers; with it, config.json must agree.
     dims = dims_of(require_config(subject, stated_config_of) if args.get("mtp_num_layers") else config)
     tally.compared(compared(dims))
     where = subject.megatron_files.args_file
@@ -69,41 +63,39 @@ def arguments_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK702", needs=("source",), preflight=True)
 def configs_match(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Both configs by their Megatron arguments and rotary settings, and key by key where neither shows a difference.
+    """Both configs by Megatron arguments and rotary settings, then key by key.
 
-    A key that only one of them has is no difference where transformers' class takes the same value without it, which a
-    newer release writes out, and a warning where that is not known. Of another model there is one finding, which also
-    explains the tensors that differ.
+    A key in only one config is equal if the default of transformers' class is the same, and a warning if the default
+    is unknown. Another model is one finding, which also explains the tensors that differ.
     """
+    where, hint = "config.json" if subject.is_hf else "", ""
     if subject.is_hf and subject.source_path and subject.source_is_hf and is_of_no_family(subject):
         there = Subject(subject.source_path).hf_files.config
-        for one in plain_differences(subject.hf_files.config, there, tally):
-            expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
-            yield Issue(expected, actual, file="config.json", severity=one.severity)
-        return
-    here = require_config(subject, stated_config_of)
-    if subject.options.adapter is not None and subject.source is not None:
-        there = subject.source.config  # an adapter may part the output layer from the embedding
+        differences = plain_differences(subject.hf_files.config, there, tally)
     else:
-        there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
-    hint = "" if subject.options.adapter is None else "write the value of the merged weights"
-    where = "config.json" if subject.is_hf else ""
-    if is_another_model(here, there):
-        tally.compared()
-        values, source = subject.found(read_values), describe_model(there)
-        explains = {*values.compared, *values.only_here, *values.only_source} if values else ()
-        actual = f"another model than the source: {describe_model(here)} instead of {source}"
-        hint = "check --source, and the path of the checkpoint"
-        yield Issue(f"the model of the source: {source}", actual, hint, file=where, explains=explains)
-        return
-    for one in config_differences(here, there, tally):
+        here = require_config(subject, stated_config_of)
+        hint = "" if subject.options.adapter is None else "write the value of the merged weights"
+        if subject.options.adapter is not None and subject.source is not None:
+            there = subject.source.config  # an adapter may untie the output layer
+        else:
+            there = stated_config_of(Subject(subject.source_path or subject.path, hf_path=subject.hf_path))
+        if is_another_model(here, there):
+            tally.compared()
+            values, source = subject.peek(read_values), describe_model(there)
+            affected = {*values.compared, *values.only_here, *values.only_source} if values else ()
+            actual = f"another model than the source: {describe_model(here)} instead of {source}"
+            hint = "check --source, and the path of the checkpoint"
+            yield Issue(f"the model of the source: {source}", actual, hint, file=where, also_affected=affected)
+            return
+        differences = config_differences(here, there, tally)
+    for one in differences:
         expected, actual = f"{one.name} = {one.there}", f"{one.name} = {one.here}"
         yield Issue(expected, actual, hint, file=where, severity=one.severity)
 
 
 @dataclass(frozen=True)
 class ConfigDifference:
-    """A setting of the model that two configs have different values for."""
+    """A setting with different values in two configs."""
 
     name: str
     here: Any
@@ -112,32 +104,32 @@ class ConfigDifference:
 
 
 def config_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
-    """The settings that differ, one for each key. Raises CkptkitError for a config of no supported family."""
+    """The settings that differ, one for each key. Raises CkptkitError for an unsupported model."""
     keys = keys_behind(here, there)
-    # One finding a key, however many arguments follow from it.
+    # One finding a key, which may define several arguments.
     named = {keys.get(one[0], one)[0]: keys.get(one[0], one) for one in _differing(_args(here), _args(there), tally)}
     for name, expected, actual in named.values():
         yield ConfigDifference(name, actual, expected)
     for name, expected, actual in _differing(_scaling(here), _scaling(there), tally):
         yield ConfigDifference(f"rotary {name}", actual, expected)
 
-    def is_seen(path: Path, value: Any) -> bool:
-        """Whether a Megatron argument follows from this key, so that the difference is reported already."""
-        outcome = _args_of(with_value(here, path, value))
-        return outcome is None or outcome != _args(here)  # None: sizes do not go together, and are then all reported
+    def is_reported(path: Path, value: Any) -> bool:
+        """Whether a Megatron argument depends on this key, or the value does not fit the other sizes."""
+        args = _args_or_none(with_value(here, path, value))
+        return args is None or args != _args(here)
 
-    yield from _key_differences(here, there, tally, is_seen)
+    yield from _key_differences(here, there, tally, is_reported)
 
 
 def plain_differences(here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally) -> Iterator[ConfigDifference]:
-    """The settings that differ between two configs of any family, supported or not, key by key."""
+    """The settings that differ between two configs of any model, key by key."""
     for name, expected, actual in _differing(_rotary_keys(here), _rotary_keys(there), tally):
         yield ConfigDifference(name, actual, expected)
     yield from _key_differences(here, there, tally, lambda path, value: False)
 
 
 def _rotary_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotary settings of a config, as they are where the two spellings of them contradict each other."""
+    """The rotary settings of a config, or its raw keys if the two spellings contradict each other."""
     try:
         return rope_of(config)
     except CkptkitError:
@@ -145,26 +137,26 @@ def _rotary_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _key_differences(
-    here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally, is_seen: Callable[[Path, Any], bool]
+    here: Mapping[str, Any], there: Mapping[str, Any], tally: Tally, is_reported: Callable[[Path, Any], bool]
 ) -> Iterator[ConfigDifference]:
-    """The keys that differ, besides those of the rotary settings and of storage, and those that are seen elsewhere."""
-    mine, its = _unstored(here), _unstored(there)
-    for path, expected, actual in _differing(mine, its, tally):
-        if is_seen(path, expected):
+    """The keys that differ and are not reported, without rotary settings and keys for storage."""
+    own, others = _model_keys(here), _model_keys(there)
+    for path, expected, actual in _differing(own, others, tally):
+        if is_reported(path, expected):
             continue
         name, default = ".".join(path), None
-        if path not in mine:
+        if path not in own:
             actual = default = class_default(here, path, expected)
-        elif path not in its:
+        elif path not in others:
             expected = default = class_default(there, path, actual)
-        lacking = path not in mine or path not in its
         if expected != actual:
-            severity = warning_if(lacking and (default is UNKNOWN or any(part in name for part in _FOR_TRAINING)))
+            is_single = path not in own or path not in others
+            severity = warning_if(is_single and (default is UNKNOWN or any(part in name for part in _FOR_TRAINING)))
             yield ConfigDifference(name, actual, expected, severity)
 
 
 def is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
-    """Whether no mistake in a config explains the difference: another width, or another type with other sizes."""
+    """Whether no mistake in a config explains the difference: another width, or another type and other sizes."""
     one, other = dims_of(here), dims_of(there)
     same_type = here.get("model_type") == there.get("model_type")
     same_sizes = (one.layers, one.experts, one.groups) == (other.layers, other.experts, other.groups)
@@ -172,13 +164,14 @@ def is_another_model(here: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
 
 
 def describe_model(config: Mapping[str, Any]) -> str:
+    """The model type and the main sizes, for people."""
     dims = dims_of(config)
     experts = f", {dims.experts} experts" if dims.experts else ""
     return f"{config.get('model_type')} ({dims.layers} layers, hidden size {dims.hidden}{experts})"
 
 
 def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally) -> Iterator[tuple[_Key, Any, Any]]:
-    """Name, the source's value and this one's, for every key that differs; an absent one is None."""
+    """Name, value there and value here of every key that differs; an absent value is None."""
     for name in sorted(here.keys() | there.keys()):
         tally.compared()
         if here.get(name) != there.get(name):
@@ -186,27 +179,24 @@ def _differing(here: Mapping[_Key, Any], there: Mapping[_Key, Any], tally: Tally
 
 
 def _args(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The Megatron arguments of a config without those of its rotary scaling, which is compared as it stands."""
+    """The Megatron arguments of a config, without rotary scaling, which is compared as config.json has it."""
     return comparable_args(replace(dims_of(config), rope_scaling=None))
 
 
-def _unstored(config: Mapping[str, Any]) -> dict[Path, Any]:
-    """The keys that describe the model and its parts, without the rotary ones and those that say how it is stored."""
+def _model_keys(config: Mapping[str, Any]) -> dict[Path, Any]:
+    """The keys that describe the model and its parts, without rotary settings and keys for storage."""
     found: dict[Path, Any] = {}
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, Mapping) and key not in _STORAGE:
-            others = _MAY_DIFFER if key == "text_config" else _STORAGE
-            found |= {(key, name): one for name, one in value.items() if name not in others}
+            excluded = _MAY_DIFFER if key == "text_config" else _STORAGE
+            found |= {(key, name): inner for name, inner in value.items() if name not in excluded}
         elif key not in _MAY_DIFFER:
             found[key,] = value
     return found
 
 
 def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Rotary settings in the spelling of transformers v5, less those that are Megatron arguments of their own.
-
-    A list of bases, one a layer, is no such argument.
-    """
+    """Rotary settings as in transformers v5, without Megatron arguments, but with a list of bases by layer."""
     arguments = ("type", "rope_theta", "partial_rotary_factor")
     by_layer = {"rope_theta": bases} if isinstance(bases := config.get("rope_theta"), list) else {}
     rope = rope_of({**config, "rope_theta": None} if by_layer else config)
@@ -214,16 +204,13 @@ def _scaling(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_parallel(subject: Subject) -> bool:
-    """Whether a parallel size was given."""
+    """Whether a parallel size above 1 was given."""
     return max(subject.tp, subject.options.pp, subject.ep, subject.options.etp or 1) > 1
 
 
-@check("CK703", preflight=True, applies_to=where(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"))
+@check("CK703", preflight=True, applies_to=only_if(is_parallel, "no --tp, --pp, --ep or --etp above 1 was given"))
 def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """What Megatron refuses at these tp, etp and ep; layers against pp and the pipeline options of a launch.
-
-    Without an etp this looks at Megatron's default, tp; what is refused there is only a warning.
-    """
+    """Megatron's limits for tp, etp and ep, where a default etp gives warnings; layers against pp and its options."""
     dims = dims_of(require_config(subject))
     tally.compared()
     yield from _stages(dims, subject, tally)
@@ -236,7 +223,7 @@ def parallel_sizes_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Whether the layers make a pipeline. Without a launch, a remainder that `verify` can place is a warning."""
+    """Whether the layers fit the pipeline. Without a launch, a remainder that `verify` can place is a warning."""
     options, pp = subject.arguments, subject.options.pp
     given = {name: word for name, word in subject.sizes_at.items() if name == "pp"}
     where = first_file(given) or ""
@@ -258,10 +245,10 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
             yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
         last = with_remainder(ParallelSizes(pp=pp), layers).last
-        options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
-        hint = f"give {options_for_it} in the launch, or choose another --pp"
-        if last:
-            hint = f"the launch must say so, for example by --decoder-last-pipeline-num-layers {last}"
+        hint = f"the launch must set it, for example by --decoder-last-pipeline-num-layers {last}"
+        if not last:
+            options_for_it = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers"
+            hint = f"give {options_for_it} in the launch, or choose another --pp"
         expected, severity = f"{size} divisible by pp = {pp}{at_places(given)}", warning_if(last and options is None)
         yield Issue(expected, f"{size} = {layers}", hint, file=where, severity=severity)
         return
@@ -269,12 +256,8 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]
 
 
-def class_default(config: Mapping[str, Any], path: tuple[str, ...], stated: Any) -> Any:
-    """The default of the key at `path` (`text_config`, `head_dim`), of which another config has the value `stated`.
-
-    UNKNOWN where it is not known or is computed: a default of None stands for a number or list that is made of others,
-    but for a switch or a factor that is off.
-    """
+def class_default(config: Mapping[str, Any], path: tuple[str, ...], value: Any) -> Any:
+    """The default of a key for which another config has `value`, or UNKNOWN if it is computed (usually None)."""
     if find_spec("transformers") is None:
         return UNKNOWN
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -287,30 +270,30 @@ def class_default(config: Mapping[str, Any], path: tuple[str, ...], stated: Any)
     parameter = inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters.get(path[-1])
     default = UNKNOWN if parameter is None else parameter.default
     if default is None:
-        return None if type(stated) in (bool, float) else UNKNOWN
+        return None if type(value) in (bool, float) else UNKNOWN
     return default if type(default) in (bool, int, float, str) else UNKNOWN
 
 
 def keys_behind(here: Mapping[str, Any], there: Mapping[str, Any]) -> dict[str, tuple[str, Any, Any]]:
-    """The key in `here` behind each argument that differs, the value there and the value here, where a single key is.
+    """The key in `here` behind each argument that differs, its value there and its value here, if it is a single key.
 
-    A key counts when the config `here` with one other value has the argument of `there`: the argument itself under a
-    key that states it here (the two may spell it differently), or the value that `there` has under the same key.
+    A key counts if changing only its value gives `here` the argument of `there`: the argument itself as the value of a
+    number (the two may spell it differently), or the value of the same key in `there`.
     """
-    mine, its, wanted, found = dict(_leaves(here)), dict(_leaves(there)), _args(there), _args(here)
-    changed = {path: its.get(path) for path in {**mine, **its} if mine.get(path) != its.get(path)}
-    exchanged = [(path, value, _args_of(with_value(here, path, value))) for path, value in changed.items()]
+    own, others, expected, actual = dict(_leaves(here)), dict(_leaves(there)), _args(there), _args(here)
+    changed = {path: others.get(path) for path in {**own, **others} if own.get(path) != others.get(path)}
+    exchanged = [(path, value, _args_or_none(with_value(here, path, value))) for path, value in changed.items()]
     behind: dict[str, tuple[str, Any, Any]] = {}
-    for name in sorted(wanted.keys() | found.keys()):
-        want, have = wanted.get(name), found.get(name)
-        if want == have:
+    for name in sorted(expected.keys() | actual.keys()):
+        right, wrong = expected.get(name), actual.get(name)
+        if right == wrong:
             continue
-        numbers = {path: value for path, value in mine.items() if {type(value), type(have)} <= {int, float}}
-        stated = [path for path, value in numbers.items() if value == have]
-        tried = [*((path, want, _args_of(with_value(here, path, want))) for path in stated), *exchanged]
-        for path, value, outcome in tried:
-            if outcome is not None and outcome.get(name) == want:
-                behind[name] = ".".join(path), its.get(path, value), mine.get(path)
+        numbers = {path: value for path, value in own.items() if {type(value), type(wrong)} <= {int, float}}
+        equal = [path for path, value in numbers.items() if value == wrong]
+        tried = [*((path, right, _args_or_none(with_value(here, path, right))) for path in equal), *exchanged]
+        for path, value, args in tried:
+            if args is not None and args.get(name) == right:
+                behind[name] = ".".join(path), others.get(path, value), own.get(path)
                 break
     return behind
 
@@ -324,15 +307,15 @@ def _leaves(config: Mapping[str, Any], above: Path = ()) -> Iterator[tuple[Path,
 
 
 def with_value(config: Mapping[str, Any], path: Path, value: Any) -> dict[str, Any]:
-    """The config with another value at `path`; None stands for a key that is not there."""
+    """The config with another value at `path`; a missing key becomes None."""
     key, *rest = path
     inner = config.get(key)
     inner = with_value(inner if isinstance(inner, Mapping) else {}, tuple(rest), value) if rest else value
     return {**config, key: inner}
 
 
-def _args_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The arguments of a config, None where its values do not go together."""
+def _args_or_none(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The arguments of a config, or None if its values do not fit together."""
     try:
         return _args(config)
     except (CkptkitError, TypeError, ValueError):

@@ -1,1 +1,1 @@
-"""Checks of weight updates that were published as deltas, alone and replayed onto their base."""
+"""Checks of published weight updates (deltas), by themselves and replayed onto their base."""

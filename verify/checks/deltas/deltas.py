@@ -1,11 +1,11 @@
-"""CK122, CK123, CK221 and CK222: published deltas, in order, whole, and replayed onto their base."""
+"""CK122, CK123, CK221 and CK222: published deltas are in order, complete, and can be replayed onto their base."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,7 @@ from ckptkit.core.progress import progress
 from ckptkit.formats.deltas import Chain, FileFault, Patch, base_of, chain_at, file_faults, order_faults, patches_of
 from ckptkit.formats.hf.reader import HfCheckpoint
 from ckptkit.storage.buffers import bytes_of
-from ckptkit.verify.core.check import Tally, check, where
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, once, only_if
 from ckptkit.verify.evidence.both_sides import threads
 from ckptkit.verify.evidence.folding import by_key
 
@@ -34,17 +31,17 @@ def _issues(faults: Iterable[FileFault]) -> Iterator[Issue]:
 
 @check("CK122", gate=True)
 def versions_in_order(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Numbers of directories and indexes, what each is based on, and how it is encoded."""
+    """The numbers, bases and encodings of directories and indexes."""
     chain = chain_of(subject)
     tally.compared(len(chain.versions))
     if chain.full:
-        tally.note(f"{chain.full.name} is a full checkpoint: older versions were not looked at, nor any base")
+        tally.note(f"{chain.full.name} is a full checkpoint: older versions and the base were not checked")
     yield from _issues(order_faults(chain))
 
 
 @check("CK123", gate=True)
 def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Files against their headers and the index, tensors against the base's, where there is one."""
+    """Files against headers and index, tensors against the base's, if there is one."""
     chain, base = chain_of(subject), base_in(subject)
     tally.compared(sum(len(shard.specs) for one in chain.deltas for shard in one.shards) or len(chain.versions))
     yield from _issues(file_faults(chain, base.specs if base else None))
@@ -52,39 +49,39 @@ def deltas_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @once
 def base_in(subject: Subject) -> HfCheckpoint | None:
-    """What the deltas start from; None where no version is full and none was given."""
+    """The base of the deltas: a full version, --source, or None."""
     chain = chain_of(subject)
     return base_of(chain, subject.source_path) if chain.full or subject.source_path else None
 
 
-_needs_base = where(base_in, "no --source was given, and no version is full")
+_needs_base = only_if(base_in, "no --source was given, and no version is full")
 
 
-def _faulty(subject: Subject, tally: Tally, which: Callable[[Subject], list[Issue]]) -> Iterator[Issue]:
+def _replay_issues(subject: Subject, tally: Tally, kind: Literal["broken", "spoiled"]) -> Iterator[Issue]:
     replay = replay_of(subject)
     if not replay.applied:
         raise NotApplicable("no version changes any tensor")
     tally.compared(sum(replay.applied.values()) or len(replay.applied), nbytes=replay.nbytes)
-    for found in by_key(((one.file, one.expected, one.hint), one) for one in which(subject)).values():
-        more = f", and {len(found) - 1} more tensors likewise" if found[1:] else ""
-        names = [name for one in found for name in one.names or ()]
-        yield replace(found[0], actual=f"{found[0].actual}{more}", names=names, together=True)
+    for alike in by_key(((one.file, one.expected, one.hint), one) for one in getattr(replay, kind)).values():
+        more = f", and {len(alike) - 1} more tensors in the same way" if alike[1:] else ""
+        names = [name for one in alike for name in one.names or ()]
+        yield replace(alike[0], actual=f"{alike[0].actual}{more}", names=names, as_one=True)
 
 
 @check("CK221", applies_to=_needs_base)
 def replay_is_exact(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each change is decoded, lies inside its tensor, changes something, and leads to the stored checksum."""
-    yield from _faulty(subject, tally, lambda here: replay_of(here).broken)
+    """Each change can be decoded, is inside its tensor, changes something, and gives the stored checksum."""
+    yield from _replay_issues(subject, tally, "broken")
 
 
 @check("CK222", applies_to=_needs_base)
 def deltas_finite(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Numbers that were finite and are not after a change; those that the base has already do not count."""
-    yield from _faulty(subject, tally, lambda here: replay_of(here).spoiled)
+    """No change makes a finite number infinite or NaN."""
+    yield from _replay_issues(subject, tally, "spoiled")
 
 
-_PIECE = 1 << 18  # elements that are looked at at a time, which stay in a core's cache
-# The bits of a number that are all set where it is NaN or infinite.
+_PIECE = 1 << 18  # elements in a piece, which fits a core's cache
+# The bits of a number that are all set if it is NaN or infinite.
 _NOT_FINITE: dict[str, np.unsignedinteger[Any]] = {
     "float64": np.uint64(0x7FF0 << 48),
     "float32": np.uint32(0x7F80 << 16),
@@ -98,12 +95,10 @@ _NOT_FINITE: dict[str, np.unsignedinteger[Any]] = {
 
 @dataclass
 class Replay:
-    """What came of the changes: `broken` could not be applied, of which the first of each tensor counts; `spoiled` are
-    those that make numbers infinite or NaN.
-    """
+    """The outcome of all changes."""
 
-    broken: list[Issue] = field(default_factory=list)
-    spoiled: list[Issue] = field(default_factory=list)
+    broken: list[Issue] = field(default_factory=list)  # changes that could not be applied, the first of each tensor
+    spoiled: list[Issue] = field(default_factory=list)  # changes that make numbers infinite or NaN
     applied: dict[str, int] = field(default_factory=dict)  # changes of each tensor
     nbytes: int = 0
 
@@ -116,7 +111,7 @@ def chain_of(subject: Subject) -> Chain:
 
 @once
 def replay_of(subject: Subject) -> Replay:
-    """Applies every change once. Raises CkptkitError where the base cannot be read, or there is none."""
+    """Applies every change once. Raises CkptkitError if the base is missing or cannot be read."""
     base, patches = base_of(chain_of(subject), subject.source_path), patches_of(chain_of(subject))
     names = [name for name in base.specs if name in patches]
     result = Replay()
@@ -146,7 +141,7 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
             result.broken.append(Issue(expected, actual, error.hint or "", [name], patch.shard.path))
             break
         if not changed:
-            hint = "it has been applied before: version was published twice, or the base is a later one than it says"
+            hint = "the version was published twice, or the base is newer than it declares: it has this change already"
             result.broken.append(Issue("changed bytes", "it changes nothing", hint, [name], patch.shard.path))
         if (after := count_not_finite(tensor, dtype)) > before:
             actual = f"{after - before} elements become NaN or infinite"
@@ -158,7 +153,7 @@ def _replayed(base: HfCheckpoint, patches: Sequence[Patch]) -> Replay:
 
 
 def count_not_finite(tensor: Tensor, dtype: str) -> int:
-    """How many elements are NaN or infinite. By bits, at ten times the speed of torch's isfinite in bfloat16."""
+    """The number of NaN and infinite elements. Compares bits, ten times as fast as torch's isfinite in bfloat16."""
     if dtype not in _NOT_FINITE:
         return 0
     mask = _NOT_FINITE[dtype]

@@ -1,1 +1,1 @@
-"""Checks of draft models for speculative decoding that are models of their own."""
+"""Checks of draft models for speculative decoding."""

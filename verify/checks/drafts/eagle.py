@@ -1,4 +1,4 @@
-"""CK141 to CK144: an EAGLE draft model is whole, its tables of tokens agree, and it fits the model it drafts for."""
+"""CK141 to CK144: an EAGLE draft model is complete, its token tables agree, and it fits its target."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.reader import HfCheckpoint, read_config
 from ckptkit.quant.engines.drafts import has_class, random_head, registries, unfilled
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.plain import plain
 from ckptkit.verify.quirks import quirk
@@ -28,29 +25,26 @@ _CONFIG = "config.json"
 
 @once
 def draft_model(subject: Subject) -> Draft:
-    """What its config.json says. Raises CkptkitError as `draft_of`."""
+    """The draft model's config. Raises CkptkitError as `draft_of`."""
     return draft_of(read_config(subject.path))
 
 
 @once
 def draft_files(subject: Subject) -> HfCheckpoint:
-    """Its files. Raises CkptkitError where they cannot be read."""
+    """The draft model's files. Raises CkptkitError if they cannot be read."""
     return HfCheckpoint(subject.path)
 
 
 @once
 def draft_specs(subject: Subject) -> Mapping[str, TensorSpec]:
-    """Its tensors by the names of engines' classes; each spec has the stored name."""
+    """The tensors under the names of the engines' classes; each spec has the stored name."""
     specs = draft_files(subject).specs
     return {own: specs[name] for own, name in draft_model(subject).names(specs).items()}
 
 
 @check("CK141", gate=True)
 def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The files are whole; names and shapes against config.json.
-
-    Raises UnsupportedError for draft models that are not read.
-    """
+    """Files are complete, names and shapes fit config.json. Raises UnsupportedError for unsupported draft models."""
     try:
         draft, specs = draft_model(subject), draft_specs(subject)
         shapes = draft.shapes()
@@ -61,18 +55,18 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
         return
     tally.compared(len(specs))
     lost = [name for name in shapes if name not in specs and draft.needs(name)]
-    yield Issue("stored, since its class has it", "in no shard", names=lost)
+    yield Issue("stored, as its class requires it", "in no shard", names=lost)
     unknown = [spec.name for name, spec in specs.items() if name not in shapes]
-    hint = "engines skip it, or stop: rename it as the class has it"
-    yield Issue("a tensor of its class", "none of its names", hint, names=unknown)
+    hint = "engines skip it or stop: rename it as in the class"
+    yield Issue("a tensor of its class", "an unexpected name", hint, names=unknown)
     for name, spec in specs.items():
         if name in shapes and spec.shape != shapes[name]:
             states = f": {draft.states} states of a target of width {draft.target_hidden}"
-            expected = f"{list(shapes[name])}, as {_CONFIG} says{states * (name == FUSION and draft.version == 3)}"
+            expected = f"{list(shapes[name])}, by {_CONFIG}{states * (name == FUSION and draft.version == 3)}"
             yield Issue(expected, f"{list(spec.shape)}", names=[spec.name])
     if random_head(draft, specs) and (known := quirk("sglang", "draft-head")) is not None:
         actual = f"not stored, and draft_vocab_size {draft.draft_vocabulary}: {known.message}"
-        hint = "take draft_vocab_size out of config.json, by which SGLang takes the target's, as vLLM does; or store it"
+        hint = "remove draft_vocab_size from config.json, so that SGLang uses the target's, as vLLM does; or store it"
         yield Issue("the output layer", actual, hint, file=_CONFIG, severity=warning_if(subject.not_for_sglang))
     for expected, actual, hint in unfilled(draft, specs):
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
@@ -83,7 +77,7 @@ def tensors_of_its_class(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK142")
 def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """d2t + i are tokens of the target, no two the same; t2d has true at just those."""
+    """d2t + i are different tokens of the target, and t2d is true for these only."""
     draft, specs = draft_model(subject), draft_specs(subject)
     stored = {own: specs[own].name for own in (TOKENS, USED) if own in specs}
     if not stored:
@@ -91,50 +85,48 @@ def tables_agree(subject: Subject, tally: Tally) -> Iterator[Issue]:
     read = draft_files(subject).read([*stored.values()])
     tally.compared(len(stored), nbytes=sum(specs[own].nbytes for own in stored))
     tables = {own: read[name] for own, name in stored.items()}
-    yield from _faults(draft, tables, stored)
+    yield from _table_faults(draft, tables, stored)
     if TOKENS in tables and draft.draft_vocabulary < draft.vocabulary and not bool(tables[TOKENS].any()):
         actual = f"zeros: draft tokens are the target's first {draft.draft_vocabulary}"
         yield Issue("the tokens that it was trained on", actual, names=[stored[TOKENS]], severity="warning")
 
 
-def _faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[str, str]) -> Iterator[Issue]:
-    """What is wrong in the tables; `stored`: the names that they have on disk."""
+def _table_faults(draft: Draft, tables: Mapping[str, Tensor], stored: Mapping[str, str]) -> Iterator[Issue]:
+    """Faults of the tables; `stored` are their names on disk."""
     import torch
 
     used = tables.get(USED)
     if used is not None and (count := int(used.bool().sum())) != draft.draft_vocabulary:
-        expected = f"{draft.draft_vocabulary} tokens, as draft_vocab_size says"
-        yield Issue(expected, f"{count} true", names=[stored[USED]])
+        yield Issue(f"{draft.draft_vocabulary} tokens, by draft_vocab_size", f"{count} true", names=[stored[USED]])
     if (shift := tables.get(TOKENS)) is None:
         return
     if shift.is_floating_point() or shift.dtype == torch.bool:
         yield Issue("whole numbers", str(shift.dtype).removeprefix("torch."), names=[stored[TOKENS]])
         return
-    stated = shift.long()
-    tokens = stated + torch.arange(stated.numel())
-    outside, twice = _wrong(tokens, draft.vocabulary)
+    shifts = shift.long()
+    tokens = shifts + torch.arange(shifts.numel())
+    outside, twice = _count_wrong(tokens, draft.vocabulary)
     if outside or twice:
-        shifted = any(_wrong(stated, draft.vocabulary))
-        hint = "" if shifted else "it holds tokens themselves: subtract i from entry i"
+        hint = "" if any(_count_wrong(shifts, draft.vocabulary)) else "it holds token ids: subtract i from entry i"
         expected = f"d2t[i] + i of 0 to {draft.vocabulary - 1}, each once"
-        yield Issue(expected, f"{outside} are others, {twice} stand twice", hint, names=[stored[TOKENS]])
+        yield Issue(expected, f"{outside} are outside, {twice} are repeated", hint, names=[stored[TOKENS]])
     elif used is not None:
-        here = torch.zeros(draft.vocabulary, dtype=torch.bool)
-        here[tokens] = True
-        if odd := (here != used.bool()).nonzero().flatten().tolist():
+        by_d2t = torch.zeros(draft.vocabulary, dtype=torch.bool)
+        by_d2t[tokens] = True
+        if odd := (by_d2t != used.bool()).nonzero().flatten().tolist():
             actual = f"{len(odd)} differ, first token {odd[0]}"
-            yield Issue("true at the tokens of d2t, and nowhere else", actual, names=[stored[USED]])
+            yield Issue("true for the tokens of d2t only", actual, names=[stored[USED]])
 
 
-def _wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
-    """How many are no tokens, and how many stand twice."""
+def _count_wrong(tokens: Tensor, vocabulary: int) -> tuple[int, int]:
+    """The number of invalid tokens, and of repeated ones."""
     outside = int(((tokens < 0) | (tokens >= vocabulary)).sum())
     return outside, tokens.numel() - len(set(tokens.tolist()))
 
 
 @check("CK143")
 def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No NaN, no infinity, no tensor of zeros, biases excepted."""
+    """No NaN, no infinity, and no tensor of zeros, except biases."""
     files = draft_files(subject)
     for own, spec in draft_specs(subject).items():
         if own in (TOKENS, USED):
@@ -149,41 +141,39 @@ def weights_are_numbers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK144", needs=("source",))
 def fits_its_target(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Width, vocabulary and layers of config.json; a copy of the embedding, value by value."""
+    """Width, vocabulary and layers in config.json; the copy of the embedding, value by value."""
     draft, source = draft_model(subject), subject.source_path or Path()
     config = read_config(source)
     if is_draft(config):
-        raise CannotCheck(
-            f"{source} is a draft model itself: --source is the target; `ckptkit diff` compares two of them"
-        )
+        raise CannotCheck(f"{source} is a draft model: --source is the target; `ckptkit diff` compares draft models")
     target = target_of(config)
     tally.compared(3)
     if draft.target_hidden != target.hidden:
         key = "target_hidden_size" if draft.config.get("target_hidden_size") is not None else "hidden_size"
-        expected = f"states of width {target.hidden}, as the target has them"
+        expected = f"states of width {target.hidden}, the target's"
         yield Issue(expected, f"{key} {draft.target_hidden}", file=_CONFIG)
     if draft.vocabulary != target.vocabulary:
         yield Issue(f"vocab_size {target.vocabulary}, as the target", f"{draft.vocabulary}", file=_CONFIG)
     positions = integer(draft.config, "max_position_embeddings", target.positions)
     if positions < target.positions:
-        actual = f"{positions}, for as many positions has vLLM rotary factors: behind them hardly a token is accepted"
-        hint = "state the target's; no weight depends on it"
+        actual = f"{positions}: vLLM precomputes RoPE for these positions, and rejects almost all drafts after them"
+        hint = "write the target's; no weight depends on it"
         expected = f"max_position_embeddings {target.positions}, as the target"
         yield Issue(expected, actual, hint, file=_CONFIG, severity="warning")
-    # SGLang 0.5.16 takes what layer i puts out, of all but the last; vLLM 0.26 what it takes in, after the last too.
+    # SGLang 0.5.16 reads the outputs of all layers but the last; vLLM 0.26 reads inputs, and the last layer's output.
     last = target.layers - 2 if draft.reads_outputs else target.layers
     if odd := [one for one in draft.layer_ids or () if not 0 <= one <= last]:
         expected, hint = f"layers 0 to {last} of the target's {target.layers}", "restore the list of its training"
         yield Issue(expected, f"{odd} in eagle_aux_hidden_state_layer_ids", hint, file=_CONFIG)
-    own = draft_specs(subject).get(EMBEDDING)
-    if own is None or draft.target_hidden != draft.hidden:
+    spec = draft_specs(subject).get(EMBEDDING)
+    if spec is None or draft.target_hidden != draft.hidden:
         return  # no copy of the target's embedding
-    base = plain(subject.source_path or Path())
-    there = [name for name in base.specs if name.endswith(EMBEDDING) and base.specs[name].shape == own.shape]
-    if len(there) != 1:
+    base = plain(source)
+    names = [name for name in base.specs if name.endswith(EMBEDDING) and base.specs[name].shape == spec.shape]
+    if len(names) != 1:
         return
-    tally.compared(nbytes=own.nbytes)
-    here, other = draft_files(subject).read([own.name])[own.name], base.read(there)[there[0]]
-    if not same_bytes(here.to(other.dtype), other):
+    tally.compared(nbytes=spec.nbytes)
+    copy, original = draft_files(subject).read([spec.name])[spec.name], base.read(names)[names[0]]
+    if not same_bytes(copy.to(original.dtype), original):
         hint = "SGLang serves it with the target's, vLLM with its own: leave the copy out of the draft model"
-        yield Issue("the target's embedding", "other values", hint, names=[own.name], severity="warning")
+        yield Issue("the target's embedding", "other values", hint, names=[spec.name], severity="warning")

@@ -1,39 +1,60 @@
-"""CK101 to CK103, CK105, CK106, CK108, CK110: headers, JSON files and their names; every problem is listed."""
+"""CK101 to CK103, CK105 to CK108, CK110: headers, JSON files and file names. Every fault is reported."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from ckptkit.converters.foreign import refuse_foreign
+from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.errors import CkptkitError, UnknownModelError, UnsupportedError
 from ckptkit.core.specs import TensorSpec, ranges
 from ckptkit.formats.detect import other_weights, refuse_other_format
 from ckptkit.formats.hf.reader import INDEX, read_config
 from ckptkit.formats.hf.shard import Fault, Shard
-from ckptkit.formats.hf.side_files import is_read
+from ckptkit.formats.hf.side_files import is_read, main_dtype
+from ckptkit.formats.torch_save.records import Dtype
+from ckptkit.quant.formats.part_names import G_IDX, PACKED, SHAPE, ZERO_POINT
 from ckptkit.storage.links import fetch_again, format_links
-from ckptkit.verify.core.check import Tally, check, where
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
-from ckptkit.verify.evidence.expected import config_of, has_own_class, require_expected, spelling_of
-from ckptkit.verify.evidence.files import HfFiles
+from ckptkit.verify.checks.quantization.quantization_config import undeclared_of
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
+from ckptkit.verify.evidence.expected import (
+    Expected,
+    config_of,
+    expected_of,
+    has_floats,
+    has_own_class,
+    is_of_no_family,
+    is_quantized,
+    refuse_stated,
+    require_expected,
+    spelling_of,
+    usable_config,
+)
+from ckptkit.verify.evidence.floats.stored import parts_in_floats
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
+from ckptkit.verify.evidence.packed import int4_format_of
 
-_NUMBER = re.compile(r"\d+")
+_NUMBERED = re.compile(r"(.+?)-?(\d+)-of-(\d+)\.safetensors")
+# Files of peft, and parts of tensor names from peft, slime's trainer and megatron-core's adapters.
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+_BELOW = "lora_adapter"
+_ADAPTER_NAMES = (
+    *("lora_A", "lora_B", "lora_embedding", "lora_magnitude"),
+    *(".adapter.linear_in.", ".adapter.linear_out.", ".adapter.adapter_"),
+)
+_WRAPPER = "base_model.model."
 
-
-only_hf = where(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
+only_hf = only_if(lambda subject: subject.is_hf, "a Megatron checkpoint has no safetensors files")
 
 
 def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]:
-    """Every tensor that headers or `.metadata` name. Raises CannotCheck where there are none to read.
-
-    `listed`: those that the index lists in files that cannot be read will do.
-    """
+    """Every tensor in headers or `.metadata`, or else, if `listed`, in the index. Raises CannotCheck without any."""
     if subject.is_megatron:
         require_metadata(subject)
         if not subject.specs:
@@ -46,27 +67,21 @@ def names_of(subject: Subject, listed: bool = False) -> Mapping[str, TensorSpec]
 
 
 def require_weights(subject: Subject) -> None:
-    """Raises CannotCheck where an HF directory holds no safetensors file and names none, which CK103 reports.
-
-    Raises UnsupportedError as `refuse_other_format`.
-    """
+    """Raises CannotCheck if an HF directory has no safetensors file and lists none, which CK103 reports."""
     refuse_other_format(subject.path)
     if not subject.hf_files.wanted:
         raise CannotCheck("not run because there are no weights", "CK103")
 
 
 def require_metadata(subject: Subject) -> None:
-    """Raises CannotCheck where the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
+    """Raises CannotCheck if the `.metadata` of a Megatron checkpoint cannot be read, which CK111 reports."""
     if not subject.megatron_files.readable:
         raise CannotCheck("not run because .metadata cannot be read", "CK111")
 
 
 @check("CK101", gate=True)
 def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The config is there, is JSON, is of a supported family, and its sizes make sense.
-
-    A `model_type` that is not known, with a class that is not known either, is not judged.
-    """
+    """The config is JSON, of a supported family, and its sizes fit together. An unknown model is not judged."""
     if subject.is_megatron:
         require_metadata(subject)
     elif "config.json" in subject.hf_files.dangling:
@@ -75,7 +90,7 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
         config_of(subject)
         tally.compared()
     except CkptkitError as error:
-        # A model that is not known here may be right, and so may its launch.
+        # An unknown model may be right, and so may its launch.
         wrong = (
             isinstance(error, UnknownModelError)
             and subject.arguments is None
@@ -89,60 +104,59 @@ def config_usable(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK102", gate=True, applies_to=only_hf)
 def shards_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every file of the index is there, and its size and offsets are what its own header says; links lead somewhere."""
+    """Every file of the index exists, its header fits its size and offsets, and links have targets."""
     files = subject.hf_files
-    if links := files.dangling:  # a warning where loaders read none of them
-        where, severity = next(iter(links)), warning_if(not any(is_read(Path(name)) for name in links))
+    if links := files.dangling:  # a warning if loaders read none of them
+        severity = warning_if(not any(is_read(Path(name)) for name in links))
         actual, hint = format_links(links), fetch_again(files.root)
-        file = where if len(links) == 1 else ""
+        file = next(iter(links)) if len(links) == 1 else ""
         yield Issue("a target for every link", actual, hint, file=file, severity=severity, count=len(links))
     require_weights(subject)
-    gone = [file for file in files.missing if file not in files.dangling]
-    if gone:
-        yield _together(gone, "the file that the index names", "missing", "copy or download it")
-    whole: dict[tuple[str, str], list[str]] = defaultdict(list)
+    if gone := [file for file in files.missing if file not in files.dangling]:
+        yield _for_files(gone, "the file that the index names", "missing", "copy or download it")
+    by_fault: dict[tuple[str, str], list[str]] = defaultdict(list)
     for file, shard in files.shards.items():
         tally.compared(len(shard.specs) or 1)
         for fault in shard.faults:
             if fault.name is None:
-                whole[fault.expected, fault.actual].append(file)
+                by_fault[fault.expected, fault.actual].append(file)
         yield from _entries(shard)
         if not shard.faults and not files.specs:
-            whole["tensors", "none in its header"].append(file)
-    for (expected, actual), found in whole.items():
-        yield _together(found, expected, actual)
+            by_fault["tensors", "none in its header"].append(file)
+    for (expected, actual), damaged in by_fault.items():
+        yield _for_files(damaged, expected, actual)
 
 
 def _entries(shard: Shard) -> Iterator[Issue]:
-    """What is wrong with entries of one header: one issue for all entries that are wrong in the same way."""
+    """Faulty entries of one header, one issue for each kind of fault."""
     kinds: dict[tuple[str, str], list[Fault]] = defaultdict(list)
     for fault in shard.faults:
         if fault.name is not None:
-            kind = _NUMBER.sub("#", fault.expected.partition(" for ")[0])
+            kind = re.sub(r"\d+", "#", fault.expected.partition(" for ")[0])
             kinds[fault.hint or "", kind].append(fault)
     for (hint, _), faults in kinds.items():
         first, names = faults[0], list(dict.fromkeys(str(fault.name) for fault in faults))
         more = f"; {len(faults) - 1} more entries of its header are wrong too" if faults[1:] else ""
-        yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, together=True)
+        yield Issue(first.expected, first.actual + more, hint, names=names, file=shard.path, as_one=True)
 
 
-def _together(found: Sequence[str], expected: str, actual: str, hint: str = "") -> Issue:
-    """What is wrong with one file, or with several in the same way."""
-    if len(found) == 1:
-        return Issue(expected, actual, hint, file=found[0])
-    return Issue(expected, f"{found[0]} and {len(found) - 1} more: {actual}", hint, count=len(found))
+def _for_files(files: Sequence[str], expected: str, actual: str, hint: str = "") -> Issue:
+    """One issue for one or several files with the same fault."""
+    if len(files) == 1:
+        return Issue(expected, actual, hint, file=files[0])
+    return Issue(expected, f"{files[0]} and {len(files) - 1} more: {actual}", hint, count=len(files))
 
 
 @check("CK103", gate=True, applies_to=only_hf)
 def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The index is JSON with a weight_map, and every entry is a file of this directory."""
+    """The index is JSON with a weight_map, and every entry is a file in this directory."""
     if INDEX in subject.hf_files.dangling:
         raise CannotCheck("not run because the index is a link that leads nowhere", "CK102")
     refuse_other_format(subject.path)
     tally.compared()
     hint = ""
     if not (files := subject.hf_files).wanted and files.index is None:
-        # verl keeps config and tokenizer in huggingface/, beside the weights.
+        # verl keeps config and tokenizer in huggingface/, next to the weights.
         root = files.root.parent if files.root.name == "huggingface" and not other_weights(files.root) else files.root
         hint = other_weights(root) or "download its weights, as safetensors"
     for issue in files.index_issues:
@@ -151,7 +165,7 @@ def index_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 @check("CK105", gate=True)
 def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every shape equals the config's; only Megatron's vocabulary may be padded with more rows."""
+    """Every shape equals the config's; only Megatron's vocabulary may have more rows, as padding."""
     specs = names_of(subject)
     expected = require_expected(subject)
     if (spelling := spelling_of(subject)) and not spelling.renamed:
@@ -164,20 +178,18 @@ def same_shapes(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, shape in expected.shapes.items():
         if shape is None or name not in specs or (actual := specs[name].shape) == shape:
             continue
-        padded = name in expected.vocab and actual[:1] > shape[:1] and actual[1:] == shape[1:]
-        if not padded:
+        if not (name in expected.vocab and actual[:1] > shape[:1] and actual[1:] == shape[1:]):
             wrong[f"shape {list(shape)}", f"shape {list(actual)}"].append(name)
-    for (want, found), group in wrong.items():
+    for (promised, stored), group in wrong.items():
         for names in group_by_pattern(group):
-            yield Issue(want, found, names=names, file=file_of_tensor(subject, names[0]))
+            yield Issue(promised, stored, names=names, file=file_of_tensor(subject, names[0]))
 
 
 def file_of_tensor(subject: Subject, name: str) -> str:
     """The file or directory that holds a tensor."""
     if subject.is_megatron:
         return str(subject.megatron_files.weights)
-    found: list[Path] = [shard.path for shard in subject.hf_files.shards.values() if name in shard.specs]
-    return str(found[0])
+    return str(next(shard.path for shard in subject.hf_files.shards.values() if name in shard.specs))
 
 
 def _needs_index(subject: Subject) -> None:
@@ -201,24 +213,13 @@ def total_size_true(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if files.total_size != total:
         rows = sum(spec.shape[0] for spec in files.specs.values() if spec.shape)
         is_rows = ", which is the number of rows" if files.total_size == rows else ""
-        stated = "no total_size" if files.total_size is None else f"total_size {files.total_size}{is_rows}"
-        yield Issue(f"total_size {total}", stated, file=INDEX, severity="warning")
-
-
-_NUMBERED = re.compile(r"(.+?)-?(\d+)-of-(\d+)\.safetensors")
-# Files of peft, and what peft, slime's trainer and megatron-core's adapters put into names of tensors.
-_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
-_BELOW = "lora_adapter"
-_ADAPTER_NAMES = (
-    *("lora_A", "lora_B", "lora_embedding", "lora_magnitude"),
-    *(".adapter.linear_in.", ".adapter.linear_out.", ".adapter.adapter_"),
-)
-_WRAPPER = "base_model.model."
+        actual = "no total_size" if files.total_size is None else f"total_size {files.total_size}{is_rows}"
+        yield Issue(f"total_size {total}", actual, file=INDEX, severity="warning")
 
 
 @check("CK108", applies_to=only_hf)
 def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The numbers 1 to N, or from 0, each once and with one N; and no shard that was only renamed."""
+    """The shards have the numbers 1 to N, or from 0, each once and with one N; and no shard was only renamed."""
     files = subject.hf_files
     if not files.wanted:
         raise CannotCheck("there are no shards", "CK103")
@@ -228,7 +229,17 @@ def shards_numbered(subject: Subject, tally: Tally) -> Iterator[Issue]:
         series[match[1]][int(match[3])].append(int(match[2]))
     for stem, totals in series.items():
         yield from _series(stem, totals)
-    yield from _renamed(files)
+    if not files.missing or not files.orphans:
+        return
+    # Files that the index does not name, with exactly the tensors of a file that is missing.
+    by_names = {frozenset(files.scan(name).specs): name for name in files.orphans}
+    homes = by_key((file, name) for name, file in (files.index or {}).items())
+    found = {file: by_names.get(frozenset(homes[file])) for file in files.missing if file in homes}
+    if renamed := [(file, other) for file, other in found.items() if other]:
+        (missing, other), more = renamed[0], len(renamed) - 1
+        actual, hint = f"its tensors are in {other}, which the index does not name", f"rename {other} to {missing}"
+        hint += f", and {more} more in the same way" if more else ""
+        yield Issue(missing, actual, hint, file=missing, count=len(renamed))
 
 
 def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
@@ -238,10 +249,10 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
         yield Issue(f"the same number of shards in all names {stem}-*-of-*", actual, hint)
         return
     ((total, numbers),) = totals.items()
-    # gpt-oss counts from 0 to N, slime from 0 to N - 1, everybody else from 1 to N.
-    wanted = set(range(1, total)) | ({total} if 0 not in numbers else set())
-    if missing := wanted - set(numbers):
-        hint = "copy or download it; if the release really has none, its index lists no tensor that it could hold"
+    # gpt-oss counts from 0 to N, slime from 0 to N - 1, other programs from 1 to N.
+    expected = set(range(1, total)) | ({total} if 0 not in numbers else set())
+    if missing := expected - set(numbers):
+        hint = "copy or download it; if the release lacks it too, its index lists no tensor for it"
         yield Issue(f"{total} shards {stem}-*-of-{total}", f"number {ranges(missing)} is missing", hint)
     strange = [number for number in numbers if number > total]
     if strange or len(set(numbers)) < len(numbers):
@@ -250,24 +261,9 @@ def _series(stem: str, totals: Mapping[int, list[int]]) -> Iterator[Issue]:
         yield Issue(f"numbers up to {total}, each once", actual, "keep the files of one save")
 
 
-def _renamed(files: HfFiles) -> Iterator[Issue]:
-    """Files that nothing names, and that hold just what the index expects in one that is not there."""
-    if not files.missing or not files.orphans:
-        return
-    held = {frozenset(files.scan(name).specs): name for name in files.orphans}
-    homes = by_key((file, name) for name, file in (files.index or {}).items())
-    found = {file: held.get(frozenset(homes[file])) for file in files.missing if file in homes}
-    renamed = [(file, other) for file, other in found.items() if other]
-    if renamed:
-        (missing, other), more = renamed[0], len(renamed) - 1
-        actual, hint = f"its tensors lie in {other}, which the index does not name", f"rename {other} to {missing}"
-        hint += f", and {more} more in the same way" if more else ""
-        yield Issue(missing, actual, hint, file=missing, count=len(renamed))
-
-
 @check("CK110")
 def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """No adapter files beside the weights, no adapter names among the tensors."""
+    """There are no adapter files next to the weights, and no adapter names among the tensors."""
     names = names_of(subject)
     tally.compared(len(_ADAPTER_FILES) + len(names))
     root = subject.path if subject.is_hf else subject.megatron_files.weights
@@ -277,13 +273,89 @@ def adapters_merged(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if (root / _BELOW / _ADAPTER_FILES[0]).exists():
         tally.note(
             f"{_BELOW}/ holds an adapter, next to which verl's model merger writes the base: `ckptkit verify {root} "
-            f"--source BASE --adapter {root / _BELOW}` says whether it is in these weights"
+            f"--source BASE --adapter {root / _BELOW}` checks whether it is merged into these weights"
         )
-    listed = subject.hf_files.index or {} if subject.is_hf else {}
-    every = dict.fromkeys([*names, *listed])
-    # A prefix of all names is that of a wrapper, which CK104 names.
+    every = dict.fromkeys([*names, *(subject.hf_files.index or {} if subject.is_hf else {})])
+    # CK104 reports a wrapper's prefix of all names.
     parts = _ADAPTER_NAMES if all(name.startswith(_WRAPPER) for name in every) else (*_ADAPTER_NAMES, _WRAPPER)
-    together = "\n".join(every)  # one look at all of them, since there are hundreds of thousands and as a rule none
-    found = any(part in together for part in parts)
-    odd = [name for name in every if any(part in name for part in parts)] if found else []
-    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, together=True)
+    text = "\n".join(every)  # one search in all of them is fast, and there are hundreds of thousands
+    odd = [name for name in every if any(part in name for part in parts)] if any(map(text.__contains__, parts)) else []
+    yield Issue("weights with every adapter merged", "a tensor of an adapter", names=odd, file=root, as_one=True)
+
+
+_EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int8", "uint8")
+# Float32 state of linear attention and Mamba mixers that releases store in bfloat16 (Qwen3-Next, Qwen3.5's dt_bias,
+# Nemotron 3).
+_ROUNDED_BY_RELEASES = (".A_log", ".dt_bias", ".mixer.D", ".mamba.D")
+_INTEGER_PARTS = (PACKED, SHAPE, ZERO_POINT, G_IDX, ".k_zero_point", ".v_zero_point")  # the last two of a cache
+_INDICES = ("int64", "int32")
+
+
+@check("CK107", explained_by=("CK203",))
+def same_dtypes(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Each kind of tensor has one dtype, as in config.json; fp32 in a smaller dtype is a warning (see CK203)."""
+    specs = names_of(subject)
+    if subject.is_hf:
+        refuse_foreign(specs, subject.path)
+        refuse_stated(subject)
+    config = usable_config(subject)
+    expected = expected_of(subject) or Expected({})
+    of_no_family = is_of_no_family(subject)
+    quantized = config is not None and is_quantized(config)
+    may_have_codes = quantized and (int4_format_of(config or {}) is None or has_floats(config or {}))
+    codes = parts_in_floats(subject)
+    for names in subject.kinds:
+        tally.compared()
+        usual, count = Counter(specs[name].dtype for name in names).most_common(1)[0]
+        # CK302 and CK306 judge layers that FP8 and the like leave out.
+        plain = [name for name in names if name not in codes] if count < len(names) else []
+        most, _ = Counter(specs[name].dtype for name in plain or names[:1]).most_common(1)[0]
+        if odd := [name for name in plain if specs[name].dtype != most]:
+            others, _ = Counter(specs[name].dtype for name in names if name not in odd).most_common(1)[0]
+            expected_dtype, file = f"{others}, as in the other layers", file_of_tensor(subject, odd[0])
+            yield Issue(expected_dtype, specs[odd[0]].dtype, names=odd, file=file)
+        file = file_of_tensor(subject, names[0])
+        if names[0] in expected.fp32 and ITEMSIZE[usual] < 4 and not names[0].endswith(_ROUNDED_BY_RELEASES):
+            hint = "compare with the release: `ckptkit verify --source RELEASE` counts the values that were lost"
+            yield Issue("float32", usual, hint, names=names, file=file, severity="warning")
+        # A norm that Megatron stores less one is written in the next wider dtype, to lose nothing.
+        # A norm that Megatron holds less one is written in the next wider dtype, so that nothing is lost in that.
+        upcast = usual == "float64" and names[0] in expected.upcast
+        if names[0] in expected.indices:
+            if usual not in _INDICES:
+                hint = "take the table from the release: a smaller dtype, or a float, gives other numbers"
+                yield Issue("int64", usual, hint, names=names, file=file)
+            continue
+        if (
+            usual not in COMPUTED
+            and not (of_no_family and usual in _INDICES)  # CK541 compares with the class
+            and not upcast
+            and not names[0].endswith(_INTEGER_PARTS)
+            and names[0] not in undeclared_of(subject)  # CK104 reports these
+            and not (usual in _EIGHT_BITS and may_have_codes)
+        ):
+            yield Issue("bfloat16, float16 or float32", usual, names=names, file=file)
+    yield from _config_dtype(subject, specs, config)
+
+
+def _config_dtype(
+    subject: Subject, specs: Mapping[str, TensorSpec], config: Mapping[str, Any] | None
+) -> Iterator[Issue]:
+    """The dtype in which an engine or Megatron allocates the model, against that of most weights."""
+    stored = main_dtype(specs)
+    if stored is None:
+        return
+    if subject.is_megatron:
+        with suppress(CkptkitError):  # CK111 reports that the arguments cannot be read
+            dtype = subject.megatron_files.args.get("params_dtype")
+            if isinstance(dtype, Dtype) and dtype.name != stored:  # by --bf16 or --fp16
+                expected, where = f"params_dtype {stored}, as most weights are", subject.megatron_files.args_file
+                hint = "Megatron casts all weights to the dtype of the launch: check --bf16 and --fp16"
+                yield Issue(expected, f"params_dtype {dtype.name}", hint, file=where, severity="warning")
+        return
+    for key in ("dtype", "torch_dtype"):
+        dtype = (config or {}).get(key)
+        if dtype is not None and str(dtype).removeprefix("torch.") not in (stored, "auto"):
+            hint = f"set {key} to the dtype of the weights: loaders cast all weights to it"
+            expected = f"{key} {stored}, as most weights are"
+            yield Issue(expected, f"{key} {dtype}", hint, file="config.json", severity="warning")

@@ -24,10 +24,7 @@ from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE
 from ckptkit.verify.checks.headers.files import names_of, only_hf
 from ckptkit.verify.checks.headers.renamed import renamed_of
 from ckptkit.verify.checks.quantization.quantization_config import in_second_format, undeclared_issue, undeclared_of
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.expected import (
     CACHE_SCALE,
     Expected,
@@ -44,7 +41,7 @@ from ckptkit.verify.evidence.folding import EXPERT, LAYER, MTP_LAYER, by_key, la
 
 @check("CK104", gate=True, explained_by=("CK103", "CK110"))
 def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Index, headers and config name the same tensors (Megatron: `.metadata` and config); no duplicates or orphans."""
+    """Index, headers and config (Megatron: `.metadata` and config) name the same tensors, without duplicates."""
     specs = names_of(subject, listed=True)
     config = usable_config(subject)
     expected = expected_of(subject)
@@ -56,10 +53,7 @@ def same_names(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for text in remarks_of(subject) if config else ():
         tally.note(text)
     if subject.is_hf and (tied := tied_head_of(subject)) and tied[0] in specs:
-        tally.note(
-            f"{tied[0]} is stored although tie_word_embeddings is true; only its values show whether it repeats "
-            f"{tied[1]} (CK211)"
-        )
+        tally.note(f"{tied[0]} is stored although tie_word_embeddings is true; CK211 compares it with {tied[1]}")
     tally.facts["tensors per layer"] = layer_table(subject.kinds, dict(config) if config else None)
     if expected is None:
         yield from _uneven(specs)
@@ -75,15 +69,15 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
     known: frozenset[str] = frozenset()
     if (change := renamed_of(subject)) is not None:
         known = change.promised.union(change.stored)
-        wanted = f"names such as {min(change.promised)}"
-        yield Issue(wanted, change.change, change.hint, names=change.stored, file=where, together=True)
+        should = f"names such as {min(change.promised)}"
+        yield Issue(should, change.change, change.hint, names=change.stored, file=where, as_one=True)
     if undeclared := undeclared_of(subject):
         known |= frozenset(undeclared.values())
         yield undeclared_issue(undeclared)
     known |= in_second_format(subject)
     config = usable_config(subject)
     why = Mismatch(config, {**specs, **(index or {})}) if config else None
-    every = [known.keys() for known in (specs, index, expected.shapes if expected else None) if known is not None]
+    every = [names.keys() for names in (specs, index, expected.shapes if expected else None) if names is not None]
     odd = set[str]().union(*(every[0] ^ other for other in every[1:] if every[0] != other))
     for name in dict.fromkeys(name for several in every for name in several if name in odd) if odd else ():
         if name in known or (spelling and spelling.explains(name, specs, promises)):
@@ -102,12 +96,12 @@ def _three_way(subject: Subject, specs: Mapping[str, TensorSpec], expected: Expe
 def _verdict(
     subject: Subject, name: str, stored: bool, listed: bool, promised: bool, indexed: bool, why: Mismatch | None
 ) -> tuple[str, str, str]:
-    """What should be, what is and the next move, for a name that is not everywhere that it should be."""
+    """Expected, actual and hint for a name that is missing from headers, index or config."""
     if not promised:
         if PACKED in name or name.endswith((SCALE, SHAPE)):
             return (
                 "no packed tensor, by config.json",
-                "stored, and config.json does not say that it is packed",
+                "stored, and not packed by config.json",
                 f"{describe_quantization(subject.hf_files.config)}: restore the release's tensors, or quantize again",
             )
         if CACHE_SCALE.fullmatch(name):
@@ -116,65 +110,50 @@ def _verdict(
                 "stored, and config.json has no kv_cache_scheme",
                 "transformers and SGLang drop it: restore kv_cache_scheme in quantization_config, or remove the scales",
             )
-        place = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
-        hint = (
-            why.why_unexpected(name)
-            if why and stored
-            else "restore the index: no file holds the tensors that it lists there"
-        )
-        return "only tensors that config.json promises", place, hint
+        actual = "stored, and config.json does not promise it" if stored else "in the index, but in no shard"
+        hint = "restore the index: no file holds the tensors that it lists there"
+        return "only tensors that config.json promises", actual, why.why_unexpected(name) if why and stored else hint
     if not stored:
         lost = indexed and listed
-        place = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
-        hint = why.why_missing(name) if why and not lost else "convert or download it again; loading leaves it random"
-        return "stored, as config.json promises" if promised else "stored", place, hint
+        actual = ("in no shard" if subject.is_hf else "not in .metadata") + ", though the index lists it" * lost
+        hint = why.why_missing(name) if why and not lost else _AGAIN
+        return "stored, as config.json promises" if promised else "stored", actual, hint
     hint = "restore the index: a loader that follows it leaves this tensor random"
     return "listed in the index", "in a shard, but not in the index", hint
 
 
-_ALONE = "model."  # what a class of the language model alone calls its layers
-
-
 def renamed_layers(subject: Subject) -> Iterator[Issue]:
-    """One issue for all tensors of the layers, a warning where transformers renames them while it loads."""
-    if (found := spelling_of(subject)) is None:
+    """One issue for the tensors of all layers; a warning if transformers renames them on loading."""
+    if (spelling := spelling_of(subject)) is None:
         return
     config = stated_config_of(subject)
-    family, count = family_of(config), sum(one.startswith(found.found) for one in subject.specs)
-    rename = f"rename the tensors to {found.expected}* (and in the index)"
-    if found.renamed:
-        whose = "the multimodal class uses"
-        hint = "transformers and newer releases of vLLM rename them while they load, SGLang does not: take config.json "
+    family, count = family_of(config), sum(one.startswith(spelling.found) for one in subject.specs)
+    rename = f"rename the tensors to {spelling.expected}* (and in the index)"
+    if spelling.renamed:
+        user = "the multimodal class uses"
+        hint = "transformers and newer releases of vLLM rename them on loading, SGLang does not: take config.json "
         hint += f"of the multimodal release with its vision tower, or {rename}"
     elif not family.towers(config):
-        whose, hint = "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
-    elif found.found == _ALONE:
-        whose = "a class of the language model alone uses"
-        hint = f"take config.json of the language model alone, or {rename}"
+        user, hint = "a multimodal class uses", f"take config.json of the multimodal release, or {rename}"
+    elif spelling.found == "model.":
+        user, hint = "a language model's class uses", f"take config.json of the language model, or {rename}"
     else:
-        whose = "transformers uses internally since 4.52"
+        user = "transformers uses internally since 4.52"
         hint = "transformers loads both, SGLang the names of the release: save with save_original_format=True, or "
         hint += rename
-    expected = f"{found.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
-    actual, severity = f"{found.found}*, which {whose}: {count} tensors", warning_if(found.renamed)
+    expected = f"{spelling.expected or 'layers.'}*, the layer names of {family.class_of(config)} in config.json"
+    actual, severity = f"{spelling.found}*, which {user}: {count} tensors", warning_if(spelling.renamed)
     yield Issue(expected, actual, hint, file="config.json", severity=severity)
 
 
-# The parts of a quantized weight: some layers may be left unquantized.
-_PACKED_PART = re.compile(r"\.weight_\w+$")
-
-
 def layer_table(kinds: Iterable[Sequence[str]], config: dict[str, object] | None) -> list[str]:
-    """`dense layers {0..1}: 14 tensors each`, a line for all layers of one kind and count.
-
-    `kinds` are names that differ in numbers only, together.
-    """
+    """Lines such as `dense layers {0..1}: 14 tensors each`; each of `kinds` has names that differ only in numbers."""
     dims = dims_of(config) if config else None
     counts: Counter[tuple[bool, int]] = Counter()
     for names in kinds:
         for mtp, pattern in ((False, LAYER), (True, MTP_LAYER)):
             if match := pattern.match(names[0]):
-                start = match.start(1)  # in all of them, as they differ in numbers only
+                start = match.start(1)  # the same in all of them
                 counts.update((mtp, int(name[start : name.index(".", start)])) for name in names)
     groups: dict[tuple[str, int], list[int]] = defaultdict(list)
     for (mtp, layer), count in counts.items():
@@ -192,92 +171,90 @@ def _kind_of_layer(layer: int, dims: ModelDims | None) -> str:
 
 
 def _uneven(names: Iterable[str]) -> Iterator[Issue]:
-    """Without a usable config: layers that are as several others are, less some tensors; experts that lack some in all.
+    """Without a usable config: layers that lack tensors of a kind of layer, and experts that lack a tensor.
 
-    What two layers or more have in common is a kind of layer: models mix full and linear attention, dense layers and
+    Tensors that at least two layers have are a kind of layer. Models mix full and linear attention, dense layers and
     experts, and some (Gemma 4) use keys as values, or those of an earlier layer.
     """
     parts: dict[int, set[str]] = defaultdict(set)
     experts: dict[str, set[int]] = defaultdict(set)
-    for name in (_PACKED_PART.sub(".weight", name) for name in names):
+    for name in (re.sub(r"\.weight_\w+$", ".weight", name) for name in names):  # layers may be left unquantized
         if match := LAYER.match(name):
             parts[int(match[1])].add(name[match.end() :])
         if match := EXPERT.search(name):
             experts[name[match.end() :]].add(int(match[1]))
     counts = Counter(map(frozenset, parts.values()))
-    for layer, found in parts.items():
-        fuller = [kind for kind, count in counts.items() if count > 1 and found < kind]
-        if counts[frozenset(found)] == 1 and fuller:
-            lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - found)]
-            yield Issue("there, as in the other layers of this kind", "missing", names=lost)
+    for layer, stored in parts.items():
+        fuller = [kind for kind, count in counts.items() if count > 1 and stored < kind]
+        if counts[frozenset(stored)] == 1 and fuller:
+            lost = [f"layers.{layer}.{name}" for name in sorted(min(fuller, key=len) - stored)]
+            yield Issue("present in the other layers of this kind", "missing", names=lost)
     for part, numbers in experts.items():
         lost = [f"experts.{expert}.{part}" for expert in sorted(set().union(*experts.values()) - numbers)]
-        yield Issue("there, as in the other experts", "missing", names=lost)
+        yield Issue("present in the other experts", "missing", names=lost)
 
 
-# What Mistral publishes beside the shards with HF's names: all weights in a format of its own.
+# All weights in Mistral's own format, which it publishes next to the shards with HF's names.
 _CONSOLIDATED = re.compile(r"consolidated(-\d+-of-\d+)?\.safetensors")
-_ONLY = "only files that the index names"
-_ASIDE = "delete neither before `ckptkit diff` has compared them: one may be the only copy of what was trained"
+_EXPECTED = "only files that the index names"
+_DO_NOT_DELETE = "delete neither before `ckptkit diff` has compared them: one may be the only trained copy"
 
 
 def leftovers(files: HfFiles) -> Iterator[Issue]:
-    """Tensors that stand in two shards, and weight files that the index does not name."""
+    """Tensors in two shards, and weight files that the index does not name."""
     index = files.index or {}
     for homes, names in by_key((tuple(found), name) for name, found in files.twice.items()).items():
-        # Which copies the index names, and what else is only in the other files.
         named = sorted({index[name] for name in names if name in index})
         home = named[0] if len(named) == 1 and named[0] in homes else None
-        actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
         others = [file for file in homes if file != home]
         needed = [file for file in others if files.shards[file].specs.keys() - files.twice.keys()]
-        hint = (
-            f"move {' and '.join(others)} elsewhere, and let the index name {home} for the tensors that it lists there"
-        )
         if home is None:
             hint = "let the index name one of them for all of these tensors, and write the other without them"
         elif needed:
-            hint = f"write {needed[0]} again without these tensors: others are only there"
+            hint = f"write {needed[0]} again without these tensors: it has further ones"
+        else:
+            hint = f"move {' and '.join(others)} elsewhere, and let the index name {home} for these tensors"
+        actual = f"stored in {' and '.join(homes)}; the index names {home or ' and '.join(named) or 'neither'}"
         actual = f"{actual}; {_newest(files.root, [*homes])}"
-        yield Issue("each tensor in one shard", actual, f"{hint}; {_ASIDE}", names=names, together=True)
+        yield Issue("each tensor in one shard", actual, f"{hint}; {_DO_NOT_DELETE}", names=names, as_one=True)
     stray: list[str] = []
     for file in files.orphans:
         if _CONSOLIDATED.fullmatch(file) and not files.scan(file).specs.keys() & files.specs.keys():
             actual = "a second copy of the weights, under Mistral's own names"
             hint = "readers of HF names ignore it, and it is not checked here; readers of Mistral's own format load it"
-            yield Issue(_ONLY, actual, hint, file=file, severity="warning")
+            yield Issue(_EXPECTED, actual, hint, file=file, severity="warning")
         elif files.index is None or file == SINGLE:
             yield _orphan(files, file)
         else:
             stray.append(file)
     if stray:
-        whose = f"{stray[0]} and {len(stray) - 1} more: the index names none of their" if stray[1:] else ""
-        actual = f"{whose or 'the index names none of its'} tensors, and loaders follow it"
-        hint = f"restore the index if it belongs to this save, or move it elsewhere; {_ASIDE}"
+        them = f"{stray[0]} and {len(stray) - 1} more: the index names none of their" if stray[1:] else ""
+        actual = f"{them or 'the index names none of its'} tensors, and loaders follow it"
         actual = f"{actual}; {_newest(files.root, [*files.shards, *stray])}"
-        yield Issue(_ONLY, actual, hint, file="" if stray[1:] else stray[0], count=len(stray))
+        hint = f"restore the index if it belongs to this save, or move it elsewhere; {_DO_NOT_DELETE}"
+        yield Issue(_EXPECTED, actual, hint, file="" if stray[1:] else stray[0], count=len(stray))
 
 
 def _orphan(files: HfFiles, file: str) -> Issue:
-    """A file that the index does not name, or beside model.safetensors, and that some reader takes all the same.
+    """A file that the index does not name, or next to model.safetensors, and that some reader loads.
 
     Source: transformers `modeling_utils.py` (`_get_resolved_checkpoint_files`) and SGLang `weight_utils.py`
     (`filter_duplicate_safetensors_files`).
     """
     newest = _newest(files.root, [*files.shards, file])
     if files.index is None:
-        # SGLang leaves out a consolidated.safetensors that is alone beside it.
+        # SGLang leaves out a consolidated.safetensors if it is the only other file.
         reader = "vLLM" if file == "consolidated.safetensors" and len(files.orphans) == 1 else "SGLang"
-        actual = f"{reader} reads {file} too, transformers {SINGLE} alone; {newest}"
-        hint = f"move one of them elsewhere; {_ASIDE}"
-        return Issue(f"{SINGLE} alone, since there is no index", actual, hint, file=file)
+        actual = f"{reader} reads {file} too, transformers only {SINGLE}; {newest}"
+        expected, hint = f"only {SINGLE}, since there is no index", f"move one of them elsewhere; {_DO_NOT_DELETE}"
+        return Issue(expected, actual, hint, file=file)
     actual = f"transformers reads {SINGLE}, SGLang the shards of {INDEX}; {newest}"
-    hint = f"move the one that is not meant elsewhere ({SINGLE}, or the shards with their index); {_ASIDE}"
+    hint = f"move the unwanted one elsewhere ({SINGLE}, or the shards with their index); {_DO_NOT_DELETE}"
     return Issue("one set of weights", actual, hint, file=file)
 
 
 def _newest(root: Path, files: list[str]) -> str:
-    """Which of these files was changed last, and when."""
+    """The last modified of these files, and its time."""
     times = {file: (root / file).stat().st_mtime for file in files if (root / file).exists()}
     last = max(times, key=lambda file: times[file])
     when = datetime.fromtimestamp(times[last], UTC).isoformat(" ", "seconds").removesuffix("+00:00")
@@ -292,7 +269,7 @@ def _has_tower(subject: Subject) -> None:
     except CkptkitError:
         raise NotApplicable("there is no usable config.json (CK101)") from None
     if not towers:
-        raise NotApplicable("the class of config.json is a language model alone")
+        raise NotApplicable("the class of config.json is a language model without a tower")
 
 
 @check("CK730", applies_to=_has_tower)
@@ -309,7 +286,7 @@ def towers_stored(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 _AGAIN = "convert or download it again; loading leaves it random"
-# Heads of classes that are no language model: transformers' classifiers, TRL's and verl's value models, reward models.
+# Heads of transformers' classifiers, of TRL's and verl's value models, and of reward models.
 _HEAD = re.compile(
     r"(?:.+\.)?(?:v_head|value_head|reward_head|rm_head|score|classifier|regression_head|qa_outputs)(?:\..+)?"
 )
@@ -347,36 +324,31 @@ class Mismatch:
 
     @cached_property
     def _mtp(self) -> frozenset[int]:
-        """Numbers of layers for multi-token prediction that are stored as those after the last."""
+        """Numbers of layers for multi-token prediction that are stored as layers after the last."""
         beyond = (name for name in self.names if (layer_of(name) or 0) >= self._dims.layers)
         return frozenset(layer_of(name) or 0 for name in beyond if _MTP_PARTS.search(name))
 
     @cached_property
     def _experts(self) -> int:
-        """How many experts the names have at most."""
+        """The largest number of experts among the names."""
         return max((int(match[1]) + 1 for name in self.names if (match := EXPERT.search(name))), default=0)
 
     def _stated(self, *keys: str) -> str:
-        """Those of these keys that config.json has, with their values; the first of them where it has none."""
+        """The values of those of these keys that config.json has, or that it lacks the first one."""
         text = {**self.config, **language_part(self.config)}
         found = [f"{key} is {text[key]!r:.60}" for key in keys if text.get(key) is not None]
         return f"{' and '.join(found)} in config.json" if found else f"config.json has no {keys[0]}"
-
-    @cached_property
-    def _head(self) -> str | None:
-        """The name of a head that no language model has."""
-        return next((name for name in self.names if _HEAD.fullmatch(name)), None)
 
     def _is_mtp(self, name: str) -> bool:
         return MTP_LAYER.match(name) is not None or name.startswith("mtp.") or layer_of(name) in self._mtp
 
     def why_unexpected(self, name: str) -> str:
-        """What to do about a tensor that config.json does not promise."""
+        """The hint for a tensor that config.json does not promise."""
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if _HEAD.fullmatch(name):
             return (
                 f"{self._class} has no such head: name the class of this value, reward or classification model in "
-                "architectures, or save its language model alone"
+                "architectures, or save only its language model"
             )
         if _TOWER.match(name):
             return f"{self._class} has no such part: take config.json of the multimodal release, or leave these out"
@@ -395,12 +367,12 @@ class Mismatch:
         return f"{self._class} has no tensor of this name: compare it, model_type and architectures with the release"
 
     def why_missing(self, name: str) -> str:
-        """What to do about a tensor that config.json promises and no file has."""
+        """The hint for a tensor that config.json promises and no file has."""
         layer, expert, dims = layer_of(name), EXPERT.search(name), self._dims
         if name.endswith(_OUTPUT) and layer is None:
-            if self._head is not None:
+            if (head := next((name for name in self.names if _HEAD.fullmatch(name)), None)) is not None:
                 return (
-                    f"{self._head} is stored instead: name the class of this value, reward or classification model in "
+                    f"{head} is stored instead: name the class of this value, reward or classification model in "
                     f"architectures, which has {self._class}"
                 )
             return (

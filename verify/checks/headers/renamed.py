@@ -1,44 +1,43 @@
-"""Finds what wrappers do to names: a prefix added or lost, a part repeated, a wrapper's name inside."""
+"""Detects names that a wrapper changed: an extra or missing prefix, a repeated part, the wrapper's name inside."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import Subject, once
 from ckptkit.verify.evidence.expected import expected_of, spelling_of
 from ckptkit.verify.evidence.folding import by_key
 
 _SAVED = "save it again, from"
-# What wrappers put into names, and what to save instead.
+# Parts that wrappers add to names, and the hint for each.
 _WRAPPERS: Mapping[str, str] = {
     "module": f"{_SAVED} inside DataParallel, DistributedDataParallel or DeepSpeed (`model.module`)",
     "_orig_mod": f"{_SAVED} the model that torch.compile was given (`model._orig_mod`)",
     "_fsdp_wrapped_module": f"{_SAVED} FSDP's full state dict (torch.distributed.checkpoint.state_dict)",
     "_checkpoint_wrapped_module": f"{_SAVED} the model without its activation checkpointing",
-    "base_model": f"{_SAVED} what merge_and_unload() of peft returns",
+    "base_model": f"{_SAVED} the result of merge_and_unload() of peft",
 }
 _ANYWHERE = _WRAPPERS.keys() - {"base_model"}
+_WEIGHT = re.compile(r"^weight.*")
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """How the names of a checkpoint were changed."""
+    """A change of the names of a checkpoint."""
 
     change: str  # for people
     hint: str
     stored: tuple[str, ...]  # the changed names
-    promised: frozenset[str]  # what they should be
+    promised: frozenset[str]  # the right names
 
 
 @once
 def renamed_of(subject: Subject) -> Renamed | None:
-    """Finds how the names of a checkpoint, those of an index alone included, were changed.
-
-    None without a usable config, and for the names of another class (`spelling_of`).
-    """
+    """The change of the names in headers and index, or None, also for names of another class (`spelling_of`)."""
     expected = None if spelling_of(subject) else expected_of(subject)
     if expected is None:
         return None
@@ -46,20 +45,20 @@ def renamed_of(subject: Subject) -> Renamed | None:
 
 
 def renamed(names: Collection[str], promised: Collection[str]) -> Renamed | None:
-    """The one change that gives `names` the names that the config promises; None without one.
+    """The one change that explains `names`, or None.
 
-    Names of wrappers count anywhere, a prefix where it is that of at least half of the names. All names with the change
-    are `stored`, those of parts too (multi-token prediction) that are only promised where they have their own names.
+    A wrapper's name may be anywhere in one name; a prefix must be that of at least half of the names. `stored` are all
+    names with the change, also those of parts (multi-token prediction) that are promised only under their own names.
     """
     odd = [name for name in names if name not in promised]
-    if not odd:
-        return None
-    wanted = {_module(name) for name in promised}
-    prefixes = ((found, len(names) / 2) for find in (_further, _lacking, _repeated) for found in find(odd, wanted))
-    for found, least in (*((found, 1) for found in _wrapped(odd, wanted)), *prefixes):
-        if len(found.right) >= least:
-            right = (name for parts in map(_promised, found.right, found.right.values()) for name in parts)
-            # Those without the number of a layer first: they are few, and tell more.
+    modules = {_module(name) for name in promised}
+    prefixes = ((found, len(names) / 2) for find in (_extra, _missing, _repeated) for found in find(odd, modules))
+    for found, least in (*((found, 1) for found in _wrapped(odd, modules)), *prefixes) if odd else ():
+        if len(found.fixed) >= least:
+            leaves = ((name.rpartition(".")[2], module) for name, module in found.fixed.items())
+            # A packed part belongs to `weight`.
+            right = (f"{module}.{end}" for leaf, module in leaves for end in (leaf, _WEIGHT.sub("weight", leaf)))
+            # Names without the number of a layer come first: they are few, and tell more.
             changed = sorted(filter(found.has_it, odd), key=lambda name: any(map(str.isdecimal, name.split("."))))
             return Renamed(found.change, found.hint, tuple(changed), frozenset(right))
     return None
@@ -71,68 +70,58 @@ class _Found:
 
     change: str
     hint: str
-    right: Mapping[str, str]  # the right module of each name
+    fixed: Mapping[str, str]  # the right module of each name
     has_it: Callable[[str], bool]  # whether a name has the change
 
 
 def _module(name: str) -> str:
-    """All but the last part, which is not the same where a weight is quantized."""
+    """The name without its last part, which depends on the quantization."""
     return name.rpartition(".")[0]
 
 
-def _promised(name: str, module: str) -> tuple[str, str]:
-    """The name of a stored tensor in the right module, and that of the weight of which it may be a packed part."""
-    leaf = name.rpartition(".")[2]
-    return f"{module}.{leaf}", f"{module}.weight" if leaf.startswith("weight") else f"{module}.{leaf}"
-
-
-def _fit(odd: Iterable[str], wanted: set[str], fix: Callable[[str], str]) -> dict[str, str]:
-    """The names whose module is a right one once it is fixed, with that."""
+def _fix(odd: Iterable[str], modules: set[str], fix: Callable[[str], str]) -> dict[str, str]:
+    """The right module of each name that `fix` gives one."""
     fixed = {name: fix(_module(name)) for name in odd}
-    return {name: module for name, module in fixed.items() if module in wanted and module != _module(name)}
+    return {name: module for name, module in fixed.items() if module in modules and module != _module(name)}
 
 
-def _wrapped(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
-    """Names of wrappers anywhere in the names."""
+def _wrapped(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
+    """A wrapper's name anywhere in the names."""
     for wrapper in _ANYWHERE:
         inside = {name for name in odd if wrapper in name.split(".")}
-        right = _fit(inside, wanted, lambda module, own=wrapper: ".".join(p for p in module.split(".") if p != own))  # type: ignore[misc]
+        right = _fix(inside, modules, lambda module, own=wrapper: ".".join(p for p in module.split(".") if p != own))  # type: ignore[misc]
         yield _Found(f"`{wrapper}.` is part of their names", _WRAPPERS[wrapper], right, inside.__contains__)
 
 
-def _further(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
-    """A prefix too many."""
-    splits = ([_split(_module(name), at) for at in range(1, name.count("."))] for name in odd)
-    if usual := _usual(next((head for head, tail in split if tail in wanted), "") for split in splits):
-        hint = _WRAPPERS.get(usual.partition(".")[0], "save it again from the model itself, or remove the prefix")
-        right = _fit(odd, wanted, lambda module: module.removeprefix(usual))
-        yield _Found(f"an extra prefix `{usual}`", hint, right, lambda name: name.startswith(usual))
+def _extra(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
+    """An extra prefix."""
+    paths = (_module(name).split(".") for name in odd)
+    splits = ([(".".join(path[:at]), ".".join(path[at:])) for at in range(1, len(path))] for path in paths)
+    if head := _most_common(next((head for head, tail in split if tail in modules), "") for split in splits):
+        prefix = f"{head}."
+        hint = _WRAPPERS.get(head.partition(".")[0], "save it again from the model itself, or remove the prefix")
+        right = _fix(odd, modules, lambda module: module.removeprefix(prefix))
+        yield _Found(f"an extra prefix `{prefix}`", hint, right, lambda name: name.startswith(prefix))
 
 
-def _lacking(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
-    """A prefix too few."""
-    heads = by_key((tail, head) for head, _, tail in (module.partition(".") for module in wanted))
-    if usual := _usual(heads[_module(name)][0] for name in odd if len(heads.get(_module(name), ())) == 1):
-        right = _fit(odd, wanted, lambda module: f"{usual}.{module}")
-        hint = "the inner model was saved: save the whole one (...ForCausalLM), with its output layer"
+def _missing(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
+    """A missing prefix."""
+    heads = by_key((tail, head) for head, _, tail in (module.partition(".") for module in modules))
+    if prefix := _most_common(heads[_module(name)][0] for name in odd if len(heads.get(_module(name), ())) == 1):
+        right = _fix(odd, modules, lambda module: f"{prefix}.{module}")
+        hint = "the inner model was saved: save the complete one (...ForCausalLM), with its output layer"
         firsts = {name.partition(".")[0] for name in right}
-        yield _Found(f"the prefix `{usual}.` is missing", hint, right, lambda name: name.partition(".")[0] in firsts)
+        yield _Found(f"the prefix `{prefix}.` is missing", hint, right, lambda name: name.partition(".")[0] in firsts)
 
 
-def _repeated(odd: Collection[str], wanted: set[str]) -> Iterator[_Found]:
-    """A part that stands more than once in a row."""
-    if right := _fit(odd, wanted, lambda module: ".".join(part for part, _ in groupby(module.split(".")))):
+def _repeated(odd: Collection[str], modules: set[str]) -> Iterator[_Found]:
+    """A part that is repeated."""
+    if right := _fix(odd, modules, lambda module: ".".join(part for part, _ in groupby(module.split(".")))):
         part = next(one for one, other in pairwise(min(right, key=len).split(".")) if one == other)
         hint, repeated = "save it again from the model itself, or remove the repeated parts", f".{part}.{part}."
         yield _Found(f"`{part}.` is repeated inside their names", hint, right, lambda name: repeated in f".{name}")
 
 
-def _split(module: str, at: int) -> tuple[str, str]:
-    """The first parts of a module's name, with the dot behind them, and the others."""
-    parts = module.split(".")
-    return f"{'.'.join(parts[:at])}.", ".".join(parts[at:])
-
-
-def _usual(heads: Iterable[str]) -> str:
-    """The most common one; empty where there is none."""
+def _most_common(heads: Iterable[str]) -> str:
+    """The most common head that is not empty, or ""."""
     return next((head for head, _ in Counter(filter(None, heads)).most_common(1)), "")

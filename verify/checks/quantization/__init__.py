@@ -1,1 +1,1 @@
-"""Checks of INT4 weights and of the config that describes them."""
+"""Checks of quantized weights and their config."""

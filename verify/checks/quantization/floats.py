@@ -1,4 +1,4 @@
-"""What CK301, CK303, CK304, CK306 and CK308 find of weights in 8-bit and 4-bit floats, in every format that is read."""
+"""The part of CK301, CK303, CK304, CK306 and CK308 for weights in 8-bit and 4-bit floats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from ckptkit.converters.hf_names import FUSED
 from ckptkit.core.dtypes import COMPUTED
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.specs import fold
+from ckptkit.core.specs import TensorSpec, fold
 from ckptkit.formats.hf.side_files import quantization_of
 from ckptkit.quant.formats.floats.layout import E4M3
 from ckptkit.quant.formats.part_names import INT4_ENDINGS
@@ -18,10 +18,7 @@ from ckptkit.quant.ignore.readers import named_in_lists, refuses_own_format
 from ckptkit.quant.ignore.subject import open_subject
 from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.quantization_config import misread_floats
-from ckptkit.verify.core.check import Tally
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, warning_if
 from ckptkit.verify.evidence.expected import usable_config
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.floats.stored import FloatScales, float_scales_of, stored_floats_of
@@ -30,72 +27,65 @@ from ckptkit.verify.quirks import quirk
 
 _AGAIN = "quantize again from the release, or copy the file again if the release is sound"
 _PLAIN = (*COMPUTED, "float64", "int64", "int32", "bool")
-_FEW = 200  # of so many groups of NVFP4, one may be too small for a scale
-# How far apart the scales of one layer's activations may be.
-_APART = 1e3
+_FEW = 200  # one in this many groups of NVFP4 may be too small for a scale
+_APART = 1e3  # the largest ratio of a layer's activation scales
 
 
 def stores_floats(subject: Subject) -> bool:
-    """Whether weights are stored in floats of 8 or 4 bits, in a format that is read."""
+    """Whether weights are stored in floats of 8 or 4 bits, in a supported format."""
     return bool(stored_floats_of(subject)[1])
 
 
-def short(stored: StoredWeight) -> str:
-    """The name of its format: FP8, MXFP8, MXFP4, NVFP4."""
+def format_name(stored: StoredWeight) -> str:
+    """The name of the format: FP8, MXFP8, MXFP4, NVFP4."""
     return stored.layout.words.partition(" ")[0]
 
 
 def forbidden_floats(subject: Subject, forbidden: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
-    """Weights of `forbidden` modules (and what each is) that are stored in floats of 8 or 4 bits."""
+    """Weights of `forbidden` modules, by name with a description, that are stored in floats of 8 or 4 bits."""
     floats, weights = stored_floats_of(subject)
     hint = "take it in BF16 from the release; no engine has a quantized one"
     for stored in weights:
         tally.compared()
         module = stored.name.removesuffix(".weight")
-        asked = module == "lm_head" and floats and floats.of_module and floats.of_module(module) is not None
-        if module in forbidden and not asked:
+        is_declared = module == "lm_head" and floats and floats.of_module and floats.of_module(module) is not None
+        if module in forbidden and not is_declared:
             names = [stored.codes.name]
-            yield Issue(f"{forbidden[module]} unquantized", f"stored in {short(stored)}", hint, names=names)
+            yield Issue(f"{forbidden[module]} unquantized", f"stored in {format_name(stored)}", hint, names=names)
 
 
 def float_parts(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every part of each weight by headers: there, of its shape and dtype; and no part without a weight.
-
-    A name that the index lists and no shard holds is CK104's.
-    """
+    """Every weight has all parts, with their shapes and dtypes, and no further ones. CK104 checks the index."""
     floats, weights = stored_floats_of(subject)
     assert floats is not None  # there are such weights
     specs, files = subject.hf_files.specs, subject.hf_files
     listed = {*names_of(subject, listed=True), *(files.index or {})}
-    taken: set[str] = set()
+    used: set[str] = set()
     for stored in weights:
         tally.compared()
-        taken |= {*stored.needed, *stored.inputs}
+        used |= {*stored.needed, *stored.inputs}
         yield from _wrong_parts(stored, subject, listed)
-        # In another format than config.json states for this very module, where it states several.
-        stated = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
-        if stated is not None and stated.words != stored.layout.words:
+        # Another format than config.json declares for this module, if it declares several.
+        layout = None if floats.of_module is None else floats.of_module(stored.name.removesuffix(".weight"))
+        if layout is not None and layout.words != stored.layout.words:
             hint = f"engines build the module by config.json, and load codes of another format into it: {_AGAIN}"
-            expected = f"{stated.words}, as config.json says of this module"
+            expected = f"{layout.words}, by config.json for this module"
             yield Issue(expected, stored.layout.words, hint, names=[stored.codes.name])
     yield from _missing_inputs(weights, listed)
     if usable_config(subject) is None:  # otherwise CK104 knows which names belong
-        orphans = [name for name in specs if name.endswith(floats.parts) and name not in taken]
+        orphans = [name for name in specs if name.endswith(floats.parts) and name not in used]
         yield Issue("a quantized weight next to its scale", "no such weight", _AGAIN, names=orphans)
-    hint = "config.json belongs to other weights, or states another format: restore it"
-    endings, listed_modules = (*floats.parts, *INT4_ENDINGS), named_in_lists(quantization_of(files.config), specs)
-    odd = [
-        name
-        for name, spec in specs.items()
-        if spec.dtype not in _PLAIN and name not in taken and not name.endswith(endings)
-    ]
+    endings, excluded = (*floats.parts, *INT4_ENDINGS), named_in_lists(quantization_of(files.config), specs)
+    odd = [name for name, spec in specs.items() if spec.dtype not in _PLAIN and not name.endswith(endings)]
+    odd = [name for name in odd if name not in used]
+    hint = "config.json belongs to other weights, or declares another format: restore it"
     for name in odd:
-        if name.removesuffix(".weight") not in listed_modules:
+        if name.removesuffix(".weight") not in excluded:
             yield Issue(f"codes or scales of {floats.words}", specs[name].dtype, hint, names=[name])
     hint = "readers treat the listed weights as BF16, their codes as values: store them in BF16, or declare the format"
-    excluded = [name for name in odd if name.removesuffix(".weight") in listed_modules]
-    for dtype, names in by_key((specs[name].dtype, name) for name in excluded).items():
-        yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, together=True)
+    by_dtype = by_key((specs[name].dtype, name) for name in odd if name.removesuffix(".weight") in excluded)
+    for dtype, names in by_dtype.items():
+        yield Issue("BF16, as config.json lists it unquantized", dtype, hint, names=names, as_one=True)
 
 
 def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]) -> Iterator[Issue]:
@@ -103,75 +93,64 @@ def _wrong_parts(stored: StoredWeight, subject: Subject, listed: Collection[str]
     if stored.shape is None:
         yield Issue("codes of a matrix", str(list(stored.codes.shape)), _AGAIN, names=codes)
         return
-    without = f"{short(stored)} weights without"
-    silent = "engines do not notice: SGLang and vLLM multiply by the old content, 1.0 or memory that was never written"
-    if stored.scale not in specs:
-        if stored.scale not in listed:
-            ending = stored.scale.rpartition(".")[2]
-            yield Issue(f"{ending} beside it", f"{without} a scale", f"{_AGAIN}; {silent}", names=codes)
-    elif (expected := wrong_scale(stored, specs)) is not None:
-        spec, hint = specs[stored.scale], _scale_hint(stored, subject)
-        actual = f"{list(spec.shape)} {spec.dtype}"
-        yield Issue(f"{expected}, by {stored.layout.words}", actual, hint, names=[stored.scale])
-    if stored.second is None:
-        return
-    if stored.second not in specs:
-        if stored.second not in listed:
-            ending = stored.second.rpartition(".")[2]
-            yield Issue(f"{ending} beside it", f"{without} the tensor's scale", f"{_AGAIN}; {silent}", names=codes)
-        return
-    spec = specs[stored.second]
-    if spec.shape not in ((), (1,), stored.shape[:-2]) or spec.dtype != "float32":
-        yield Issue("[] float32", f"{list(spec.shape)} {spec.dtype}", _AGAIN, names=[stored.second])
+    silent = "engines do not notice: SGLang and vLLM multiply by uninitialized memory, or by 1.0"
+    for name, what in ((stored.scale, "a scale"), (stored.second, "the tensor's scale")):
+        if name is None:
+            continue
+        if name not in specs:
+            if name not in listed:
+                actual = f"{format_name(stored)} weights without {what}"
+                yield Issue(f"{name.rpartition('.')[2]} next to it", actual, f"{_AGAIN}; {silent}", names=codes)
+            continue
+        spec, expected, hint = specs[name], None, _AGAIN
+        if name == stored.scale:
+            if (shape := wrong_scale(stored, specs)) is not None:
+                expected, hint = f"{shape}, by {stored.layout.words}", _scale_hint(stored, spec, stored.shape)
+        elif spec.shape not in ((), (1,), stored.shape[:-2]) or spec.dtype != "float32":
+            expected = "[] float32"
+        if expected is not None:
+            yield Issue(expected, f"{list(spec.shape)} {spec.dtype}", hint, names=[name])
 
 
-def _scale_hint(stored: StoredWeight, subject: Subject) -> str:
-    """What to do about a scale of another shape or dtype."""
-    spec, shape = subject.hf_files.specs[stored.scale], stored.shape
-    assert shape is not None  # its scale has been looked at
+def _scale_hint(stored: StoredWeight, scale: TensorSpec, shape: tuple[int, ...]) -> str:
+    """The hint for a scale with another shape or dtype."""
     layout = stored.layout
-    if layout.number == E4M3 and spec.dtype == "uint8":
+    if layout.number == E4M3 and scale.dtype == "uint8":
         restore = "restore scale_fmt or quant_method from the release"
-        return f"config.json does not say that these are exponents, so engines read the byte 119 as 119.0: {restore}"
-    packed = (*shape[:-1], shape[-1] // 2)
-    if layout.number != E4M3 and spec.shape == layout.grid(packed):
+        return f"config.json does not declare these as exponents, so engines read the byte 119 as 119.0: {restore}"
+    if layout.number != E4M3 and scale.shape == layout.grid((*shape[:-1], shape[-1] // 2)):
         return f"this is the shape for the packed bytes, not the weights: {_AGAIN}"
-    return f"config.json states another block or group size than the weights have, or the shard is stale: {_AGAIN}"
+    return f"config.json has another block or group size than the weights, or the shard is stale: {_AGAIN}"
 
 
 def _missing_inputs(weights: list[StoredWeight], listed: Collection[str]) -> Iterator[Issue]:
-    """Weights without the scale of their activations, where the format has one.
-
-    An error whoever reads: engines allocate ModelOpt's for NVFP4 without a value; others begin with 1.0, and kernels
-    of weights alone do not read them.
-    """
+    """Weights without their input scale: engines leave ModelOpt's for NVFP4 uninitialized, others are 1.0."""
     needing = [stored for stored in weights if stored.layout.needs_input and stored.inputs]
     lacking = [stored for stored in needing if not any(name in listed for name in stored.inputs)]
     if not lacking:
         return
-    ending = lacking[0].inputs[0].rpartition(".")[2]
     some = f"{len(lacking)} of {len(needing)} such weights lack it" if len(lacking) < len(needing) else "none is stored"
     unset = [known.message for engine in ("sglang", "vllm") if (known := quirk(engine, "input-scale-unset"))]
-    hint = f"{' and '.join(unset)} then read memory that was never written: {_AGAIN}" if unset else _AGAIN
-    if short(lacking[0]) == "NVFP4":
+    hint = f"{' and '.join(unset)} then read uninitialized memory: {_AGAIN}" if unset else _AGAIN
+    if format_name(lacking[0]) == "NVFP4":
         hint += f"; {known.message}" if (known := quirk("sglang", "input-scale-one")) else ""
-        hint += "; for weights alone, state quant_algo W4A16_NVFP4, or in compressed-tensors' config no activations"
-    expected = f"{ending} with every weight of a format that quantizes activations"
+        hint += "; to quantize weights only, declare quant_algo W4A16_NVFP4, or no activations in compressed-tensors"
+    expected = f"{lacking[0].inputs[0].rpartition('.')[2]} with every weight of a format that quantizes activations"
     yield Issue(expected, some, hint, names=[stored.codes.name for stored in lacking])
 
 
 def float_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Scales are finite, above zero where weights are not zero, and as `scale_fmt` says."""
+    """Scales are finite, positive unless the weights are zero, and in the format of `scale_fmt`."""
     content = quantization_of(subject.hf_files.config)
-    labelled = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
+    is_ue8m0 = isinstance(content, Mapping) and content.get("scale_fmt") == "ue8m0"
     for one in float_scales_of(subject):
         tally.compared(nbytes=one.nbytes)
-        yield from _wrong_scales(one, labelled)
+        yield from _wrong_scales(one, is_ue8m0)
     yield from _odd_inputs(subject)
-    yield from _repeated(subject)
+    yield from _repeated_scales(subject)
 
 
-def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[Issue]:
+def _wrong_scales(one: FloatScales, is_ue8m0: bool) -> Iterator[Issue]:
     stored, names = one.stored, [one.stored.scale]
     if one.not_finite:
         yield Issue("finite scales", f"NaN or infinity: {one.not_finite} of {one.values}", names=names)
@@ -182,9 +161,9 @@ def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[Issue]:
         yield Issue("scales above zero", f"{one.negative} of {one.values} are negative", names=names)
     elif one.silenced and (stored.layout.second == "" or one.silenced * _FEW > one.values):
         yield Issue("scales above zero", f"zero for {one.silenced} blocks with codes that are not zero", names=names)
-    elif labelled and one.unrounded and not stored.layout.second:
+    elif is_ue8m0 and one.unrounded and not stored.layout.second:
         actual = f"{one.unrounded} of {one.values} are other numbers; SGLang rounds activations by that label"
-        yield Issue("powers of two, as scale_fmt ue8m0 in config.json says", actual, names=names)
+        yield Issue("powers of two, by scale_fmt ue8m0 in config.json", actual, names=names)
     single = {} if stored.second is None or one.second is None else {stored.second: one.second}
     for name, value in (single | one.inputs).items():
         if not (math.isfinite(value) and value > 0):
@@ -192,7 +171,7 @@ def _wrong_scales(one: FloatScales, labelled: bool) -> Iterator[Issue]:
 
 
 def _odd_inputs(subject: Subject) -> Iterator[Issue]:
-    """Scales of activations that were never measured, or of one kind far apart."""
+    """Scales of activations that were never measured, or differ widely within a kind."""
     values = {
         name: value
         for one in float_scales_of(subject)
@@ -200,55 +179,54 @@ def _odd_inputs(subject: Subject) -> Iterator[Issue]:
         if math.isfinite(value) and value > 0 and one.stored.layout.needs_input
     }
     if values and set(values.values()) == {1.0}:
-        hint = "engines clip activations by them: calibrate, or serve with a kernel of weights alone"
-        expected = "scales of activations that were measured"
+        hint = "engines clip activations by them: calibrate, or serve with a kernel that quantizes only weights"
+        expected = "measured scales of activations"
         yield Issue(expected, "1.0 everywhere", hint, names=values, severity="warning")
         return
     for names in group_by_pattern(values):
         low, high = min(values[name] for name in names), max(values[name] for name in names)
         if high > low * _APART and len(names) > 1:
             expected = f"activation scales of one kind within a factor of {_APART:g}"
-            hint = "calibrate again with more samples: experts that saw none keep a scale of their own"
-            actual = f"from {low:.3g} to {high:.3g}"
-            yield Issue(expected, actual, hint, names=names, severity="warning")
+            hint = "calibrate again with more samples: experts that saw none keep their initial scale"
+            yield Issue(expected, f"from {low:.3g} to {high:.3g}", hint, names=names, severity="warning")
 
 
-def _repeated(subject: Subject) -> Iterator[Issue]:
-    """Scales of many values that two weights have in common: one of them has another's, as after half an update."""
+def _repeated_scales(subject: Subject) -> Iterator[Issue]:
+    """Equal scales of two weights with different codes, for example after half an update."""
     for several in by_key((one.digest, one) for one in float_scales_of(subject) if one.digest).values():
         if not several[1:]:
             continue
         names = [one.stored.codes.name for one in several]
         first, *others = (subject.checkpoint.read([name])[name] for name in names)
-        if not all(same_bytes(first, other) for other in others):  # of equal codes CK206 speaks
+        if not all(same_bytes(first, other) for other in others):  # CK206 judges equal codes
             names = [one.stored.scale for one in several]
             actual = f"the same {several[0].values} scales with other codes"
-            yield Issue("scales of its own for each weight", actual, names=names, together=True)
+            yield Issue("different scales for each weight", actual, names=names, as_one=True)
 
 
 def float_pairs(subject: Subject, fused_of: Mapping[str, str], tally: Tally) -> Iterator[Issue]:
-    """Parts of a layer that engines fuse (`fused_of`: by projection) are in one format, with one tensor's scale."""
+    """The parts of a layer that engines fuse (`fused_of`: by projection) have one format, and one tensor's scale."""
     _, weights = stored_floats_of(subject)
     plain = [name.removesuffix(".weight") for name in subject.hf_files.specs if name.endswith(".weight")]
     formats = {stored.name.removesuffix(".weight"): stored.layout.words for stored in weights}
     formats |= {module: "" for module in plain if module not in formats}
     parts = ((module, *module.rpartition(".")[::2]) for module in formats)
     layers = by_key(((parent, fused_of[leaf]), module) for module, parent, leaf in parts if leaf in fused_of)
-    # A layer that is stored in one piece is alike in itself.
+    # A fused layer that is stored as one tensor cannot differ.
     tally.compared(sum(module.rpartition(".")[2] in FUSED for module in formats))
     for modules in layers.values():
         found = {formats[module] for module in modules}
         tally.compared(len(modules))
         usual = max(found, key=lambda words: (sum(formats[module] == words for module in modules), words))
-        expected = f"{usual or 'unquantized'}, as the parts that engines hold in one with it"
+        expected = f"{usual or 'unquantized'}, as the other projections of the fused layer"
         for module in modules:
             if formats[module] != usual:
                 yield Issue(expected, formats[module] or "unquantized", names=[f"{module}.weight"])
-    yield from _unequal(subject, layers, tally)
+    yield from _unequal_scales(subject, layers, tally)
 
 
-def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tally: Tally) -> Iterator[Issue]:
-    """Scales of whole tensors that differ where a kernel takes one for all parts of a layer."""
+def _unequal_scales(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tally: Tally) -> Iterator[Issue]:
+    """Scales of tensors that a kernel multiplies by one scale, but that differ."""
     if not any(stored.second for stored in stored_floats_of(subject)[1]):
         return
     scales = {one.stored.name.removesuffix(".weight"): one for one in float_scales_of(subject)}
@@ -260,17 +238,14 @@ def _unequal(subject: Subject, layers: Mapping[tuple[str, str], list[str]], tall
             wrong += [str(scales[module].stored.second) for module in found]
             sizes = [abs(value) for value in found.values()]
             worst = max(worst, max(sizes) / min(sizes))
-    expected = "one scale for the parts of a layer that a kernel multiplies by one"
+    expected = "equal global scales for q, k and v, and for gate and up"
     actual = f"parts of a layer differ, by up to {worst:.3g} times; vLLM takes the first or the largest for all"
     hint = "quantize again with a tool that shares the scale of gate and up, and of q, k and v"
     yield Issue(expected, actual, hint, names=wrong)
 
 
 def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """What `ckptkit lint` finds for the engine, or for the readers of `--reader`. Of others only `lint` tells.
-
-    Raises CannotCheck for a model whose modules are not known, and where the lists cannot be read.
-    """
+    """The findings of `ckptkit lint` for the engine or `--reader`. Raises CannotCheck for an unknown model."""
     where, config = "config.json", usable_config(subject)
     misread = list(misread_floats(config, subject.hf_files.specs, subject.readers)) if config else []
     yield from misread
@@ -288,28 +263,28 @@ def float_lists(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not found.matrices:
         raise CannotCheck("which modules of this model are Linear layers is not known here", "CK302")
     tally.compared(len(found.matrices))
-    expected = "lists that every reader takes as the weights are stored"
+    expected = "lists by which every reader finds the stored formats"
     counting = {reader for reader in found.readers if found.severities[reader] == "error"}
     differing = [one for one in found.divergences(found.readings) if one.reader in counting]
     floats, in_floats = stored_floats_of(subject)
     if floats is not None and not in_floats:
-        wanted = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
-        wanted |= {one.tensor for one in differing if one.answer == "packs"}
-        stored = [spec for name, spec in subject.hf_files.specs.items() if name in wanted]
+        quantized = {matrix.tensor for matrix, packed in zip(found.matrices, found.packed, strict=True) if packed}
+        quantized |= {one.tensor for one in differing if one.answer == "packs"}
+        stored = [spec for name, spec in subject.hf_files.specs.items() if name in quantized]
         if stored and all(spec.dtype in COMPUTED for spec in stored):
             # A job that sends quantized weights replaces them.
             severity = warning_if(subject.updated is not False)
             hint = "engines cast the numbers to codes and find no scale: take quantization_config out of config.json"
             actual = f"all {len(stored)} such weights are stored as plain numbers, without scales"
-            expected = f"{floats.words}, as config.json says"
+            expected = f"{floats.words}, by config.json"
             yield Issue(expected, actual, f"{hint}, or quantize", file=where, severity=severity)
         return
     for refusal in found.refusals():
-        always = refuses_own_format(refusal.readers, subject.readers)
-        if who := [reader for reader in refusal.readers if always or reader in counting]:
-            yield Issue(expected, f"{' and '.join(who)}: {refusal.what}", refusal.hint, file=where)
-    for reader, own in by_key((one.reader, one) for one in differing).items():
-        patterns = fold(dict.fromkeys(pattern for one in own for pattern in one.patterns))
-        unlisted = next((one.tensor.removesuffix(".weight") for one in own if one.answer == "packs"), None)
+        is_certain = refuses_own_format(refusal.readers, subject.readers)
+        if refusing := [reader for reader in refusal.readers if is_certain or reader in counting]:
+            yield Issue(expected, f"{' and '.join(refusing)}: {refusal.what}", refusal.hint, file=where)
+    for reader, divergences in by_key((one.reader, one) for one in differing).items():
+        patterns = fold(dict.fromkeys(pattern for one in divergences for pattern in one.patterns))
+        unlisted = next((one.tensor.removesuffix(".weight") for one in divergences if one.answer == "packs"), None)
         hint = found.next_move([reader], patterns[:3], next(iter(patterns), unlisted))
-        yield Issue(expected, "; ".join(described(own)), hint, file=where)
+        yield Issue(expected, "; ".join(described(divergences)), hint, file=where)

@@ -1,40 +1,36 @@
-"""CK301 to CK304: packed INT4 weights; those in floats are looked at by `floats`."""
+"""CK301 to CK304: packed INT4 weights, and scales of a quantized cache; `floats` checks weights in floats."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import Any
 
+from ckptkit.converters.hf_names import layer_of
 from ckptkit.converters.planner import dims_of, expected_hf, rules_of
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, words_of
+from ckptkit.core.printable import shortened
 from ckptkit.core.specs import TensorSpec
 from ckptkit.formats.hf.side_files import describe_quantization, quantization_of, stated_quantization
-from ckptkit.quant.formats.groups import Group, groups_of, targets_of
+from ckptkit.quant.formats.dequantize import format_of
+from ckptkit.quant.formats.groups import Group, groups_of, is_cache_calibrated, targets_of
 from ckptkit.quant.formats.packing import is_expert
 from ckptkit.quant.formats.part_names import PACKED, SCALE, SHAPE, packed_in
 from ckptkit.quant.formats.scheme import listed
 from ckptkit.quant.ignore.agree import NOTHING_PACKED
 from ckptkit.quant.ignore.names import matrices_of, spell
-from ckptkit.quant.ignore.readers import BY_CLASS, counting
+from ckptkit.quant.ignore.readers import BY_CLASS, counting, severity_of_all, worst
 from ckptkit.quant.ignore.reading import read_all
 from ckptkit.quant.ignore.tiles import UNPACKED, fused_in_transformers
 from ckptkit.quant.ignore.tree import class_tree
 from ckptkit.verify.checks.headers.renamed import renamed_of
-from ckptkit.verify.checks.quantization.cache import cache_scales
-from ckptkit.verify.checks.quantization.floats import (
-    float_lists,
-    float_parts,
-    float_scales,
-    forbidden_floats,
-    stores_floats,
-)
+from ckptkit.verify.checks.quantization import floats
 from ckptkit.verify.checks.quantization.quantization_config import config_issue, refused_parts, second_config
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once, warning_if
 from ckptkit.verify.evidence.agreement import agreement
 from ckptkit.verify.evidence.expected import config_of, is_quantized, packed_parts, usable_config, weights_in
 from ckptkit.verify.evidence.floats.stored import stored_floats_of
@@ -55,7 +51,7 @@ _NEVER_OF_KIND = {"Embedding": "the token embedding", "Router": "the router"}
 
 
 def require_quantized(subject: Subject) -> None:
-    """For checks of quantized weights. Raises NotApplicable where a checkpoint has none."""
+    """Raises NotApplicable for a checkpoint without quantized weights."""
     if subject.is_megatron:
         raise NotApplicable("Megatron holds no INT4 weights")
     config = usable_config(subject)
@@ -64,39 +60,32 @@ def require_quantized(subject: Subject) -> None:
 
 
 def _declares_quantization(subject: Subject) -> None:
-    """As `require_quantized`, but a quantized cache of keys and values will do."""
+    """As `require_quantized`, but accepts a checkpoint with only a quantized cache of keys and values."""
     config = None if subject.is_megatron else usable_config(subject)
     if config is None or stated_quantization(config) is None:
         require_quantized(subject)
 
 
-def _quantized(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """Config, specs and format. Raises NotApplicable where no group of the config packs integers."""
-    config = config_of(subject)
-    form = int4_format_of(config)
-    if form is None:
-        raise NotApplicable(
-            "quantization_config describes no packed integer weights, which is all that is checked here"
-        )
-    return config, subject.checkpoint.specs, form
-
-
-def packed_weights(subject: Subject) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
-    """As `_quantized`, and raises NotApplicable where nothing at all is packed, which CK302 judges."""
-    config, specs, form = _quantized(subject)
-    if not any(packed_in(specs)):
+def packed_weights(
+    subject: Subject, *, may_be_empty: bool = False
+) -> tuple[Mapping[str, Any], Mapping[str, TensorSpec], Int4Format]:
+    """Config, specs and format. Raises NotApplicable if no group packs integers, CannotCheck if nothing is packed."""
+    config, specs = config_of(subject), subject.checkpoint.specs
+    if (form := int4_format_of(config)) is None:
+        raise NotApplicable("quantization_config describes no packed integer weights, the only ones that it checks")
+    if not may_be_empty and not any(packed_in(specs)):
         raise CannotCheck("nothing is packed", "CK302")
     return config, specs, form
 
 
 def packs_integers(subject: Subject) -> bool:
-    """Whether INT4 stands beside weights in floats."""
+    """Whether the checkpoint has INT4 in addition to weights in floats."""
     return int4_format_of(subject.hf_files.config) is not None and any(packed_in(subject.hf_files.specs))
 
 
 @once
 def never_packed(subject: Subject) -> dict[str, str]:
-    """Modules that no reader expects packed, and what each is: routers, embedding, head, norms."""
+    """Modules that no reader expects packed, with descriptions: routers, embedding, head, norms."""
     found, config = {}, config_of(subject)
     never = _NEVER | {dims_of(config).head: "the output layer"}
     for rule in rules_of(config):
@@ -112,51 +101,53 @@ def never_packed(subject: Subject) -> dict[str, str]:
 
 @check("CK301", preflight=True, applies_to=require_quantized)
 def nothing_forbidden(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares the packed set with the modules of other classes: by name alone a router looks like a Linear."""
-    if stores_floats(subject):
-        yield from forbidden_floats(subject, never_packed(subject), tally)
+    """The packed modules against those of other classes; only by its name, a router looks like a Linear."""
+    if floats.stores_floats(subject):
+        yield from floats.forbidden_floats(subject, never_packed(subject), tally)
         if not packs_integers(subject):
             return
-    config, specs, _ = _quantized(subject)
+    config, specs, _ = packed_weights(subject, may_be_empty=True)
     forbidden = never_packed(subject)
     tally.compared(len(forbidden))
     wrong = [module for module in forbidden if module + PACKED in specs and not _targeted(module, config)]
     for names in group_by_pattern(wrong):
-        hint = f"quantize again with '{spell(names[0])}' in ignore, which every reader takes alike"
+        hint = f"quantize again with '{spell(names[0])}' in ignore, which all readers understand"
         packed = [name + PACKED for name in names]
         yield Issue(f"{forbidden[names[0]]} unquantized", "packed as INT4", hint, names=packed)
 
 
 def _targeted(module: str, config: Mapping[str, Any]) -> bool:
-    """Whether a config group names the output layer itself, which is the one way to ask for it packed."""
-    groups = quantization_of(config)["config_groups"].values()
-    return module == "lm_head" and any(
-        module in (group.get("targets") or []) for group in groups if isinstance(group, dict)
-    )
+    """Whether a config group names the output layer, the only way to pack it."""
+    groups = (group for group in quantization_of(config)["config_groups"].values() if isinstance(group, dict))
+    return module == "lm_head" and any(module in (group.get("targets") or []) for group in groups)
 
 
 @check("CK302", preflight=True, applies_to=require_quantized)
 def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The packed set on disk against what each reader of `ignore` looks for; what CK301 names is not repeated.
+    """The packed modules on disk against those that each reader of `ignore` expects, without those of CK301.
 
-    What the readers that count would load or send wrongly is an error (`ckptkit.quant.ignore.readers.severity_of`).
-    Where the files are as these read the list, and only others take it otherwise, that is a warning with the portable
-    spelling. Where transformers was asked for, experts that it cannot load packed are an error too.
+    Modules that readers that count load or send wrongly are an error (`ckptkit.quant.ignore.readers.severity_of`), also
+    packed experts that transformers, as a reader, cannot load. Those that only other readers misread are a warning.
     """
     if renamed_of(subject) is not None:
         raise CannotCheck("not run because the tensors have other names than config.json promises", "CK104")
     config, specs = config_of(subject), subject.checkpoint.specs
     announced = stored_floats_of(subject)[0] is not None and not any(packed_in(specs))
-    if announced or (stores_floats(subject) and not packs_integers(subject)):
-        yield from float_lists(subject, tally)
+    if announced or (floats.stores_floats(subject) and not packs_integers(subject)):
+        yield from floats.float_lists(subject, tally)
         return
     packed = set(packed_in(specs))
     tally.compared(len(packed))
     if (issue := config_issue(config, subject.readers, subject.engine)) is not None:
-        if not packed:
-            raise _nothing_packed(config, issue.actual)
-        yield issue
-        return
+        if packed:
+            yield issue
+            return
+        try:
+            format_of(config)
+        except CkptkitError as error:
+            raise CannotCheck(f"no decision for this quantization_config: {error.message}") from error
+        # Releases in FP8 and MXFP4 pack nothing.
+        raise NotApplicable(f"nothing is packed, and quantization_config is not checked here: {issue.actual}")
     yield from refused_parts(config, subject.readers, subject.engine)
     try:
         found = agreement(specs, config, subject.readers, subject.engine, subject.updated)
@@ -170,7 +161,15 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     by_ck301 = {module for module in never_packed(subject) if not _targeted(module, config)}
     for module in sorted(found.forbidden.keys() - by_ck301):
         yield Issue(f"unquantized: {found.forbidden[module]}", "packed as INT4", names=[module + PACKED])
-    yield from _not_for_transformers(subject, config, packed)
+    experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
+    if experts and "transformers" in (subject.readers or ()):  # which may build them as one parameter
+        try:
+            reason = fused_in_transformers(config)
+        except CkptkitError as error:
+            raise CannotCheck(f"how transformers treats packed experts is not known: {error.message}") from error
+        if reason is not None:
+            hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
+            yield Issue("experts that transformers loads", reason, hint, names=experts)
     by_name = [target.pattern for target in targets_of(groups_of(config))] != ["Linear"]
     hint = "name it in `targets` of its config group" if by_name else "take it out of ignore, or quantize again"
     unwanted = [name + PACKED for name in found.unwanted]
@@ -178,34 +177,6 @@ def expected_packed(subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint = "add it to ignore, or quantize again; if nothing is packed, remove quantization_config"
     missing = [f"{name}.weight" for name in found.missing]
     yield Issue("packed as INT4, by config.json", "unquantized", hint, names=missing)
-
-
-def _not_for_transformers(subject: Subject, config: Mapping[str, Any], packed: Iterable[str]) -> Iterator[Issue]:
-    """Packed experts, where transformers is a reader that counts and builds them as one parameter.
-
-    Raises CannotCheck where transformers cannot build the model from config.json.
-    """
-    experts = sorted(name + PACKED for name in packed if is_expert(name + PACKED))
-    if not experts or "transformers" not in (subject.readers or ()):
-        return
-    try:
-        reason = fused_in_transformers(config)
-    except CkptkitError as error:
-        raise CannotCheck(f"how transformers treats packed experts is not known: {error.message}") from error
-    if reason is not None:
-        hint = f"serve it with SGLang or vLLM, or quantize again and {UNPACKED}"
-        yield Issue("experts that transformers loads", reason, hint, names=experts)
-
-
-def _nothing_packed(config: Mapping[str, Any], actual: str) -> NotApplicable | CannotCheck:
-    """Releases in FP8 and MXFP4 pack nothing; of an unknown format nobody can say what should be packed."""
-    from ckptkit.quant.formats.dequantize import format_of as stored_format
-
-    try:
-        stored_format(config)
-    except CkptkitError as error:
-        return CannotCheck(f"no decision for this quantization_config: {error.message}")
-    return NotApplicable(f"nothing is packed, and what quantization_config says is not checked here: {actual}")
 
 
 @check("CK303", preflight=True, applies_to=_declares_quantization)
@@ -217,8 +188,8 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         require_quantized(subject)
     except NotApplicable:  # only the cache of keys and values is quantized
         return
-    if stores_floats(subject):
-        yield from float_parts(subject, tally)
+    if floats.stores_floats(subject):
+        yield from floats.float_parts(subject, tally)
         if not packs_integers(subject):
             return
     config, specs, _ = packed_weights(subject)
@@ -232,26 +203,22 @@ def parts_fit(subject: Subject, tally: Tally) -> Iterator[Issue]:
         for weights, why in by_targets.get(module, usual).values():
             form, parts = int4_format(weights) or int4_format_in(config, groups, module), packed_parts(weights)
             group = "one scale a row" if form.group is None else f"group_size {form.group}"
-            hint = f"config.json says {form.bits} bits, {group}{why}: quantize again, or correct it"
-            for part, (want_shape, dtypes) in part_shapes(form, shape, module).items():
-                spec = specs.get(f"{module}.{part}")
-                if spec is None or part not in parts:
+            hint = f"config.json has {form.bits} bits, {group}{why}: quantize again, or correct it"
+            for part, (expected, dtypes) in part_shapes(form, shape, module).items():
+                if (spec := specs.get(f"{module}.{part}")) is None or part not in parts:
                     continue
                 tally.compared()
-                if spec.shape != want_shape or spec.dtype not in dtypes:
-                    expected, actual = f"{list(want_shape)} {' or '.join(dtypes)}", f"{list(spec.shape)} {spec.dtype}"
-                    yield Issue(expected, actual, hint, names=[spec.name])
+                if spec.shape != expected or spec.dtype not in dtypes:
+                    actual = f"{list(spec.shape)} {spec.dtype}"
+                    yield Issue(f"{list(expected)} {' or '.join(dtypes)}", actual, hint, names=[spec.name])
 
 
 def _by_targets(
     subject: Subject, config: Mapping[str, Any], groups: Sequence[Group]
 ) -> Mapping[str, Mapping[int, tuple[Mapping[str, Any], str]]]:
-    """Of several groups, the `weights` by which the readers that count read each module, and by which target.
-
-    compressed-tensors tries targets by the alphabet, engines as they are listed. Empty where the model is not known.
-    """
+    """By module, its `weights` for the readers that count, and the target; compressed-tensors sorts targets first."""
     found: dict[str, dict[int, tuple[Mapping[str, Any], str]]] = defaultdict(dict)
-    with suppress(CkptkitError):  # CK302 says that the model is not known
+    with suppress(CkptkitError):  # CK302 reports an unknown model
         tree = class_tree(config) if len(groups) > 1 else None
         matrices = matrices_of(subject.hf_files.specs, tree, config) if tree else []
         readers = (*(BY_CLASS[:1] if subject.readers is None else ()), *counting(subject.readers, subject.engine))
@@ -266,13 +233,9 @@ def _by_targets(
 
 @check("CK304", explained_by=("CK204",), applies_to=require_quantized)
 def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Reads every scale and weight_shape, which are a small part of the checkpoint.
-
-    Readers multiply by a scale with its sign (compressed-tensors `_dequantize`, the Marlin kernels of SGLang), so a
-    negative one is wrong only on a grid that has none (`_is_signed`).
-    """
-    if stores_floats(subject):
-        yield from float_scales(subject, tally)
+    """Every scale and weight_shape. Readers use the sign of a scale, so a negative one may be right (`_is_signed`)."""
+    if floats.stores_floats(subject):
+        yield from floats.float_scales(subject, tally)
         if not packs_integers(subject):
             return
     config, _, form = packed_weights(subject)
@@ -280,9 +243,9 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
     signed = _is_signed(config, form, scales)
     for scale in scales:
         tally.compared(nbytes=scale.nbytes)
-        want, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
-        if want is not None and scale.shape is not None and scale.shape != want:
-            yield Issue(str(list(want)), str(list(scale.shape)), names=[scale.module + SHAPE])
+        shape, names = shapes.get(f"{scale.module}.weight"), [scale.module + SCALE]
+        if shape is not None and scale.shape is not None and scale.shape != shape:
+            yield Issue(str(list(shape)), str(list(scale.shape)), names=[scale.module + SHAPE])
         if scale.not_finite:
             yield Issue("finite scales", "NaN or infinity", names=names)
         elif scale.zero:
@@ -297,9 +260,99 @@ def scales_sane(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _is_signed(config: Mapping[str, Any], form: Int4Format, scales: Sequence[Scale]) -> bool:
     """Whether negative scales belong to the grid: a symmetric one that is not ckptkit's.
 
-    Such a scale has the sign of the group's largest weight, so of all about half are negative; where it is less than
-    one in a hundred, these are faults. Scales that were kept from another checkpoint may be any part of all.
+    Such a scale has the sign of the group's largest weight, so about half are negative; less than one in a hundred are
+    faults. Scales that were kept from another checkpoint may be any part of them.
     """
     if not form.symmetric or names_grid(config):
         return False
     return keeps_scales(config) or 100 * sum(one.negative for one in scales) >= sum(one.values for one in scales)
+
+
+# The names in compressed-tensors, ModelOpt and AutoFP8.
+_SCALE = re.compile(r"(.+\.self_attn)\.(?:([kv])_proj\.(?:[kv]|output)|([kv])|(kv))_scale")
+_ATTENTION = re.compile(r"(.+\.self_attn)\.(?:k_proj|qkv_proj|kv_b_proj)\..+")
+_HINT = "calibrate again, or store neither and take the cache's scheme out of quantization_config"
+_SILENT = "transformers computes with uninitialized memory"
+
+
+def cache_scales(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Every layer has both scales of its cache, or no layer has any; compressed-tensors' static scheme requires them.
+
+    vLLM 0.26 uses a single k_scale for both, does not start with a single v_scale, and uses 1.0 in a layer without any
+    (`kv_cache.py`). transformers 5.12 then computes with uninitialized memory.
+    """
+    scales: dict[str, set[str]] = defaultdict(set)
+    attention: set[str] = set()
+    for name in subject.hf_files.specs:
+        if match := _SCALE.fullmatch(name):
+            tally.compared()
+            scales[match[1]].update(match[2] or match[3] or "kv")
+        elif match := _ATTENTION.fullmatch(name):
+            attention.add(match[1])
+    config = usable_config(subject)
+    content = stated_quantization(config or {})
+    calibrated = config is not None and is_cache_calibrated(content)
+    severity = severity_of_all(BY_CLASS, subject.readers) if calibrated else "warning"  # only transformers misreads it
+    for lost, stored in ("kv", "vk"):
+        names = [f"{module}.{stored}_scale" for module, kinds in scales.items() if lost not in kinds]
+        expected, actual = "scales of keys and of values", f"{lost}_scale is not stored"
+        yield Issue(expected, actual, _HINT, names=names, severity=worst((severity, warning_if(lost == "v"))))
+    if config is None or not (scales or calibrated):
+        return
+    layers = dims_of(config).layers
+    attention = {name for name in attention if (layer_of(name) or 0) < layers and f"{name}.A_log" not in subject.specs}
+    for group in group_by_pattern(sorted(attention)):
+        lacking = [name for name in group if name not in scales]
+        if calibrated or (len(lacking) < len(group) and not scales.keys().isdisjoint(group)):
+            effect = f"{_SILENT}, and engines use 1.0" if calibrated else "engines use 1.0"
+            actual = f"none in {len(lacking)} of {len(group)} layers: {effect}"
+            expected = "scales of each layer's cache" + calibrated * ", as the static kv_cache_scheme requires"
+            yield Issue(expected, actual, _HINT, names=lacking, severity=severity)
+    if calibrated:
+        modules = [module for module in sorted(attention) if scales.get(module, set()) >= {"k", "v"}]
+        yield from _against_scheme(subject, content["kv_cache_scheme"], config, modules, tally)
+
+
+def _against_scheme(
+    subject: Subject, scheme: Mapping[str, Any], config: Mapping[str, Any], attention: list[str], tally: Tally
+) -> Iterator[Issue]:
+    """Compares layers that have scales with the tensors that compressed-tensors builds for this scheme."""
+    severity = severity_of_all(BY_CLASS, subject.readers)
+    try:
+        parts = _expected_parts(scheme, config)
+    except CkptkitError as error:
+        expected = "a kv_cache_scheme that compressed-tensors accepts"
+        yield Issue(expected, error.message, _HINT, file="config.json", severity=severity)
+        return
+    declared = f"by kv_cache_scheme in config.json (strategy {shortened(scheme.get('strategy', 'tensor'))})"
+    renamed = "stored under another name", warning_if("transformers" not in (subject.readers or ()))
+    for module, (part, shape) in product(attention, parts.items()):
+        tally.compared()
+        name = f"{module}.{part}"
+        spec = subject.hf_files.specs.get(name)
+        if spec is None:
+            actual, its_severity = renamed if part.endswith("scale") else ("not stored", severity)
+            yield Issue(f"{part}, {declared}", f"{actual}: {_SILENT}", _HINT, names=[name], severity=its_severity)
+        elif spec.shape != shape and not math.prod(shape) == math.prod(spec.shape) == 1:  # readers take [] for [1]
+            actual = f"{list(spec.shape)}"
+            yield Issue(f"{list(shape)}, {declared}", actual, _HINT, names=[name], severity=severity)
+
+
+def _expected_parts(scheme: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a layer's cache. Raises CkptkitError if compressed-tensors refuses it."""
+    # Imported here because they import transformers, which takes seconds.
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.initialize import initialize_qparams
+
+    dims = dims_of(config)
+    module = torch.nn.Linear(1, 1, bias=False, device="meta")
+    try:
+        arguments, shape = QuantizationArgs.model_validate(dict(scheme)), (dims.groups, None, dims.head_dim)
+        for kind in "kv":
+            initialize_qparams(module, kind, arguments, shape, torch.bfloat16, force_zero_point=False)
+    except (ValueError, TypeError, KeyError, AssertionError, NotImplementedError) as error:
+        strategy = shortened(scheme.get("strategy"))
+        refused = f"strategy {strategy} has no scales that can be stored" if isinstance(error, TypeError) else ""
+        raise CkptkitError(f"kv_cache_scheme: {refused or words_of(error)}") from error
+    return {name: tuple(one.shape) for name, one in module.named_parameters() if name != "weight"}

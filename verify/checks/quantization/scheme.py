@@ -1,4 +1,4 @@
-"""CK305 to CK309: quantized weights compared with their source and with one another: fused layers, cuts, scales."""
+"""CK305 to CK309: quantized weights against their source and each other: fused layers, parallel cuts, scales."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ from ckptkit.verify.checks.headers.files import names_of
 from ckptkit.verify.checks.quantization.floats import float_pairs, stores_floats
 from ckptkit.verify.checks.quantization.int4 import packed_weights, packs_integers, require_quantized
 from ckptkit.verify.checks.values.source import values_kept
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check
 from ckptkit.verify.evidence.expected import is_quantized, require_config, usable_config
 from ckptkit.verify.evidence.floats.rounding import float_rounding_of, float_weights
 from ckptkit.verify.evidence.floats.stored import float_scales_of, stored_floats_of
@@ -34,12 +31,11 @@ from ckptkit.verify.evidence.packed import Int4Format, int4_format_in, int4_form
 from ckptkit.verify.evidence.rounding import grid_of, is_gptq, rounding_of
 from ckptkit.verify.quirks import quirk
 
-# Layers that engines hold as one. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
+# Layers that engines fuse. Source: SGLang's and vLLM's `packed_modules_mapping` and their DeepSeek loaders.
 _FUSED = (LATENT_DOWN, QKV, GATE_UP, ("w1", "w3"))
 _FUSED_OF: Mapping[str, str] = {part: ", ".join(parts) for parts in _FUSED for part in parts}
-# Scales follow the largest weights of a group. Layers of one kind differ by a factor of a few, lost units by hundreds.
+# A scale follows the largest weight of its group: layers of a kind differ by a small factor, wrong units by hundreds.
 _MAX_FACTOR = 32.0
-
 _HINT = "quantize again from this source"
 
 
@@ -50,14 +46,13 @@ def _quantized_and_kept(subject: Subject) -> None:
 
 @check("CK305", needs=("source",), explained_by=("CK202", "CK204", "CK205", "CK304"), applies_to=_quantized_and_kept)
 def near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every quantized weight against the source, within bounds of `evidence/rounding.py` and `floats/rounding.py`."""
+    """Every quantized weight against the source, within the bounds of `evidence/rounding.py`, `floats/rounding.py`."""
     plain = subject.source is not None and not is_quantized(subject.source.config)
     packed = subject.is_megatron or int4_format_of(subject.checkpoint.config) is not None
     yield from _floats_near_source(subject, tally) if plain and not packed else _int4_near_source(subject, tally)
 
 
 def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares weights in floats."""
     stored, specs = float_weights(subject), subject.checkpoint.specs
     if stored.unread is not None:
         raise CannotCheck(f"no decision for this quantization_config: {stored.unread}")
@@ -68,13 +63,13 @@ def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for name, reason in stored.broken.items():
         yield Issue("codes and scales that fit", reason, _HINT, names=[name])
     wrong = {name: one for name, one in rounding.items() if one.wrong}
-    for found in group_by_pattern(wrong):
-        worst = max(found, key=lambda name: wrong[name].times)
+    for names in group_by_pattern(wrong):
+        worst = max(names, key=lambda name: wrong[name].times)
         one = wrong[worst]
         where = f"{worst}, {one.rows}," if one.rows else worst
         actual = f"{one.wrong} of {one.numel} elements of {where} are further off, by up to {one.times:.3g} times that"
-        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=found)
-    # FP8 that repeats MXFP4 but for numbers that its scales do not reach.
+        yield Issue(f"within half a step of {stored.words}", actual, _HINT, names=names)
+    # FP8 of an MXFP4 source, exact except for numbers outside its range.
     changed = {name: one for name, one in rounding.items() if one.changed and not one.wrong}
     for names in group_by_pattern(changed):
         several = [changed[name] for name in names]
@@ -87,39 +82,33 @@ def _floats_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _int4_near_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares INT4."""
     config, _, _ = packed_weights(subject)
     if subject.source is None or is_quantized(subject.source.config):
         raise NotApplicable("the source is quantized itself; CK202 compares the two bit for bit")
     rounding, grid = rounding_of(subject), grid_of(config)
     if is_gptq(config):
-        tally.note(
-            "CK305: GPTQ rounded these weights, so a row may be off by half its norm; smaller faults do not show"
-        )
+        tally.note("CK305: GPTQ rounded these weights: a row may be off by half its norm, smaller faults are missed")
     for one in rounding.values():
         tally.compared(nbytes=one.nbytes)
     wrong = {name: one for name, one in rounding.items() if one.failed}
     coarse = {name: one.scale_off for name, one in rounding.items() if one.scale_off and not one.failed}
-    for found in group_by_pattern(wrong):
-        worst = max(found, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
+    for names in group_by_pattern(wrong):
+        worst = max(names, key=lambda name: (wrong[name].distance or 0.0, wrong[name].steps))
         expected, actual = wrong[worst].words
-        yield Issue(expected, f"{actual} in {worst}", _HINT, names=found)
-    for found in group_by_pattern(coarse):
-        expected = f"scales of the {grid} grid, as config.json says"
-        actual = f"up to {max(coarse[name] for name in found):.0%} off"
-        scales = [name.removesuffix(".weight") + SCALE for name in found]
+        yield Issue(expected, f"{actual} in {worst}", _HINT, names=names)
+    for names in group_by_pattern(coarse):
+        expected = f"scales of the {grid} grid, by config.json"
+        actual = f"up to {max(coarse[name] for name in names):.0%} off"
+        scales = [name.removesuffix(".weight") + SCALE for name in names]
         yield Issue(expected, actual, "quantize again, or correct observer_kwargs", names=scales)
 
 
 @check("CK306", applies_to=require_quantized)
 def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Packed or not, bits, group size, dtype of scales and zero points, over fused layers and each layer's experts.
-
-    Raises NotApplicable where no engine is among the readers: transformers holds each layer by itself.
-    """
+    """Packing, bits, group size, scale dtype and zero points are equal in fused layers and in each layer's experts."""
     specs = subject.hf_files.specs
     if subject.readers and {"sglang", "vllm"}.isdisjoint(subject.readers):
-        raise NotApplicable(f"--reader {' '.join(subject.readers)} holds no layers in one")
+        raise NotApplicable(f"--reader {' '.join(subject.readers)} fuses no layers")
     if stores_floats(subject):
         yield from float_pairs(subject, _FUSED_OF, tally)
         if not packs_integers(subject):
@@ -127,27 +116,23 @@ def fused_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not any(packed_in(specs)):
         raise CannotCheck("nothing is packed", "CK302")
     parameters: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # in one piece as stored
+    tally.compared(sum(module.rpartition(".")[2] in FUSED for module in packed_in(specs)))  # stored as one tensor
     for module, scheme in _stored_schemes(subject):
         for key, part in _parameters(module, scheme):
             tally.compared()
             parameters[key][part].append(module)
     for schemes in parameters.values():
-        usual, *others = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
-        for scheme in others:
-            expected = f"{usual}, as the parts that engines hold in one with it"
+        usual, *rare = sorted(schemes, key=lambda scheme: len(schemes[scheme]), reverse=True)
+        for scheme in rare:
+            expected = f"{usual}, as the other projections of the fused layer"
             yield Issue(expected, scheme, names=[name + ".weight" for name in schemes[scheme]])
 
 
 def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
-    """Every module with a weight, and its scheme: bits by config.json, the rest as stored.
-
-    A group has the size that config.json says where there is a scale for each, else that by the number of scales.
-    Packed ones without a scale are for CK104. Raises NotApplicable where config.json does not tell the bits.
-    """
+    """Every module with a weight, and its scheme. Raises CannotCheck if config.json does not define the bits."""
     config, specs = usable_config(subject), subject.hf_files.specs
     if config is None or int4_format_of(config) is None:
-        raise CannotCheck("config.json does not tell the bits of packed weights", "CK101", "CK302")
+        raise CannotCheck("config.json does not define the bits of packed weights", "CK101", "CK302")
     groups, (_, floats) = groups_of(config), stored_floats_of(subject)
     in_floats = {one.name: one.layout.words for one in floats}
     for name in specs:
@@ -155,14 +140,14 @@ def _stored_schemes(subject: Subject) -> Iterator[tuple[str, str]]:
             yield name.removesuffix(".weight"), in_floats.get(name, "unquantized")
         elif name.endswith(PACKED) and (scale := specs.get((module := name.removesuffix(PACKED)) + SCALE)) is not None:
             zeros = ", zero points" * (module + ZERO_POINT in specs)
-            form = _as_stored(int4_format_in(config, groups, module), specs[name].shape, scale.shape)
+            form = _fit_group(int4_format_in(config, groups, module), specs[name].shape, scale.shape)
             yield module, f"{form.title}, scales in {scale.dtype}{zeros}"
 
 
-def _as_stored(form: Int4Format, words: tuple[int, ...], scales: tuple[int, ...]) -> Int4Format:
-    """The format with the group size that the shapes of words and scales tell, where they are not as it says."""
+def _fit_group(form: Int4Format, words: tuple[int, ...], scales: tuple[int, ...]) -> Int4Format:
+    """The format with the group size that fits the shapes of words and scales."""
     if form.bits < 1 or len(words) != 2 or len(scales) != 2 or not scales[1]:
-        return form  # for CK302 and CK303
+        return form  # CK302 and CK303 judge these
     columns = words[1] * 32 // form.bits
     if scales[1] == form.groups(columns):
         return form
@@ -170,7 +155,7 @@ def _as_stored(form: Int4Format, words: tuple[int, ...], scales: tuple[int, ...]
 
 
 def _parameters(module: str, scheme: str) -> Iterator[tuple[tuple[str, str], str]]:
-    """The fused layers that a module is part of. All experts are packed or none, and those of one projection alike."""
+    """The fused layers with a module. All experts are packed or none, and those of one projection alike."""
     parent, _, projection = module.rpartition(".")
     layer, _, expert = parent.rpartition(".experts.")
     if layer and expert.isdecimal():
@@ -183,30 +168,29 @@ def _parameters(module: str, scheme: str) -> Iterator[tuple[tuple[str, str], str
 
 
 def _engine_tp(subject: Subject) -> int:
-    """The tensor parallel size of the engine: of a launch its own option, otherwise --tp."""
+    """The tensor parallel size of the engine: the launch's, or --tp."""
     return subject.arguments.engine_tp if subject.arguments else subject.tp
 
 
-def _packed_for_sglang(subject: Subject) -> None:
+def _is_for_sglang(subject: Subject) -> None:
     require_quantized(subject)
     if subject.not_for_sglang:
         raise NotApplicable(subject.not_for_sglang)
 
 
-def _cut_for_sglang(subject: Subject) -> None:
-    """At a size above 1 the groups are cut whoever reads the list, but where another engine serves."""
-    if _engine_tp(subject) > 1 and subject.engine == "sglang":
-        require_quantized(subject)
-    else:
-        _packed_for_sglang(subject)
+def _has_tiles(subject: Subject) -> None:
+    """SGLang cuts groups at a parallel size above 1 for any readers."""
+    require_quantized(subject)
+    if subject.not_for_sglang and not (_engine_tp(subject) > 1 and subject.engine == "sglang"):
+        raise NotApplicable(subject.not_for_sglang)
     config = usable_config(subject)
     if config is not None and int4_format_of(config) is None:
         raise NotApplicable(f"no weight is packed as INT4: {describe_quantization(config)}")
 
 
-@check("CK309", preflight=True, applies_to=_packed_for_sglang)
+@check("CK309", preflight=True, applies_to=_is_for_sglang)
 def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The layout of routed experts' zero points by config.json, where SGLang is to load them (files: CK303)."""
+    """The layout of routed experts' zero points by config.json, as SGLang loads them (CK303 checks files)."""
     config = usable_config(subject)
     form = int4_format_of(config) if config else None
     names = names_of(subject)
@@ -221,19 +205,16 @@ def zero_points_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, layout.message, hint, names=shifted)
 
 
-@check("CK307", preflight=True, applies_to=_cut_for_sglang)
+@check("CK307", preflight=True, applies_to=_has_tiles)
 def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Rows and columns of every packed weight on a rank, by the rules of SGLang's kernels (`quant/ignore/tiles.py`).
-
-    On one rank, where SGLang is a reader that counts: whether there is any kernel for them.
-    """
+    """Rows and columns of every packed weight on a rank fit SGLang's kernels (`quant/ignore/tiles.py`)."""
     config = require_config(subject)
     packed, shapes, groups = set(packed_in(subject.hf_files.specs)), expected_hf(config), groups_of(config)
-    chosen = [
-        TensorSpec(name, shape, subject.hf_files.specs[name.removesuffix(".weight") + PACKED].dtype)
+    chosen = {
+        module: TensorSpec(name, shape, subject.hf_files.specs[module + PACKED].dtype)
         for name, shape in shapes.items()
-        if name.removesuffix(".weight") in packed
-    ]
+        if (module := name.removesuffix(".weight")) in packed
+    }
     if not chosen:
         raise CannotCheck("nothing is packed", "CK302")
     tally.compared(len(chosen))
@@ -241,15 +222,11 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         tree = class_tree(config)
     except CkptkitError as error:
         raise CannotCheck(f"no decision for this model: {error.message}") from error
-    packable = [spec for spec in chosen if spec.name.removesuffix(".weight") in tree.packable]  # others are for CK301
-    by_size = by_key(
-        (int4_format_in(config, groups, spec.name.removesuffix(".weight")).group, spec) for spec in packable
-    )
+    packable = {module: spec for module, spec in chosen.items() if module in tree.packable}  # CK301 judges the rest
     dp_attention = _engine_tp(subject) > 1 and subject.arguments and subject.arguments.dp_attention
-    if dp_attention and any(spec.name.removesuffix(".weight") not in tree.experts for spec in packable):
-        raise CannotCheck(
-            "--sglang-enable-dp-attention cuts attention over fewer ranks than the rest, which is not worked out here"
-        )
+    if dp_attention and any(module not in tree.experts for module in packable):
+        raise CannotCheck("--sglang-enable-dp-attention cuts attention over fewer ranks, which is not predicted here")
+    by_size = by_key((int4_format_in(config, groups, module).group, spec) for module, spec in packable.items())
     for size, specs in by_size.items():
         yield from _tile_issues(subject, specs, tree, config, size)
 
@@ -257,7 +234,7 @@ def tiles_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _tile_issues(
     subject: Subject, specs: list[TensorSpec], tree: ClassTree, config: Mapping[str, Any], size: int | None
 ) -> Iterator[Issue]:
-    """What does not fit of weights in groups of one size."""
+    """Weights in groups of one size that do not fit."""
     tp, ep = _engine_tp(subject), (subject.arguments and subject.arguments.engine_ep) or 1
     if tp == 1:
         if fault := tiles.unrunnable(specs, tree, config, size):
@@ -276,8 +253,8 @@ def _tile_issues(
 def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     """The median scale of every packed weight is within 32 times that of its kind over all layers and experts.
 
-    Scales of two formats, of two widths or of blocks of other sizes are of two kinds. Much smaller is a warning only:
-    experts that training never chose keep small weights.
+    Scales of other formats, widths or block sizes are another kind. Much smaller scales are only a warning: experts
+    that training never chose keep small weights.
     """
     sizes: dict[object, dict[str, float]] = defaultdict(dict)  # by format
     if stores_floats(subject):
@@ -292,12 +269,10 @@ def scales_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.compared(nbytes=scale.nbytes)
             if scale.median is not None:
                 sizes[int4_format_in(config, groups, scale.module)][scale.module + SCALE] = scale.median
-    for several, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):
-        usual = median(several[name] for name in names)
+    for medians, names in ((one, names) for one in sizes.values() for names in group_by_pattern(one)):
+        usual = median(medians[name] for name in names)
         expected = f"scales around {usual:.3g}, as others of this kind"
-        large = [name for name in names if several[name] > usual * _MAX_FACTOR]
-        small = [name for name in names if several[name] * _MAX_FACTOR < usual]
-        if large:
-            yield Issue(expected, f"around {several[large[0]]:.3g}: far larger", names=large)
-        if small:
-            yield Issue(expected, f"around {several[small[0]]:.3g}: far smaller", names=small, severity="warning")
+        if large := [name for name in names if medians[name] > usual * _MAX_FACTOR]:
+            yield Issue(expected, f"around {medians[large[0]]:.3g}: far larger", names=large)
+        if small := [name for name in names if medians[name] * _MAX_FACTOR < usual]:
+            yield Issue(expected, f"around {medians[small[0]]:.3g}: far smaller", names=small, severity="warning")

@@ -1,1 +1,1 @@
-"""Checks of what the weights hold."""
+"""Checks of the values of the weights."""

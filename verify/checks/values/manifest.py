@@ -1,10 +1,11 @@
-"""CK120 and CK124: compares files with digests written earlier: a manifest, the records of the hub's client."""
+"""CK120 and CK124: files against earlier digests: those of a manifest, and those of the hub's client."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -13,19 +14,15 @@ from ckptkit.core.specs import summarize
 from ckptkit.storage.file_hash import FileHash
 from ckptkit.transfer.manifest import file_digest, loaded_files, read_manifest
 from ckptkit.verify.checks.headers.files import file_of_tensor
-from ckptkit.verify.core.check import Tally, check, where
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, only_if
 from ckptkit.verify.evidence.reading import downloads, file_hashes, read_values, stored_values
 
+_has_manifest = only_if(lambda subject: subject.options.manifest, "no --manifest was given")
 
-@check("CK120", stage="headers", applies_to=where(lambda subject: subject.options.manifest, "no --manifest was given"))
+
+@check("CK120", stage="headers", applies_to=_has_manifest)
 def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every tensor of the manifest with its dtype, shape and bytes, every side file, and no other that loaders read.
-
-    Raises CkptkitError where the manifest cannot be read.
-    """
+    """Every tensor and side file of the manifest, and no other that loaders read. Raises CkptkitError if unreadable."""
     manifest = read_manifest(subject.options.manifest or Path())
     root, specs, values = subject.location.root, subject.checkpoint.specs, stored_values(subject)
     for name in [*manifest.tensors, *(name for name in specs if name not in manifest.tensors)]:
@@ -33,7 +30,7 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if name in specs and name in manifest.tensors:
             tally.compared(nbytes=specs[name].nbytes)
             if name not in values.stats:
-                continue  # CK201 says that it cannot be read
+                continue  # CK201 reports that it cannot be read
             spec, promised = specs[name], manifest.tensors[name]
             actual = "" if promised.blake3 == values.stats[name].digest.hex() else "its bytes differ"
             if (promised.dtype, promised.shape) != (spec.dtype, spec.shape):
@@ -42,68 +39,60 @@ def same_as_manifest(subject: Subject, tally: Tally) -> Iterator[Issue]:
             file = file_of_tensor(subject, name) if name in specs else ""
             yield Issue("the tensor of the manifest", actual, names=[name], file=file)
     for name, digest in manifest.files.items():
-        there = (root / name).is_file()
-        if not there or file_digest(root / name) != digest:
-            yield Issue("the file of the manifest", "its bytes differ" if there else "missing", file=root / name)
+        exists = (root / name).is_file()
+        if not exists or file_digest(root / name) != digest:
+            yield Issue("the file of the manifest", "its bytes differ" if exists else "missing", file=root / name)
     for name in sorted(loaded_files(subject.location) - manifest.files.keys()):
         hint = "remove it, or make a new manifest if it belongs to the checkpoint"
         actual = "the manifest has no file of this name, and loaders read it"
         yield Issue("only files of the manifest that loaders read", actual, hint, file=root / name)
 
 
-DOWNLOAD = "download"  # the fact that says what was downloaded
-_SLACK_S = 1  # as the client allows, since times of files are not exact
+DOWNLOAD = "download"  # the fact about the origin of the files
+_SLACK_S = 1  # as in the client, since times of files are not exact
 _MIRROR = "; every file differs: names that a mirror gave (HF_ENDPOINT) may be other hashes"
 
 
-@check("CK124", applies_to=where(downloads, "the model hub's client has left no record of a download here"))
+@check("CK124", applies_to=only_if(downloads, "the model hub's client has left no record of a download here"))
 def as_published(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """SHA-256 (of small files git's SHA-1) of the weight files that loaders open, and of the files beside them.
-
-    A file that is newer than its record was changed or replaced since: if it differs, that is a warning. Files without
-    a record are not judged.
-    """
-    read_values(subject)  # hashes weights on its way
-    records = downloads(subject)
-    hashes = file_hashes(subject)
-    whole = _finished(hashes)
-    if not whole:
+    """SHA-256 (git's SHA-1 for small files) of the files that loaders open; a warning for files changed later."""
+    read_values(subject)  # also hashes the weights
+    records, hashes = downloads(subject), file_hashes(subject)
+    compared = _compare(hashes)
+    if not compared:
         raise CannotCheck("not run because no tensor can be read", "CK201")
-    for name in whole:
+    for name in compared:
         tally.compared(nbytes=hashes[name].size)
-    differ = [name for name, is_same in whole.items() if not is_same]
+    differ = [name for name, is_same in compared.items() if not is_same]
     changed = [name for name in differ if (subject.path / name).stat().st_mtime - _SLACK_S > records[name].time]
-    mirror = _MIRROR if len(whole) == len(differ) > 1 else ""
+    mirror = _MIRROR if len(compared) == len(differ) > 1 else ""
     for name in (name for name in differ if name not in changed):
         record, shard = records[name], subject.hf_files.shards.get(name)
         kind = "SHA-256" if len(record.digest) == 64 else "git's SHA-1"
-        place = "as its blob is called" if record.record.name == record.digest else f"as {record.record.name} has it"
+        place = "the name of its blob" if record.record.name == record.digest else f"as {record.record.name} has it"
         expected, hint = f"{kind} {record.digest}, {place}", f"download it again: `{record.fetch}`{mirror}"
         names = None if shard is None else shard.specs
-        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, together=True)
-    if changed:  # files that are newer than their records: one warning for all of them
+        yield Issue(expected, f"{hashes[name].actual}: other bytes", hint, names=names, file=name, as_one=True)
+    if changed:  # one warning for all files that are newer than their records
         when = _time((subject.path / changed[0]).stat().st_mtime), _time(records[changed[0]].time)
-        actual = (
-            f"other bytes in {summarize(changed)}: changed or replaced at {when[0]}, after the download at {when[1]}"
-        )
+        actual = f"other bytes in {summarize(changed)}: modified at {when[0]}, after the download at {when[1]}"
         fetch = f"`{records[changed[0]].fetch}`{' and so on' if changed[1:] else ''}"
-        hint = f"if the change was meant, nothing; else download again: {fetch}"
+        hint = f"if the change was intended, nothing; else download again: {fetch}"
         yield Issue("the bytes that were downloaded", actual, hint, severity="warning", count=len(changed))
-    origins = ", ".join(dict.fromkeys(records[name].origin for name in whole))
-    fact = f"{origins}: {len(whole) - len(differ)} of {len(whole)} files have the bytes that were published"
+    origins = ", ".join(dict.fromkeys(records[name].origin for name in compared))
+    fact = f"{origins}: {len(compared) - len(differ)} of {len(compared)} files have the bytes that were published"
     unknown = [file for file in subject.hf_files.wanted if file not in records]
     without = f"; no record of {summarize(unknown)}" if unknown else ""
     tally.facts[DOWNLOAD] = [fact + without]
 
 
-def _finished(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
-    """Whether each file has its hash; files that cannot be read, of which CK201 speaks, are left out."""
+def _compare(hashes: Mapping[str, FileHash]) -> dict[str, bool]:
+    """Whether each file has the hash of its record, without files that cannot be read, which CK201 reports."""
 
     def finish(one: FileHash) -> bool | None:
-        try:
+        with suppress(OSError):
             return one.finish()
-        except OSError:
-            return None
+        return None
 
     unread = {name: one.unread for name, one in hashes.items()}
     found = {}

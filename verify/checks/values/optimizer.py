@@ -1,4 +1,4 @@
-"""CK121, CK213 and CK214: the optimizer state that a training run saved is whole, and what it holds."""
+"""CK121, CK213 and CK214: the optimizer state of a training run is complete and sound."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from collections.abc import Collection, Iterator
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.torch_dist.training_state import MASTERS, OptimizerState, is_flattened
 from ckptkit.verify.checks.headers.files import names_of
-from ckptkit.verify.checks.values.values import counted
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.checks.values.values import require_some
+from ckptkit.verify.core.check import Issue, NotApplicable, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.folding import by_key, group_by_pattern
 from ckptkit.verify.evidence.optimizer import OptimizerValues, optimizer_values, state_of, without_master
 
-# Arguments with which weights are kept in fewer bits than they are saved in, so that they are no rounded masters.
+# Arguments that keep weights in fewer bits than the saved ones, which then do not follow from masters by rounding.
 _FEWER_BITS = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
-_SQUARES = "exp_avg_sq"
-SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
-AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not looked into"
 _ADAM = ("exp_avg", "exp_avg_sq")
+SAVED_AGAIN = "save it again from the run, or resume without the optimizer (--no-load-optim, --finetune)"
+AS_OBJECTS = "the optimizer state is stored as objects (dp_zero_gather_scatter), which are not checked"
 
 
 def has_optimizer(subject: Subject) -> None:
-    """For checks of optimizer state."""
+    """Raises NotApplicable without optimizer state."""
     try:
         stored = subject.is_megatron and not state_of(subject).is_empty
     except UnsupportedError:
@@ -38,23 +34,23 @@ def has_optimizer(subject: Subject) -> None:
 
 @check("CK213", applies_to=has_optimizer)
 def optimizer_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Of every tensor of state; this pass also feeds CK214. Second moments are not negative."""
+    """Every tensor of state is readable and finite, and second moments are not negative. This pass also feeds CK214."""
     values = _values(subject)
     for one in values.stats.values():
         tally.compared(nbytes=one.nbytes)
     for reason, lost in by_key((reason, name) for name, reason in values.unreadable.items()).items():
-        yield Issue("bytes that can be read", reason, "copy the file again", names=lost, together=True)
+        yield Issue("bytes that can be read", reason, "copy the file again", names=lost, as_one=True)
     wrong = [name for name, one in values.stats.items() if not one.finite]
     yield Issue("finite values", "NaN or infinity", SAVED_AGAIN, names=wrong)
-    wrong = [name for name, one in values.stats.items() if one.kind == _SQUARES and one.low < 0]
+    wrong = [name for name, one in values.stats.items() if one.kind == "exp_avg_sq" and one.low < 0]
     yield Issue("squares, not negative", "negative numbers", SAVED_AGAIN, names=wrong)
     kinds = by_key((one.kind, name) for name, one in values.stats.items() if one.kind not in MASTERS)
-    for names in kinds.values():  # a kind as a whole is an error, some parameters of it a warning
+    for names in kinds.values():  # a complete kind is an error, some parameters of it a warning
         zero = [name for name in names if values.stats[name].low == values.stats[name].high == 0]
-        whole = len(zero) == len(names)
-        if not (whole and subject.megatron_files.opened.common.get("iteration") == 0):
-            hint = "" if whole else "right where no gradient has reached it, as an expert without tokens"
-            severity = warning_if(not whole)
+        is_partial = len(zero) < len(names)
+        if is_partial or subject.megatron_files.opened.common.get("iteration") != 0:
+            hint = "right for parameters without gradients, such as experts without tokens" * is_partial
+            severity = warning_if(is_partial)
             yield Issue("moments of a trained parameter", "all zero", hint, names=zero, severity=severity)
 
 
@@ -67,35 +63,33 @@ def _values(subject: Subject) -> OptimizerValues:
 
 @check("CK214", applies_to=has_optimizer)
 def masters_round(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each float32 master weight, rounded to the dtype of its weight, is that weight.
+    """Each float32 master weight rounds to the stored weight.
 
-    Buckets of a distributed optimizer hold masters without names: there no number may occur more often among the
-    weights than among the rounded masters.
+    Buckets of a distributed optimizer have masters without names: no number may be more frequent among the weights
+    than among the rounded masters.
     """
     values = _values(subject)
     args = subject.megatron_files.args
-    if stated := [name for name in _FEWER_BITS if args.get(name)]:
-        raise NotApplicable(f"the run kept weights in fewer bits ({stated[0]}), so they are no rounded master weights")
+    if kept := [name for name in _FEWER_BITS if args.get(name)]:
+        raise NotApplicable(f"the run kept weights in fewer bits ({kept[0]}), so they are no rounded master weights")
     if not values.compared and not values.weights:
         raise NotApplicable("no float32 master weights of 16-bit weights are stored")
-    counted(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
+    require_some(tally, values.compared or values.weights, "no optimizer state can be read", "CK213")
     expected = "master weights that round to the stored weights"
-    unlike = {name: found for name, found in values.compared.items() if found[0]}
+    unlike = {name: counts for name, counts in values.compared.items() if counts[0]}
     hint = "weights and optimizer are of different steps, or were mixed up in the save"
     for names in group_by_pattern(unlike):
         share = sum(unlike[name][0] for name in names) / sum(unlike[name][1] for name in names)
         yield Issue(expected, f"{share:.2%} of the elements differ", hint, names=names)
     for dtype, weights in values.weights.items():
-        total = int(weights.sum())
         if missing := without_master(values, dtype):
-            actual = f"{missing} of {total} {dtype} weights have no master weight that rounds to them"
-            frozen = f"{hint}; or the run does not train all of them"
-            yield Issue(expected, actual, frozen)
+            actual = f"{missing} of {int(weights.sum())} {dtype} weights have no master weight that rounds to them"
+            yield Issue(expected, actual, f"{hint}; or the run does not train all of them")
 
 
 @check("CK121", stage="headers", applies_to=has_optimizer)
 def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each weight has a master weight and moments of its shape, where others have them; each bucket has all kinds."""
+    """Each weight has a master and moments of its shape, if others have them; each bucket has all kinds of state."""
     names_of(subject)
     state = state_of(subject)
     if state.opaque and not (state.by_weight or state.buckets):
@@ -105,30 +99,31 @@ def optimizer_whole(subject: Subject, tally: Tally) -> Iterator[Issue]:
     unnamed = ("state of weights that are stored", "there is no weight of this name", state.unknown)
     for expected, actual, names in (unnamed, *_by_weight(state), *_by_bucket(state)):
         yield Issue(expected, actual, SAVED_AGAIN, names=names, file=where)
-    frozen = f"right where the run does not train all of them; else {SAVED_AGAIN}"
+    frozen = f"right if the run does not train all of them; else {SAVED_AGAIN}"
     unsaved = [key for key in state.weights if key not in state.by_weight] if state.by_weight else []
     yield Issue("optimizer state", "none", frozen, names=unsaved, file=where, severity="warning")
     elements = sum(math.prod(one.shape) for one in state.weights.values())
-    held = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
-    if held < elements and not state.opaque and not state.by_weight:  # buckets alone hold it
-        yield Issue(f"state of {elements} elements of weights", f"of {held}", frozen, file=where, severity="warning")
+    covered = sum(max(math.prod(one.shape) for one in bucket.kinds.values()) for bucket in state.buckets)
+    if covered < elements and not state.opaque and not state.by_weight:  # only buckets have the state
+        expected = f"state of {elements} elements of weights"
+        yield Issue(expected, f"of {covered}", frozen, file=where, severity="warning")
 
 
 _Problem = tuple[str, str, Collection[str]]
 
 
 def _by_weight(state: OptimizerState) -> Iterator[_Problem]:
-    kinds = {kind for found in state.by_weight.values() for kind in found}
+    kinds = {kind for parts in state.by_weight.values() for kind in parts}
     masters = kinds.intersection(MASTERS)
-    for key, found in state.by_weight.items():
-        moments = found.keys() - set(MASTERS)
-        lacking = [kind for kind in _ADAM if kind in kinds.difference(found) and not moments.isdisjoint(_ADAM)]
-        if masters.isdisjoint(found) and masters and state.weights[key].dtype != "float32":
+    for key, parts in state.by_weight.items():
+        moments = parts.keys() - set(MASTERS)
+        lacking = [kind for kind in _ADAM if kind in kinds.difference(parts) and not moments.isdisjoint(_ADAM)]
+        if masters.isdisjoint(parts) and masters and state.weights[key].dtype != "float32":
             lacking.append("master weights")
         for what in lacking if moments else [*lacking, "moments"]:
-            yield f"{what}, as other parameters have", "there are none", [key]
+            yield f"{what}, as other parameters have", "missing", [key]
         shape = state.weights[key].shape
-        for one in found.values():
+        for one in parts.values():
             if one.shape != shape and not is_flattened(shape, one.shape):
                 yield f"{list(shape)}, the shape of its weight", f"{list(one.shape)}", [one.key]
 
@@ -137,6 +132,6 @@ def _by_bucket(state: OptimizerState) -> Iterator[_Problem]:
     kinds = {kind for bucket in state.buckets for kind in bucket.kinds}
     for bucket in state.buckets:
         if missing := kinds - bucket.kinds.keys():
-            yield f"{', '.join(sorted(missing))}, as other buckets have", "there is none", [bucket.key]
+            yield f"{', '.join(sorted(missing))}, as other buckets have", "missing", [bucket.key]
         if len(sizes := {one.shape for one in bucket.kinds.values()}) > 1:
-            yield "as many elements of each kind", f"{', '.join(map(str, sorted(map(math.prod, sizes))))}", [bucket.key]
+            yield "the same size for each kind", ", ".join(map(str, sorted(map(math.prod, sizes)))), [bucket.key]

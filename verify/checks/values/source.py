@@ -1,9 +1,9 @@
-"""CK202, CK203 and CK216: values and dtypes against those of the source, or of the release that training started from.
+"""CK202, CK203 and CK216: values and dtypes against the source, or against the release that training started from.
 
-Training (CK216, `--trained`) moves values by little: a row of a matrix by less than its length. It does not move:
-- integers, such as tables of token ids. The counters of batch norms and the codes of quantized weights it does.
+Training (CK216, `--trained`) changes a row of a matrix by less than its length, and a vector in any way. It changes
+router biases and statistics of batch norms, which are buffers, but not:
+- integers, such as tables of token ids, except counters of batch norms and codes of quantized weights.
 - rotary frequencies (`inv_freq`), which follow from config.json.
-Router biases and statistics of batch norms are buffers too, and move. A vector may move anywhere.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from ckptkit.converters.adapter import Adapter
 from ckptkit.core.dtypes import COMPUTED, ITEMSIZE
 from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import PACKED, packed_in
-from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, counted, require_values
-from ckptkit.verify.core.check import Tally, check, where
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.checks.values.values import PARTS, VOCABULARY, require_some, require_values
+from ckptkit.verify.core.check import Issue, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.compare import TensorDiff
 from ckptkit.verify.evidence.expected import (
     Expected,
@@ -38,25 +36,20 @@ from ckptkit.verify.evidence.packed import int4_format_of
 from ckptkit.verify.evidence.reading import Values, as_hf_view, read_values, source_as_hf
 
 _FLOATS = frozenset({*COMPUTED, "float64"})
-# Of tensors, and of kinds of them, that differ where another model is compared; and more kinds than one block has.
+# The share of tensors, and of their kinds, that differ from another model; and the number of kinds of one block.
 _MOST, _FEW = 0.9, 3
 _COUNTER = "num_batches_tracked"
-# Of the rows of a matrix that training may have made anew: of the vocabulary those of tokens that were not in use.
-_ANEW, _ANEW_WORDS = 0.05, 0.5
+# The share of a matrix's rows that training may replace; in the vocabulary, those of unused tokens.
+_NEW_ROWS, _NEW_WORDS = 0.05, 0.5
 _SAVE_AGAIN = "save or convert again"
 
-
-values_kept = where(
-    lambda subject: not subject.options.trained, "values may differ from the source's with --trained (CK216)"
-)
+_WHY_NOT = "values may differ from the source's with --trained (CK216)"
+values_kept = only_if(lambda subject: not subject.options.trained, _WHY_NOT)
 
 
 @check("CK202", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=values_kept)
 def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every value, with both sides seen as HF; where the dtype differs (CK203), the source is cast.
-
-    Weights that are quantized here and plain in the source are for CK305 to judge.
-    """
+    """Every value, with both sides as HF and the source cast to this dtype. CK305 judges newly quantized weights."""
     values, wrong = _compared(subject, tally)
     yield from names_of_one_side(subject)
     for issue in list(other_places(subject, wrong)):
@@ -67,10 +60,7 @@ def values_of_source(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorDiff]]:
-    """What was read, and what differs from the source, but for weights that CK305 judges.
-
-    Raises as `require_values`.
-    """
+    """All values, and the differences that CK305 does not judge. Raises as `require_values`."""
     values = require_values(subject)
     for nbytes in values.compared.values():
         tally.compared(nbytes=nbytes)
@@ -79,7 +69,7 @@ def _compared(subject: Subject, tally: Tally) -> tuple[Values, dict[str, TensorD
 
 
 def names_of_one_side(subject: Subject) -> Iterator[Issue]:
-    """Tensors that only one of the two sides has, but those that other checks judge."""
+    """Tensors of only one side, except those that other checks judge."""
     values = read_values(subject)
     quantized, floats = _judged_by_steps(subject), float_weights(subject)
     config = usable_config(subject) or {}
@@ -89,9 +79,9 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
     extra = [name for name in values.only_here if name not in dropped | floats.parts | packed]
     lost = [name for name in values.only_source if name not in dropped | floats.judged | quantized]
     for names, others in _renamed(subject, lost, extra, values):
-        actual = f"missing: its values are those of {summarize(others)}, which the source has not"
-        hint = "rename it as in the source: a reader does not find a tensor under another name"
-        yield Issue("the tensor of the source", actual, hint, names=names, explains=others)
+        actual = f"missing: its values are those of {summarize(others)}, which the source does not have"
+        hint = "rename it as in the source: readers find no tensor under another name"
+        yield Issue("the tensor of the source", actual, hint, names=names, also_affected=others)
         lost = [name for name in lost if name not in names]
         extra = [name for name in extra if name not in others]
     yield Issue("the tensor of the source", "missing", names=lost)
@@ -100,24 +90,22 @@ def names_of_one_side(subject: Subject) -> Iterator[Issue]:
 
 
 def other_places(subject: Subject, wrong: Mapping[str, TensorDiff]) -> Iterator[Issue]:
-    """Tensors of `wrong` that have the bits of another tensor of the source, what one mistake explains together."""
+    """Tensors of `wrong` with the bits of another tensor of the source, grouped by the mistake that explains them."""
     judged = float_weights(subject).judged | _judged_by_steps(subject)
     for moved in explain_moves({name: _origin_of(subject, name) for name in wrong}, stages_of(subject)):
         expected = f"each {'layer' if moved.is_layers else 'tensor'}'s own values"
         layers = set(layers_of(moved.names)) if moved.is_layers else set()
         packed = [name for name in judged if layer_of(name) in layers]
-        yield Issue(expected, moved.text, moved.hint, names=moved.names, together=True, explains=packed)
+        yield Issue(expected, moved.text, moved.hint, names=moved.names, as_one=True, also_affected=packed)
 
 
 def _renamed(
     subject: Subject, lost: Sequence[str], extra: Sequence[str], values: Values
 ) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
-    """Kinds of tensors that the source has under one name and the checkpoint under another, with equal values.
-
-    Tensors of one constant each, such as new norms, tell nothing where several kinds have it.
-    """
+    """Kinds of tensors with equal values under other names in the source; constant ones must be the only kind."""
     left = [names for names in group_by_pattern(extra) if all(name in values.stats for name in names)]
     if not left or not lost:
+        return
         return
     stats, source = values.stats, source_as_hf(subject, subject.checkpoint.specs)
     here = {name: spec.shape for name, spec in as_hf_view(subject.checkpoint, subject.path, source.specs).specs.items()}
@@ -132,35 +120,33 @@ def _renamed(
 
 
 def _differing(subject: Subject, wrong: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
-    """Tensors that have neither the expected values nor those of another tensor."""
+    """Tensors with neither the expected values nor those of another tensor."""
     hint = "convert again from the source; if that does not help, name the right --source"
     expected = "the bits of the source" if subject.adapter is None else "the bits of the base with the adapter merged"
     share = f"{len(wrong)} of {len(values.compared)} tensors differ"
     if subject.adapter is None and _is_trained(wrong, values):
         hint = "add --trained if this was trained from the source: then values may differ; else convert again from it"
-        yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, together=True)
+        yield Issue(expected, f"{share}, each by little: another step of training", hint, names=wrong, as_one=True)
         return
     kinds, wrong_kinds = ({pattern_of(name) for name in names} for names in (values.compared, wrong))
     # No mistake in a mapping makes nearly all tensors of nearly all kinds differ.
     if len(wrong) > _MOST * len(values.compared) and len(wrong_kinds) > max(_FEW, _MOST * len(kinds)):
-        yield Issue(expected, f"{share}: another model", hint, names=wrong, together=True)
+        yield Issue(expected, f"{share}: another model", hint, names=wrong, as_one=True)
         return
     for broken in (True, False):
         for names in group_by_pattern(name for name in wrong if _is_broken(values.stats[name]) == broken):
             if subject.adapter is not None:
                 yield from _against_adapter(subject, subject.adapter, {name: wrong[name] for name in names}, values)
                 continue
-            worst = max(names, key=lambda name: wrong[name].largest)
-            actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
-            turned = _transposed(subject, worst) if not broken else None
-            if turned is not None:
+            worst, actual = _describe_worst(names, wrong, values)
+            if not broken and (turned := _transposed(subject, worst)) is not None:
                 hint = "store it as the source has it, with the last two axes exchanged"
                 actual = f"{turned} of the source is transposed ({actual})"
             yield Issue(expected, actual, hint, names=names)
 
 
 def _transposed(subject: Subject, name: str) -> str | None:
-    """The stored tensor, this one or what it is a part of, that is the source's with the last two axes exchanged."""
+    """The stored tensor with `name` or with its values that is transposed in the source."""
     here, source = subject.checkpoint, source_as_hf(subject, subject.checkpoint.specs)
     if name not in here.specs and subject.source is not None:
         source = subject.source
@@ -168,18 +154,17 @@ def _transposed(subject: Subject, name: str) -> str | None:
         is_it = other == name or (name not in here.specs and layer_of(other) == layer_of(name))
         if not is_it or len(spec.shape) < 2 or other not in source.specs:
             continue
-        if (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) != tuple(source.specs[other].shape):
-            continue
-        found, true = here.read([other])[other], source.read([other])[other]
-        if same_bytes(found, true.to(found.dtype).transpose(-1, -2).contiguous()):
-            return other
+        if (*spec.shape[:-2], spec.shape[-1], spec.shape[-2]) == tuple(source.specs[other].shape):
+            stored, original = here.read([other])[other], source.read([other])[other]
+            if same_bytes(stored, original.to(stored.dtype).transpose(-1, -2).contiguous()):
+                return other
     return None
 
 
 def _against_adapter(
     subject: Subject, adapter: Adapter, wrong: Mapping[str, TensorDiff], values: Values
 ) -> Iterator[Issue]:
-    """Tensors that are not those of base and adapter together: what was to be added, and whether anything was."""
+    """Tensors that differ from base and adapter merged: the missing sum, and whether anything was added."""
     here, base = (as_hf_view(one, subject.path) for one in (subject.checkpoint, adapter.base))
     groups: dict[tuple[bool, float | None], list[str]] = defaultdict(list)
     for name in wrong:
@@ -188,8 +173,7 @@ def _against_adapter(
         is_base = both and same_bytes(here.read([name])[name], base.read([name])[name])
         groups[is_base, None if pair is None else pair.scale].append(name)
     for (is_base, scale), names in groups.items():
-        worst = max(names, key=lambda name: wrong[name].largest)
-        actual = _described(wrong[worst], worst if len(names) > 1 else None, values.stats[worst])
+        _, actual = _describe_worst(names, wrong, values)
         actual = f"the base's own bits: nothing was added ({actual})" if is_base else actual
         merge = "merge it: `ckptkit convert BASE DST --merge ADAPTER`"
         hint = merge if is_base else f"{merge}; or give the adapter that was merged as --adapter"
@@ -207,107 +191,92 @@ def _against_adapter(
 
 
 def _is_trained(wrong: Mapping[str, TensorDiff], values: Values) -> bool:
-    """Whether most matrices of most kinds differ, and each by as little as training moves it."""
+    """Whether most matrices of most kinds differ, each by as little as after training."""
     matrices = [name for name, one in values.stats.items() if one.rows > 1 and name in values.compared]
     moved = [name for name in matrices if name in wrong]
     kinds, moved_kinds = ({pattern_of(name) for name in names} for names in (matrices, moved))
     is_most = 2 * len(moved) > len(matrices) and len(moved_kinds) > max(_FEW, len(kinds) / 2)
-    return is_most and all(
-        one.same_shape and not one.unlike and not _is_broken(values.stats[name]) for name, one in wrong.items()
-    )
+    broken = any(_is_broken(values.stats[name]) for name in wrong)
+    return is_most and not broken and all(one.same_shape and not one.unlike for one in wrong.values())
 
 
 def _is_broken(stats: Extremes) -> bool:
-    """Whether CK204 or CK205 has more to say of it."""
+    """Whether CK204 or CK205 reports it."""
     return stats.constant or not stats.finite
 
 
 def _judged_by_steps(subject: Subject) -> Set[str]:
-    """Weights of the source that are packed here, and whose rounding CK305 can judge: neither lost nor extra."""
+    """Weights of the source that are packed here, so that CK305 judges their rounding."""
     if subject.is_megatron or subject.source is None or is_quantized(subject.source.config):
         return frozenset()
     if int4_format_of(subject.checkpoint.config) is None:
         return frozenset()
-    packed = {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)}
-    return packed & frozenset(read_values(subject).only_source)
+    return {f"{module}.weight" for module in packed_in(subject.checkpoint.specs)} & {*read_values(subject).only_source}
 
 
 def _repeated_head(subject: Subject) -> frozenset[str]:
-    """The output layer of tied embeddings where only one side stores it.
-
-    Stored here it is for CK211 to judge; stored in the source it must repeat the embedding.
-    """
-    tied = tied_head_of(subject)
-    values, source = read_values(subject), subject.source
+    """The tied output layer if only one side stores it: the source's must repeat the embedding, CK211 judges ours."""
+    tied, values, source = tied_head_of(subject), read_values(subject), subject.source
     if tied is None or source is None or tied[0] not in (*values.only_here, *values.only_source):
         return frozenset()
     if tied[0] in values.only_source:
-        found = source.read(tied)
-        if not same_bytes(found[tied[0]], found[tied[1]]):
+        stored = source.read(tied)
+        if not same_bytes(stored[tied[0]], stored[tied[1]]):
             return frozenset()
     return frozenset(tied[:1])
 
 
 def _origin_of(subject: Subject, name: str) -> str | None:
-    """The source tensor whose values stand under this name, where there is one."""
+    """The other source tensor with the values of this one, if any."""
     values = read_values(subject)
     stats, difference = values.stats[name], values.differences[name]
     if _is_broken(stats) or not difference.same_shape:
         return None
-    return None if (found := values.source_names.get(stats.digest)) == name else found
+    return None if (origin := values.source_names.get(stats.digest)) == name else origin
 
 
-def _described(difference: TensorDiff, name: str | None, stats: Extremes) -> str:
-    """How a tensor differs; `name`: it is the worst of several."""
+def _describe_worst(names: Sequence[str], wrong: Mapping[str, TensorDiff], values: Values) -> tuple[str, str]:
+    """The tensor with the largest difference, and a description of that."""
+    worst = max(names, key=lambda name: wrong[name].largest)
+    difference, stats, where = wrong[worst], values.stats[worst], f" in {worst}" if len(names) > 1 else ""
     if not difference.same_shape:
-        return f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
+        return worst, f"shape {list(difference.actual.shape)}, in the source {list(difference.source.shape)}"
     rows = f", {difference.rows}" if difference.rows else ""
     by = f"by up to {difference.largest:.3g}" if stats.finite else "with NaN or infinity among them"
-    where = f" in {name}" if name else ""
     constant = f"all {stats.low:g}: ".replace("all 0:", "all zero:") if stats.constant else ""
     if difference.shift and not stats.constant:
         more = "more" if difference.shift > 0 else "less"
-        return f"each element is 1 {more} than the source's{where}, as between norms that multiply by w and by 1 + w"
-    return f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
+        norms = "as between norms that multiply by w and by 1 + w"
+        return worst, f"each element is 1 {more} than the source's{where}, {norms}"
+    return worst, f"{constant}{difference.unequal} of {difference.elements} elements differ{where}{rows}, {by}"
 
 
 @check("CK203", needs=("source",))
 def dtypes_kept(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Each change of dtype: an error where none is legal and for rounded fp32 state, else a warning.
-
-    Weights that are quantized here and plain in the source are for CK305 to judge.
-    """
+    """Each change of dtype: an error for an illegal one and for rounded fp32 state, else a warning."""
     values, quantized = read_values(subject), float_weights(subject).judged
-    counted(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
+    require_some(tally, values.compared, "not run because no tensor could be compared with the source (CK201, CK202)")
     fp32 = fp32_names(usable_config(subject))
     changed = by_key(
         ((one.source.dtype, one.actual.dtype, name in fp32), name)
         for name, one in values.differences.items()
         if one.source.dtype != one.actual.dtype and name not in quantized
     )
-    for (before, after, state), found in changed.items():
+    for (before, after, is_state), group in changed.items():
         # Only floats of at least 16 bits may change, and fp32 state only to a wider one.
-        is_legal = {before, after} <= _FLOATS and not (state and ITEMSIZE[after] < ITEMSIZE[before])
-        for names in group_by_pattern(found):
-            first = values.differences[names[0]]
-            lost = ", {} distinct values became {} in {}".format(*first.distinct, names[0])
-            severity = warning_if(is_legal)
-            yield Issue(before, after + lost * (state and not is_legal), names=names, severity=severity)
+        is_legal = {before, after} <= _FLOATS and not (is_state and ITEMSIZE[after] < ITEMSIZE[before])
+        for names in group_by_pattern(group):
+            lost = ", {} distinct values became {} in {}".format(*values.differences[names[0]].distinct, names[0])
+            actual = after + lost * (is_state and not is_legal)
+            yield Issue(before, actual, names=names, severity=warning_if(is_legal))
 
 
-@check(
-    "CK216",
-    needs=("source",),
-    explained_by=("CK124", "CK204", "CK205", "CK702"),
-    applies_to=where(
-        lambda subject: subject.options.trained, "--trained was not given, so values must be the source's"
-    ),
-)
+_was_trained = only_if(lambda subject: subject.options.trained, "--trained was not given, so values must be equal")
+
+
+@check("CK216", needs=("source",), explained_by=("CK124", "CK204", "CK205", "CK702"), applies_to=_was_trained)
 def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Names and shapes are the source's; values may differ, but for those in the module's first lines.
-
-    What did not move at all is a note, since layers and towers are often frozen; if that is everything, a warning.
-    """
+    """Names and shapes are the source's, and values moved by little. Unmoved tensors are a note, or all a warning."""
     values, differing = _compared(subject, tally)
     yield from names_of_one_side(subject)
     for name, one in differing.items():
@@ -327,7 +296,7 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
         or not (has_codes or name.endswith(_COUNTER) or one.source.dtype in _FLOATS)
     ]
     hint = f"{_SAVE_AGAIN}, with this tensor as the release has it"
-    yield Issue("the source's values, which no training moves", "other values", hint, names=names)
+    yield Issue("the source's values, which training does not change", "other values", hint, names=names)
     yield from _unlike(left, values)
     floats = [name for name, one in values.stats.items() if name in values.compared and one.rms and not one.constant]
     still = [name for name in floats if name not in values.differences or not values.differences[name].unequal]
@@ -336,32 +305,30 @@ def moved_by_training(subject: Subject, tally: Tally) -> Iterator[Issue]:
     elif still:
         actual = f"the source's bits in all {len(still)} tensors: nothing was trained"
         hint = "name the checkpoint that the training wrote; without --trained every value is compared"
-        yield Issue("values that training moved", actual, hint, severity="warning")
+        yield Issue("values that training changed", actual, hint, severity="warning")
 
 
 def _unlike(differing: Mapping[str, TensorDiff], values: Values) -> Iterator[Issue]:
-    """Matrices with rows that are further from the source's than training moves them."""
+    """Matrices with rows that differ more from the source's than by training."""
     shares = {
         name: one.unlike / max(1, stats.rows)
         for name, one in differing.items()
         if (stats := values.stats[name]).finite and not stats.constant and stats.rows > 1
     }
-    odd = {
-        name: share for name, share in shares.items() if share > (_ANEW_WORDS if name.endswith(VOCABULARY) else _ANEW)
-    }
+    limits = {name: _NEW_WORDS if name.endswith(VOCABULARY) else _NEW_ROWS for name in shares}
+    odd = {name: share for name, share in shares.items() if share > limits[name]}
     if not odd:
         return
     expected = "rows that are near the source's, as training leaves them"
-    if median(shares.values()) > _ANEW:
+    if median(shares.values()) > _NEW_ROWS:
         actual = f"{len(odd)} of {len(shares)} matrices that differ have nothing in common with the source's"
         hint = "name the release that the training started from as --source"
-        yield Issue(expected, f"{actual}: another model", hint, names=odd, together=True)
+        yield Issue(expected, f"{actual}: another model", hint, names=odd, as_one=True)
         return
     hint = f"{_SAVE_AGAIN}: its values are those of another tensor, in another order, or were initialized anew"
     for names in group_by_pattern(odd):
         worst = max(names, key=lambda name: odd[name])
         one, where = differing[worst], f" of {worst}" if len(names) > 1 else ""
-        rows = (
-            f"{one.unlike} of {values.stats[worst].rows} rows{where}{', ' if one.unlike_rows else ''}{one.unlike_rows}"
-        )
+        rows = f"{one.unlike} of {values.stats[worst].rows} rows{where}"
+        rows += f", {one.unlike_rows}" if one.unlike_rows else ""
         yield Issue(expected, f"{rows}: they have little in common with the source's", hint, names=names)

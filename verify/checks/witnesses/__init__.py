@@ -1,1 +1,1 @@
-"""Checks of what real Megatron and real SGLang made of the checkpoint."""
+"""Checks of the loaded checkpoint in real engines, real Megatron and transformers."""

@@ -1,35 +1,46 @@
-"""CK607: whether the model predicts text."""
+"""CK602, CK603, CK606 and CK607: output against transformers: recorded rollouts, Megatron, and fixed texts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from ckptkit.verify.checks.witnesses.megatron import finished, ranks_named
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+import numpy as np
+
+from ckptkit.converters.config.values import language_part
+from ckptkit.formats.hf.reader import read_config
+from ckptkit.formats.hf.side_files import quantization_of
+from ckptkit.verify.checks.witnesses.engine import FURTHEST
+from ckptkit.verify.checks.witnesses.megatron import format_ranks, require_finished
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, only_if, warning_if
 from ckptkit.verify.evidence.expected import config_of
-from ckptkit.verify.evidence.side_files import TOKENIZER
+from ckptkit.verify.evidence.side_files import TOKENIZER, SideFiles
 from ckptkit.verify.witnesses.live.run import run_engine_reference
 from ckptkit.verify.witnesses.megatron.run import Computed, computes_in, run_megatron_logits
+from ckptkit.verify.witnesses.reference.activations import rounds_activations
 from ckptkit.verify.witnesses.reference.run import prompts_of, run_prediction
+from ckptkit.verify.witnesses.rollouts.recorded import SIDES, RecordedSample, Recording
+from ckptkit.verify.witnesses.rollouts.run import (
+    Recomputed,
+    recorded_prompts,
+    recording_of,
+    run_recompute,
+    run_templates,
+    tokenizer_directory,
+)
 
 
 def _in_transformers(subject: Subject) -> None:
     with_engine = "engine" in subject.against
     if "megatron" in subject.against and subject.is_megatron and not with_engine:
-        raise NotApplicable("CK606 compares Megatron; --logits alone asks transformers")
+        raise NotApplicable("CK606 compares Megatron; without --against-megatron, --logits runs transformers")
     if with_engine and not (subject.path / TOKENIZER).exists():
-        raise NotApplicable("there is no tokenizer.json, so no text can be given to the model")
+        raise NotApplicable("there is no tokenizer.json to encode texts with")
 
 
 @check("CK607", stage="behaviour", needs=("logits",), applies_to=_in_transformers)
 def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Bits a byte of fixed texts in English, Python and Chinese, under the model's own tokenizer, in transformers.
-
-    Needs no GPU and no engine. Weights that look untrained are not judged.
-    """
+    """Bits a byte of fixed texts in English, Python and Chinese in transformers; untrained weights are not judged."""
     from ckptkit.verify.witnesses.reference.prediction import NO_TEXT, POOR_TEXT, bits_a_byte, looks_trained
 
     with_engine = "engine" in subject.against
@@ -41,51 +52,48 @@ def predicts_text(subject: Subject, tally: Tally) -> Iterator[Issue]:
     line = ", ".join(f"{what} {one:.2f}" for what, one in zip(("English", "Python", "Chinese"), bits, strict=True))
     untrained = "" if trained else "; the weights look untrained, so this is not judged"
     tally.facts["bits a byte of fixed texts"] = [f"{line}{untrained}"]
-    best = min(bits)  # of the text that is predicted best
+    best = min(bits)
     if trained and best <= NO_TEXT:
-        tally.tell(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
+        tally.add_to_verdict(f"predicts text{'' if best <= POOR_TEXT else ' poorly'}: {line} bits a byte")
     if trained and best > POOR_TEXT:
-        expected = f"at most {POOR_TEXT} bits a byte of the text that is predicted best"
-        how = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
-        yield Issue(expected, f"{best:.2f}: {how} ({line})", severity=warning_if(best <= NO_TEXT))
+        expected = f"at most {POOR_TEXT} bits a byte of the best of these texts"
+        result = "it does not predict text" if best > NO_TEXT else "it predicts text poorly"
+        yield Issue(expected, f"{best:.2f}: {result} ({line})", severity=warning_if(best <= NO_TEXT))
     if with_engine:
         return  # CK601 judges the engine, with random tokens if the weights are untrained
-    tally.note(f"--logits asked transformers alone ({reference.dtype}), no engine: --engine --logits asks one too")
+    tally.note(f"--logits ran only transformers ({reference.dtype}): --engine --logits runs an engine too")
     if not trained:
         raise CannotCheck("the weights look untrained, so whether they predict text is not judged")
 
 
-# Times the noise of the checkpoint's dtype. Megatron in float32 has none of it, but for near ties between experts; in
-# the dtype itself it has as much as an engine, which is judged alike (CK601).
+# Times the noise of the checkpoint's dtype. Megatron in float32 is exact, except near ties between experts; in the
+# dtype itself it has as much as an engine (CK601).
 _IN_FLOAT32, _IN_ITS_DTYPE = 0.1, 3.0
 
 
 @check("CK606", stage="behaviour", needs=("megatron", "logits"))
 def same_logits_in_megatron(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Log-probabilities of fixed prompts in the parallel sizes asked for, in units of the noise of the dtype.
-
-    Computed in float32, and on GPUs also in the checkpoint's dtype, by modules of megatron-core alone.
-    """
-    finished(subject)
+    """Log-probabilities of fixed prompts in megatron-core against transformers, in units of the dtype's noise."""
+    require_finished(subject)
     prompts = prompts_of(config_of(subject), with_long=False)
     for dtype in computes_in(subject):
         yield from judge_run(run_megatron_logits(subject, prompts, dtype), subject, tally)
 
 
 def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """What one run shows."""
+    """Compares one run with transformers."""
     from ckptkit.verify.witnesses.reference.distance import distance, mean_gap, not_finite_logprobs
 
     answers = [answer for judged in run.answers.values() for answer in judged]
     broken, count = not_finite_logprobs(answers)
     tally.compared(count)
     if run.reference is None:
-        hint = "CK401 and CK402 name what Megatron did not load; else the weights themselves are not finite (CK204)"
+        hint = "CK401 and CK402 list tensors that Megatron did not load; else the weights are not finite (CK204)"
         yield Issue("a finite log-probability for every token", f"{broken} of {count} are not", hint)
         return
     reference, exact = run.reference, run.reference.exact
     noise = distance(reference.rounded, exact)
-    tally.tell("log-probabilities compared with transformers")
+    tally.add_to_verdict("log-probabilities compared with transformers")
     tally.facts.setdefault("log-probabilities in Megatron", []).extend(
         [
             f"megatron-core {run.version} in {run.dtype} ({run.sizes}, {run.device}) from transformers in "
@@ -105,5 +113,180 @@ def judge_run(run: Computed, subject: Subject, tally: Tally) -> Iterator[Issue]:
     hint, rank = "compare the training arguments with the release (CK701, CK702)", None
     if len(wrong) < len(gaps):
         hint = "report it with the parallel sizes and the megatron-core version: the other ranks are within the limit"
-        rank = ranks_named(wrong)
+        rank = format_ranks(wrong)
     yield Issue(expected, f"mean {max(wrong.values()):.2g}", hint, rank=rank)
+
+
+FURTHEST_SAMPLE = 10.0  # times the noise, for the mean of one sample, which scatters more
+_LEAST_NOISE = 1e-4  # nats a token
+_ABOVE_ZERO = 1e-3  # nats by which rounding may raise the log-probability of a certain token above 0
+_FEW, _SHORT = 32, 8  # the fewest tokens of all samples, and of one, for a meaningful mean
+_JITTER = 1e-4  # the KL of kernel jitter, by miles' debugging guide (docs/developer/debug.md)
+_MAX_EXPONENT = 700.0  # exp of more overflows float64
+
+
+@dataclass(frozen=True)
+class LogprobGap:
+    """The gap between the log-probabilities p by which `tokens` tokens were sampled and new ones q, in nats a token.
+
+    mean, largest: of |p - q|. k3: the mean of exp(q - p) - 1 - (q - p), an estimate of the Kullback-Leibler divergence
+    (John Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html).
+    """
+
+    tokens: int
+    mean: float
+    largest: float
+    k3: float
+
+    def __str__(self) -> str:
+        return f"mean {self.mean:.4f} nats a token, largest {self.largest:.3f}; KL {self.k3:.2g} (k3)"
+
+
+def gap(
+    sampled: Sequence[Sequence[float]], other: Sequence[Sequence[float]], masks: Sequence[Sequence[bool]]
+) -> LogprobGap:
+    """The gap over the tokens in the masks, of which there must be one."""
+    chosen = np.concatenate([np.asarray(mask, bool) for mask in masks])
+    p, q = (np.concatenate([np.asarray(one, np.float64) for one in lists])[chosen] for lists in (sampled, other))
+    ratio = np.minimum(q - p, _MAX_EXPONENT)
+    k3 = float((np.expm1(ratio) - ratio).mean())
+    return LogprobGap(p.size, float(np.abs(p - q).mean()), float(np.abs(p - q).max()), k3)
+
+
+_has_rollout = only_if(lambda subject: subject.options.rollout_data, "no --rollout-data was given")
+
+
+@check("CK602", stage="behaviour", needs=("sound headers",), applies_to=_has_rollout)
+def same_log_probs(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """Recorded responses against transformers: the mean difference per token, in units of the format's noise."""
+    recording = recording_of(subject)
+    number = "" if recording.rollout is None else f" of rollout {recording.rollout}"
+    versions = ", ".join(recording.versions) or "not recorded"
+    tally.facts["rollout"] = [f"{len(recording.samples)} samples{number}, made with weight versions: {versions}"]
+    if broken := list(_not_usable(recording, int(language_part(config_of(subject))["vocab_size"]))):
+        tally.compared(len(recording.samples))
+        yield from broken
+        return
+    if not recording.sides:
+        raise CannotCheck(f"{recording.path} has no log-probabilities: the engine returned none (return_logprob)")
+    if rounds_activations(quantization_of(read_config(tokenizer_directory(subject))) or {}):
+        raise CannotCheck("the engine also rounds activations of this format, and the noise of that is not known")
+    reasons = []
+    for side in recording.sides:
+        try:
+            yield from _judge(subject, recording, side, tally)
+        except CannotCheck as reason:
+            reasons.append(f"{SIDES[side]}: {reason}")
+    if reasons:
+        raise CannotCheck("; ".join(reasons))
+
+
+def _not_usable(recording: Recording, vocabulary: int) -> Iterator[Issue]:
+    """Unknown token ids, and invalid log-probabilities."""
+    ids = ((token, one.index) for one in recording.samples for token in one.tokens)
+    if odd := next((f"{token} in sample {index}" for token, index in ids if not 0 <= token < vocabulary), None):
+        expected = f"token ids below {vocabulary}, the vocabulary of the checkpoint"
+        yield Issue(expected, odd, "the rollout was made with another model or tokenizer", file=recording.path)
+    for side in recording.sides:
+        wrong = [
+            one.index
+            for one in recording.samples
+            for value, is_sampled in zip(one.log_probs.get(side, []), one.mask, strict=False)
+            if is_sampled and not -np.inf < value < _ABOVE_ZERO
+        ]
+        if wrong:
+            expected, count = "log-probabilities: finite numbers not above 0", len(wrong)
+            actual = f"{count} of {SIDES[side]} are not, first in sample {wrong[0]}"
+            hint = "serve only the checkpoint of that step: `verify --engine` checks whether it answers with numbers"
+            yield Issue(expected, actual, hint, file=recording.path, count=count)
+
+
+def _gaps(rows: Sequence[Recomputed], side: str) -> tuple[LogprobGap, LogprobGap]:
+    """The gaps of the recording, and of transformers in an engine's dtype, from transformers in float32."""
+    masks, exact = [part.mask for part, _, _ in rows], [one for _, one, _ in rows]
+    recorded, rounded = [part.log_probs[side] for part, _, _ in rows], [one for *_, one in rows]
+    return gap(recorded, exact, masks), gap(rounded, exact, masks)
+
+
+def _judge(subject: Subject, recording: Recording, side: str, tally: Tally) -> Iterator[Issue]:
+    """Judges one side's log-probabilities. Raises CannotCheck if a large gap may have another reason."""
+    dtype, every = run_recompute(subject)
+    rows = [row for row in every if side in row[0].log_probs]
+    (recorded, noise), label = _gaps(rows, side), SIDES[side]
+    unit = max(noise.mean, _LEAST_NOISE)
+    tally.compared(recorded.tokens)
+    tally.add_to_verdict("recorded log-probabilities compared with transformers")
+    facts = tally.facts.setdefault("log-probabilities of the rollout", [])
+    facts.append(f"{label} from transformers in float32, {recorded.tokens} tokens of {len(rows)} samples: {recorded}")
+    facts.append(f"that is {recorded.mean / unit:.2f} times the noise, transformers in {dtype} from float32: {noise}")
+    if not np.isfinite(recorded.mean):
+        actual = f"transformers computes {recorded.mean} for recorded tokens"
+        hint = "first verify the checkpoint without the rollout: its values or its config are broken"
+        yield Issue("finite log-probabilities from the checkpoint itself, in float32", actual, hint)
+        return
+    if not np.isfinite(noise.mean):
+        raise CannotCheck(f"transformers computes no numbers in {dtype}, so its noise is not known")
+    if recorded.tokens < _FEW:
+        raise CannotCheck(f"{recorded.tokens} tokens are too few to judge a difference of {recorded.mean:.4f} nats")
+    doubt = _doubt(subject, recording, [part for part, _, _ in rows])
+    if recorded.mean > FURTHEST * unit:
+        times = f"{recorded.mean / unit:.1f} times"
+        if doubt:
+            raise CannotCheck(f"{times} the noise away ({recorded}), but {doubt}")
+        made = f" {recording.versions[0]}" if recording.versions else ""
+        jitter = f"a KL below {_JITTER:g} is jitter of kernels by miles' debugging guide; " * (recorded.k3 < _JITTER)
+        hint = f"{jitter}verify the checkpoint of weight version{made}, in the format that was served"
+        expected = f"log-probabilities of {label} within {FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
+        yield Issue(expected, f"{times}: {recorded}", hint, file=recording.path, severity=warning_if(jitter))
+        return
+    for row in rows:
+        part, (one, own) = row[0], _gaps([row], side)
+        if one.tokens >= _SHORT and one.mean > FURTHEST_SAMPLE * max(unit, own.mean):
+            if doubt:
+                raise CannotCheck(f"sample {part.index} of {label} is not the checkpoint's, but {doubt}")
+            expected = f"sample {part.index} of {label} within {FURTHEST_SAMPLE:g} times the noise (mean {unit:.4f})"
+            yield Issue(expected, str(one), "other weights or another prompt generated it", file=recording.path)
+
+
+def _doubt(subject: Subject, recording: Recording, parts: Sequence[RecordedSample]) -> str:
+    """Other possible reasons for a gap than the weights, or ""."""
+    doubts = []
+    if any(part.temperature is None for part in parts):
+        doubts.append("the file has no temperature, and 1 was used: give --rollout-temperature")
+    if len(recording.versions) > 1:
+        doubts.append(f"samples were made with several weight versions ({', '.join(recording.versions)})")
+    if any(part.clipped for part in parts):
+        doubts.append("they were sampled with top-p, and may be relative to the remaining tokens")
+    if subject.is_megatron and quantization_of(read_config(tokenizer_directory(subject))):
+        doubts.append("its HF directory is quantized: an engine that serves this model so has rounded the weights")
+    return "; ".join(doubts)
+
+
+def _has_prompts(subject: Subject) -> None:
+    """Raises NotApplicable for the trainer's own files, which have no prompts."""
+    _has_rollout(subject)
+    if not recorded_prompts(subject):
+        raise NotApplicable("the file of --rollout-data has no prompts with their tokens")
+
+
+@check("CK603", stage="behaviour", needs=("sound headers",), applies_to=_has_prompts)
+def same_prompts(subject: Subject, tally: Tally) -> Iterator[Issue]:
+    """The tokens of prompts by the checkpoint's tokenizer, and of messages by its template, are the recorded ones."""
+    path, root = subject.options.rollout_data, tokenizer_directory(subject)
+    files = SideFiles(root)
+    if not files.has_vocabulary and not files.sentencepiece:
+        raise CannotCheck(f"{root} has no tokenizer to render the recorded prompts with")
+    renderings = run_templates(subject)
+    tally.compared(len(renderings))
+    tally.add_to_verdict("recorded prompts compared with transformers")
+    assumed = {one.assumed: one.index for one in reversed(renderings) if one.assumed}
+    facts = tally.facts["prompts of the rollout"] = [f"{len(renderings)} different ones rendered by transformers"]
+    facts += [f"equal with {option}, which is not recorded (sample {index})" for option, index in assumed.items()]
+    if one := next((one for one in renderings if one.refused), None):
+        actual, hint = f"it refuses those of sample {one.index}: {one.refused}", "copy the template from the release"
+        yield Issue("messages that the chat template accepts", actual, hint, file=path)
+    if different := [one for one in renderings if one.different]:
+        one, count = different[0], f"{len(different)} of {len(renderings)} prompts differ"
+        hint = "compare tokenizer and chat template with the release, and the job's --apply-chat-template-kwargs"
+        expected = f"the tokens that were recorded for sample {one.index}"
+        yield Issue(expected, f"{one.different}; {count}", hint, file=path)

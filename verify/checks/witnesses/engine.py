@@ -1,14 +1,11 @@
-"""What a live engine, SGLang or vLLM, shows of the checkpoint. One run of it serves all these checks."""
+"""CK511 to CK513 and CK601: the checkpoint in a live engine, SGLang or vLLM. All checks share one run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptkit.core.specs import summarize
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue, warning_if
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, warning_if
 from ckptkit.verify.evidence.folding import group_by_pattern
 from ckptkit.verify.witnesses.live.job import AGAIN, DRAFT, FIRST, RESUMED, EngineReport, Reload
 from ckptkit.verify.witnesses.live.run import (
@@ -22,52 +19,52 @@ from ckptkit.verify.witnesses.live.run import (
 from ckptkit.verify.witnesses.runner import inconclusive
 
 DECODING = "with speculative decoding"
-_OF_THE_CACHE = (
+_CACHE_HINT = (
     "only a key-value cache in FP8 (--kv-cache-dtype) uses these, and no update sends them: with such a cache release "
-    "kv_cache alone"
+    "only kv_cache"
 )
-FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md has what sound and broken models measure
+FURTHEST = 3.0  # times the noise of the format; lab/gpu-results.md lists sound and broken models
 
 
 @check("CK511", stage="engine", needs=("engine",))
 def answers(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """A real engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
+    """The engine serves the directory: log-probabilities of fixed prompts are numbers, before and after updates."""
     from ckptkit.verify.witnesses.reference.distance import not_finite_logprobs
 
     run = run_engine(subject)
     report = run.require_report()
     label = running_engine(subject).label
-    tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_held(report)]
-    for name, given in report.passes.items():
-        broken, count = not_finite_logprobs(given)
+    tally.facts[f"{label} engine"] = [f"{label} {report.version}, on {report.device}", *_tensor_facts(report)]
+    for name, outputs in report.passes.items():
+        broken, count = not_finite_logprobs(outputs)
         tally.compared(count)
         if broken:
             yield Issue("a finite log-probability for every token", f"{broken} of {count} are not, {name}")
 
 
-def _held(report: EngineReport) -> list[str]:
+def _tensor_facts(report: EngineReport) -> list[str]:
     if not report.held:
         return []
-    held = f"{report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB are read back"
-    held += f", {report.draft_held} of them of the draft model" if report.draft_held else ""
+    line = f"{report.held} parameters, buffers and other tensors of {report.held_bytes / 1e9:.2f} GB are read back"
+    line += f", {report.draft_held} of them of the draft model" if report.draft_held else ""
     changing = map(summarize, group_by_pattern(report.volatile))
-    return [held, *(f"change from request to request, not compared: {text}" for text in changing)]
+    return [line, *(f"change from request to request, not compared: {text}" for text in changing)]
 
 
 @check("CK512", stage="engine", needs=("update",))
 def second_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The whole checkpoint, twice by tensor and twice from disk, the first time over poisoned parameters."""
+    """The checkpoint is loaded again, twice by tensor and twice from disk, first over poisoned parameters."""
     yield from _reloads(subject, tally, "updating ")
 
 
 @check("CK513", stage="engine", needs=("release-resume",))
 def resumed(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Memory is released and resumed and weights are updated; then every tensor is compared, buffers included."""
+    """Every tensor and buffer is the same after memory was released and resumed, and weights updated."""
     yield from _reloads(subject, tally, RESUMED)
 
 
 def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
-    """What steps of a kind left, of the plain engine and, where there are draft layers, of one that holds them too."""
+    """The differences after steps of a kind, in the plain engine and, if there are draft layers, in one with them."""
     if (why := no_second_load(subject)) is not None:
         raise CannotCheck(why)
     run_engine(subject).require_report()
@@ -77,33 +74,31 @@ def _reloads(subject: Subject, tally: Tally, kind: str) -> Iterator[Issue]:
         if run is None or run.report is None:
             continue
         engine = f"{running_engine(subject).label} engine"
-        tally.facts |= {f"{engine}, {decoding}": _held(run.report)} if decoding else {}
+        tally.facts |= {f"{engine}, {decoding}": _tensor_facts(run.report)} if decoding else {}
         for step in (step for step in run.report.reloads if step.name.startswith(kind)):
             if not step.refused:
                 tally.compared(run.report.held - len(run.report.volatile), nbytes=run.report.held_bytes)
             yield from _differences(step, earlier.get(step.name), subject)
             earlier.setdefault(step.name, step)
-    reasons = [
-        _unseen(running_engine(subject).label, decoding, run, kind) for decoding, run in runs.items() if run is not None
-    ]
-    if any(reasons):
-        raise CannotCheck("; ".join(filter(None, reasons)))
+    label = running_engine(subject).label
+    if reasons := [reason for name, run in runs.items() if run and (reason := _why_incomplete(label, name, run, kind))]:
+        raise CannotCheck("; ".join(reasons))
 
 
-def _unseen(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
-    """Why an engine does not say whether it can load weights again; None where it does."""
+def _why_incomplete(label: str, decoding: str, run: EngineRun, kind: str) -> str | None:
+    """Why the steps of an engine are incomplete, or None."""
     if run.report is None:
         return f"{decoding}: {run.failed or 'the engine gave no report'}"
-    of = f"{decoding}: " if decoding else ""
+    prefix = f"{decoding}: " if decoding else ""
     if not run.report.complete:
-        return str(inconclusive(f"{of}the engine ended", run.failed))
+        return str(inconclusive(f"{prefix}the engine ended", run.failed))
     if not any(step.name.startswith(kind) for step in run.report.reloads):
-        return f"{of}not run, since {label} refused an update before it (CK512, CK513)"
+        return f"{prefix}not run, since {label} refused an update before it (CK512, CK513)"
     return None
 
 
 def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterator[Issue]:
-    """What a step shows, without what `other`, the same step of another engine, shows too."""
+    """The differences after a step, without those of `other`, the same step of another engine."""
     other, label = other or Reload(step.name), running_engine(subject).label
     if step.refused:
         hint = "update it by tensor, which was tried and is checked above"
@@ -115,13 +110,13 @@ def _differences(step: Reload, other: Reload | None, subject: Subject) -> Iterat
         return
     expected = "the bits of the first load"
     hint = f"{label} serves something else after this update than after a start: do not train with updates of this kind"
-    for held in sorted({*step.changed} - {*other.changed}):
-        rank, _, name = held.partition(" ")
+    for key in sorted({*step.changed} - {*other.changed}):
+        rank, _, name = key.partition(" ")
         actual = f"other bits{' in the draft model' * name.startswith(DRAFT)} after {step.name}"
         is_scale = running_engine(subject).has_default(name)
-        move, severity = _OF_THE_CACHE if is_scale else hint, warning_if(is_scale)
-        yield Issue(expected, actual, move, names=[name], rank=rank, severity=severity, file=None)
-    named = {held.partition(" ")[2].removeprefix(DRAFT) for held in (*step.changed, *other.changed)}
+        its_hint, severity = _CACHE_HINT if is_scale else hint, warning_if(is_scale)
+        yield Issue(expected, actual, its_hint, names=[name], rank=rank, severity=severity, file=None)
+    named = {key.partition(" ")[2].removeprefix(DRAFT) for key in (*step.changed, *other.changed)}
     by_checker = sorted({*step.unequal} - named - {*other.unequal})
     actual = f"{label}'s weight checker found other bits after {step.name}"
     yield Issue(expected, actual, hint, names=by_checker, file=None)
@@ -137,24 +132,24 @@ def same_logits(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("not run because the engine's answers are not numbers", "CK511")
     reference = run_engine_reference(subject)
     dtype, exact = reference.dtype, reference.exact
-    found, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
+    measured, noise = distance(passes[FIRST], exact), distance(reference.rounded, exact)
     between = distance(passes[FIRST], passes[AGAIN])
     tally.compared(sum(len(answer.tokens) for answer in exact))
     unit, label = max(noise.mean, 1e-4), running_engine(subject).label
-    tally.tell("log-probabilities compared with transformers")
+    tally.add_to_verdict("log-probabilities compared with transformers")
     tally.facts["log-probabilities"] = [
-        f"{label} from transformers in float32: {found}",
+        f"{label} from transformers in float32: {measured}",
         f"transformers in {dtype} from float32: {noise}",
         f"{label} from pass to pass: mean {between.mean:.4f}, largest {between.largest:.3f}",
-        f"{label} is {found.mean / unit:.2f} times the noise away",
+        f"{label} is {measured.mean / unit:.2f} times the noise away",
     ]
     bound = f"{FURTHEST:g} times the noise of {dtype} (mean {unit:.4f})"
-    if not found.mean <= FURTHEST * unit:  # NaN too
-        yield Issue(f"log-probabilities within {bound}", f"{found.mean / unit:.1f} times: {found}")
+    if not measured.mean <= FURTHEST * unit:  # NaN too
+        yield Issue(f"log-probabilities within {bound}", f"{measured.mean / unit:.1f} times: {measured}")
     if not between.mean <= FURTHEST * unit:
         actual = f"{between.mean / unit:.1f} times: mean {between.mean:.4f}, largest {between.largest:.3f}"
-        hint = f"{label}'s kernels for this format do not repeat themselves: try another format or group size"
-        yield Issue(f"the same answers to the same prompts, but for {bound}", actual, hint)
+        hint = f"{label}'s kernels for this format are nondeterministic: try another format or group size"
+        yield Issue(f"the same answers to the same prompts, within {bound}", actual, hint)
     if best_tokens(passes[FIRST]) == 1 < best_tokens(exact):
         expected = f"{best_tokens(exact)} different most probable tokens, as in transformers"
         hint = f"run `verify --against-{running_engine(subject).name}`: a part of the model is dead"

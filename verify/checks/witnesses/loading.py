@@ -1,4 +1,4 @@
-"""CK501 to CK508: what a real engine made of the checkpoint. One run of each engine serves all of its checks."""
+"""CK501 to CK508: the checkpoint in the loader of a real engine. All checks of an engine share one run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,20 @@ from ckptkit.core.specs import summarize
 from ckptkit.quant.formats.part_names import INT4_ENDINGS, WEIGHT_PACKED, WEIGHT_SCALE, WEIGHT_SCALE_INV
 from ckptkit.quant.ignore.names import spell
 from ckptkit.verify.checks.config.config import is_parallel
-from ckptkit.verify.checks.config.spellings import in_words, keys_of
+from ckptkit.verify.checks.config.spellings import format_keys, keys_of
 from ckptkit.verify.core.catalogue import wording_of
-from ckptkit.verify.core.check import AppliesTo, Run, Tally, check, where
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import Severity
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject
+from ckptkit.verify.core.check import (
+    AppliesTo,
+    CannotCheck,
+    Issue,
+    NotApplicable,
+    Run,
+    Severity,
+    Subject,
+    Tally,
+    check,
+    only_if,
+)
 from ckptkit.verify.evidence.expected import (
     config_of,
     is_cache_scale,
@@ -41,7 +48,7 @@ from ckptkit.verify.witnesses.process.exit_report import ExitReport
 from ckptkit.verify.witnesses.registry import ENGINES
 from ckptkit.verify.witnesses.runner import inconclusive
 
-if TYPE_CHECKING:  # each adapter is held to the protocol
+if TYPE_CHECKING:  # each adapter must implement the protocol
     from ckptkit.verify.witnesses.loading.engine import Engine
     from ckptkit.verify.witnesses.sglang import adapter as sglang
     from ckptkit.verify.witnesses.vllm import adapter as vllm
@@ -49,22 +56,14 @@ if TYPE_CHECKING:  # each adapter is held to the protocol
     _ADAPTERS: tuple[Engine, ...] = (sglang, vllm)
 
 _NO_KEY = re.compile(r"'\w*Config\w*' object has no attribute '(\w+)'")
-KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` has each one's own
-
-
+KEEP_ROUTER = r"re:.*\.mlp\.gate(\.weight)?$"  # in most families; `keep_router` returns that of a model
 Issues = Callable[[EngineFacts, Subject, Tally], Iterator[Issue]]
 
 
 def each_engine(
-    number: int,
-    *,
-    applies_to: AppliesTo | None = None,
-    explained_by: Sequence[str] = (),
+    number: int, *, applies_to: AppliesTo | None = None, explained_by: Sequence[str] = ()
 ) -> Callable[[Issues], dict[str, Run]]:
-    """Registers a check once for every engine; `{engine}` in its wording is what it is called.
-
-    In `explained_by` `{engine}3` is the third check of the same engine.
-    """
+    """Registers a check for every engine; in `explained_by`, `{engine}3` is the third check of the same engine."""
 
     def register(issues: Issues) -> dict[str, Run]:
         return {
@@ -91,14 +90,14 @@ def _report(engine: EngineFacts, subject: Subject) -> LoadReport:
 
 
 def _refusal(failure: ExitReport | None) -> str:
-    """The words in which an engine refused the checkpoint. Raises CannotCheck for any other failure."""
+    """The message of an engine that refused the checkpoint. Raises CannotCheck for any other failure."""
     if failure is None or not failure.verdict:
         raise inconclusive("the witness failed", failure)
     return failure.message
 
 
 def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport, str | None]]:
-    """What was seen of the model and of its draft model, where there is one, with the name of the latter."""
+    """The reports of the model and, with its name, of the draft model, if there is one."""
     report = _report(engine, subject)
     yield report, None
     if report.draft_model is not None:
@@ -106,8 +105,8 @@ def _reports(engine: EngineFacts, subject: Subject) -> Iterator[tuple[LoadReport
 
 
 def _may_repack(subject: Subject) -> None:
-    """Without a GPU, unquantized weights stay as they are; with one, whatever SGLang makes of them is looked at."""
-    if find_spec("torch") is not None:  # else SGLang's check says what is missing
+    """Without a GPU, only quantized weights are repacked."""
+    if find_spec("torch") is not None:  # SGLang's check reports that it is missing
         import torch
 
         if torch.cuda.is_available():
@@ -129,29 +128,28 @@ def _findings(
     draft: str | None,
     severity: Severity = "error",
 ) -> Iterator[Issue]:
-    """One issue for observations whose texts and names differ in numbers only, described by the first of them."""
+    """One issue for observations with texts and names that differ only in numbers, described by the first."""
     kinds: dict[str, dict[str, Observation]] = defaultdict(dict)
     for seen in observations:
         kinds[f"{NUMBER.sub('#', seen.what)} {seen.rank}"][seen.tensor] = seen
     for kind in kinds.values():
         for names in group_by_pattern(kind):
             seen = kind[names[0]]
-            as_named = seen.param == seen.tensor and draft is None
-            place = "" if as_named else f", at {seen.param} in {draft or engine.label}"
-            example = "" if len(names) == 1 else f" ({names[0]}, for one)"
-            actual, move = seen.what + place + example, hint(seen)
-            yield Issue(expected, actual, move, names=names, rank=seen.rank, severity=severity, file=None)
+            is_same_name = seen.param == seen.tensor and draft is None
+            place = "" if is_same_name else f", at {seen.param} in {draft or engine.label}"
+            actual = seen.what + place + ("" if len(names) == 1 else f" ({names[0]}, for example)")
+            yield Issue(expected, actual, hint(seen), names=names, rank=seen.rank, severity=severity, file=None)
 
 
 @each_engine(1)
 def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The engine's own model class is built from the config and loaded by its own `load_weights`."""
+    """The engine's model class is built from the config, and its `load_weights` loads the checkpoint."""
     run = run_engine_load(subject, engine)
     if run.report is None:
         message = _refusal(run.failure)
         _, lacking = keys_of(stated_config_of(subject))
-        hint = why_refused(engine, message, lacking)
-        yield Issue(f"{engine.label}'s model is built and loads the weights", message, hint)
+        expected = f"{engine.label}'s model is built and loads the weights"
+        yield Issue(expected, message, why_refused(engine, message, lacking))
         return
     report = run.report
     tally.compared(report.loaded_names)
@@ -159,9 +157,8 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
     release = f"{engine.label} {report.version}{untested}"
     facts = [f"{release}, {report.model}, {report.dtype}, {report.sizes}, on {report.device}"]
     facts += [f"{report.loaded_names} tensors into {report.parameters} parameters"]
-    not_seen = report.draft if report.draft_model is None else ()
-    drafts = map(summarize, group_by_pattern(not_seen))
-    facts += [f"of multi-token prediction layers, not looked at: {text}" for text in drafts]
+    drafts = map(summarize, group_by_pattern(report.draft if report.draft_model is None else ()))
+    facts += [f"of multi-token prediction layers, not checked: {text}" for text in drafts]
     facts += [f"it logged: {line}" for line in report.log[:5]]
     clashes, python = quirks(engine.name, "clashes", report.version), interpreter_of(engine, subject)
     facts += [known.message for known in clashes if python.release(known.when["package"])]
@@ -173,7 +170,7 @@ def loads(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue
 
 @each_engine(2, explained_by=("CK104", "CK301", "CK302", "{engine}3"))
 def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every element of every parameter, poisoned before loading, is looked at after it."""
+    """Every element of every parameter is written; all are poisoned before loading."""
     promised = expected_hf(config_of(subject))
     lost = lost_towers(stated_config_of(subject), subject.specs) if subject.is_hf else ()
     why = partial(why_unwritten, engine, promised=promised, lost=lost)
@@ -184,26 +181,26 @@ def all_written(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
 
 @each_engine(3, explained_by=("CK104", "CK301", "CK302"))
 def none_dropped(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every element of every tensor of the checkpoint was written into a parameter."""
+    """Every element of every tensor is written into a parameter."""
     config = config_of(subject)
     packed = subject.is_hf and bool(weights_of(config))
     expected = "written into its own parameter"
     of_cache = (
-        f"{engine.label}'s class has no place for scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) "
-        "gets a scale of 1, one in the model's dtype needs none"
+        f"{engine.label}'s class loads no scales of the key-value cache: a cache in FP8 (--kv-cache-dtype) gets a "
+        "scale of 1, one in the model's dtype needs none"
     )
     for report, draft in _reports(engine, subject):
         tally.compared(report.loaded_names)
         why = partial(why_dropped, engine, report=report, config=config, packed=packed)
         scales = [seen for seen in report.dropped if is_cache_scale(seen.tensor, config)]
-        others = [seen for seen in report.dropped if seen not in scales]
-        yield from _findings(engine, others, expected, why, draft)
+        weights = [seen for seen in report.dropped if seen not in scales]
+        yield from _findings(engine, weights, expected, why, draft)
         yield from _findings(engine, scales, expected, lambda seen: of_cache, draft, "warning")
 
 
 @each_engine(4)
 def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Before any repacking, every tensor against each place that the engine wrote it to."""
+    """Every tensor against each place that the engine wrote it to, before any repacking."""
     expected = "a dtype that holds the value exactly"
     harmless = "nothing is wrong with the files; convert with --dtype if the loss matters"
     for report, draft in _reports(engine, subject):
@@ -213,27 +210,27 @@ def values_in_engine(engine: EngineFacts, subject: Subject, tally: Tally) -> Ite
     for report, draft in _reports(engine, subject):
         if report.computed and not report.differing:
             raise CannotCheck(
-                f"{draft or engine.label} computed {len(report.computed)} parameters of the tensors instead of copying "
-                f"them, for one {report.computed[0]}: those were not compared"
+                f"{draft or engine.label} computed {len(report.computed)} parameters from the tensors, for example "
+                f"{report.computed[0]}: those were not compared"
             )
+
+
+def _may_have_experts(subject: Subject) -> bool:
+    config = usable_config(subject)
+    return config is None or dims_of(config).experts > 0
 
 
 @each_engine(
     5,
-    applies_to=where(
-        lambda subject: (config := usable_config(subject)) is None or dims_of(config).experts > 0,
-        "the model has no routed experts",
-    ),
+    applies_to=only_if(_may_have_experts, "the model has no routed experts"),
     explained_by=("CK202", "CK204", "CK205", "CK301", "CK302", "{engine}2", "{engine}3"),
 )
 def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The router of every layer with experts, after loading: written, finite, neither zero nor constant."""
+    """After loading, the router of every layer with experts is written, finite, and not constant."""
     hint = "compare it with the source (--source), and restore it from there"
     if weights_of(config_of(subject)):
-        entry = keep_router(config_of(subject))
-        hint = (
-            f"if CK301 names it as packed, add `{entry}` to quantization_config.ignore and quantize again; else {hint}"
-        )
+        ignore = f"add `{keep_router(config_of(subject))}` to quantization_config.ignore"
+        hint = f"if CK301 names it as packed, {ignore} and quantize again; else {hint}"
     for report, draft in _reports(engine, subject):
         tally.compared(report.routers_seen)
         yield from _findings(engine, report.routers, "a router that tells experts apart", lambda seen: hint, draft)
@@ -241,7 +238,7 @@ def routers_alive(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterat
 
 @each_engine(6, applies_to=_may_repack)
 def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Marlin's layout computed here against what the quantization methods made, and all other parameters as before."""
+    """Quantized parameters have Marlin's layout, computed here, and all other parameters are unchanged."""
     expected = "the loaded values in the kernel's order"
     for report, draft in _reports(engine, subject):
         if report.repacked is None:
@@ -249,39 +246,36 @@ def repacked(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Is
             without = f"--accept {engine.codes}6 goes on without this"
             raise CannotCheck(f"needs CUDA: {engine.label}'s repacking kernels run on a GPU only; {without}")
         tally.compared(report.repacked_seen)
-        why_not = partial(why_not_repacked, engine, report.version)
-        yield from _findings(engine, report.repacked, expected, why_not, draft)
+        why = partial(why_not_repacked, engine, report.version)
+        yield from _findings(engine, report.repacked, expected, why, draft)
     for report, draft in _reports(engine, subject):
         if report.unchecked and not report.repacked:
-            raise CannotCheck(
-                f"{len(report.unchecked)} were repacked in ways that ckptkit cannot predict, for one "
-                f"{report.unchecked[0]}" + (f" in {draft}" if draft else "")
-            )
+            example = report.unchecked[0] + (f" in {draft}" if draft else "")
+            raise CannotCheck(f"ckptkit cannot predict how {len(report.unchecked)} were repacked, such as {example}")
 
 
-@each_engine(7, applies_to=where(is_parallel, "no parallel sizes were asked for"))
+@each_engine(7, applies_to=only_if(is_parallel, "no parallel sizes were given"))
 def parallel_sizes(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every rank of such an engine was loaded by its own loader, and the other checks look at all of them."""
+    """Every rank of the engine ran its loader; the other checks compare all of them."""
     if engine_sizes(engine, subject) is None:
-        asked = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
-        given = " ".join(f"{name} {size}" for name, size in asked.items() if size > 1)
+        sizes = {"--tp": subject.tp, "--pp": subject.options.pp, "--ep": subject.ep, "--etp": subject.options.etp or 1}
+        given = " ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
         raise CannotCheck(
             f"{engine.label} was loaded on one rank, since an engine cannot have {given}: {engine.sizes}, and tp / ep "
-            "ranks cut an expert; give these sizes with --against-megatron alone"
+            "ranks cut an expert; give these sizes with --against-megatron only"
         )
     tally.compared(_report(engine, subject).sizes.ranks)
     yield from ()
 
 
-@each_engine(
-    8,
-    applies_to=where(
-        lambda subject: (config := usable_config(subject)) is not None and of_draft(config),
-        "there are no multi-token prediction layers",
-    ),
-)
+def _has_draft_layers(subject: Subject) -> bool:
+    config = usable_config(subject)
+    return config is not None and bool(of_draft(config))
+
+
+@each_engine(8, applies_to=only_if(_has_draft_layers, "there are no multi-token prediction layers"))
 def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The engine's draft class loads the multi-token prediction layers, which the other checks then look at too."""
+    """The engine's draft class loads the multi-token prediction layers, which the other checks then compare too."""
     report, failure = _report(engine, subject), run_engine_load(subject, engine).failure
     draft = report.draft_model
     if failure is not None and failure.verdict:
@@ -289,11 +283,11 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
         if weights_of(config_of(subject)):
             hint = f"`ckptkit lint` shows entries of `ignore` that {engine.label}'s draft class reads; or {hint}"
         expected = f"{engine.label}'s draft class is built and loads the multi-token prediction layers"
-        yield Issue(expected, str(failure), hint, names=report.draft, together=True)
+        yield Issue(expected, str(failure), hint, names=report.draft, as_one=True)
         return
     if draft is None:
         nothing = f"{engine.label} was given no tensor of the multi-token prediction layers"
-        raise CannotCheck(f"the draft model was not looked at: {failure}" if failure else nothing)
+        raise CannotCheck(f"the draft model was not checked: {failure}" if failure else nothing)
     tally.compared(draft.loaded_names)
     tally.facts[f"{engine.label}'s draft model"] = [
         f"{draft.model}, {draft.loaded_names} tensors into {draft.parameters} parameters; embeddings and "
@@ -304,63 +298,59 @@ def loads_draft(engine: EngineFacts, subject: Subject, tally: Tally) -> Iterator
 
 
 def keep_router(config: Mapping[str, Any]) -> str:
-    """The entry of `ignore` that leaves out this model's routers, as its releases name them."""
+    """The entry of `ignore` for this model's routers, under the names of its releases."""
     return spell(routers(config)[0].removesuffix(".weight"))
 
 
 def why_refused(engine: EngineFacts, message: str, lacking: Mapping[str, Any]) -> str:
-    """The next move where an engine did not load the model; `lacking`: keys that config.json needs (CK731)."""
+    """The hint if an engine did not load the model; `lacking` are keys missing in config.json (CK731)."""
     if (match := _NO_KEY.search(message)) is None:
-        return f"compare config.json with the release; run `{engine.server}` on the directory to see the whole log"
+        return f"compare config.json with the release; run `{engine.server}` on the directory to see the complete log"
     release = "take config.json from the release: transformers 5 writes the keys that its own class knows"
     for key, value in lacking.items():
         if key.rpartition(".")[2] == match[1]:
-            return f"add {in_words({key: value})} to config.json, or {release}"
+            return f"add {format_keys({key: value})} to config.json, or {release}"
     return f"{engine.label} reads {match[1]} of config.json, which does not have it: {release}"
 
 
 def why_unwritten(engine: EngineFacts, seen: Observation, promised: Collection[str], lost: Collection[str] = ()) -> str:
-    """The next move for a parameter that was not written; `lost`: what the checkpoint lacks of a vision tower."""
+    """The hint for a parameter that was not written; `lost` are missing tensors of a vision tower."""
     if lost and seen.tensor not in promised:
         return "the checkpoint lacks a part of the vision tower, which CK730 names: copy its tensors from the release"
     if seen.tensor == seen.param and seen.tensor not in promised:
         return (
-            f"{engine.label}'s class has a parameter that config.json promises no tensor for: it builds that layer "
-            f"otherwise; {engine.codes}3 says which tensors it drops"
+            f"{engine.label}'s class has a parameter that config.json promises no tensor for: it builds another layer; "
+            f"{engine.codes}3 lists the tensors that it drops"
         )
-    return f"the tensor is missing from the checkpoint, or {engine.codes}3 says under which name it was dropped"
+    return f"the tensor is missing from the checkpoint, or {engine.codes}3 lists the name under which it was dropped"
 
 
 def why_dropped(
     engine: EngineFacts, seen: Observation, report: LoadReport, config: Mapping[str, Any], packed: bool
 ) -> str:
-    """The next move for a tensor that was dropped; `packed`: of a quantized checkpoint."""
+    """The hint for a tensor that was dropped; `packed`: in a quantized checkpoint."""
     if seen.original is not None:
         return (
-            f"{engine.label}'s draft model shares embeddings and output layer with the model: make the copies equal to "
-            "them, or leave them out"
+            f"{engine.label}'s draft model shares embeddings and output layer with the model: make the copies equal, "
+            "or leave them out"
         )
     if seen.tensor.endswith(f".{WEIGHT_SCALE_INV}"):
         return why_no_scale(engine, seen.tensor, report)
     name = f"{engine.label}'s {report.model}"
-    dense = _why_no_dense_layer(seen, name, config)
-    return dense or (_why_unpacked(engine, seen.tensor, config) if packed else None) or _why_unknown(seen, name)
+    hint = _why_no_dense_layer(seen, name, config)
+    return hint or (_why_unpacked(engine, seen.tensor, config) if packed else None) or _why_unknown(seen, name)
 
 
 def _why_unpacked(engine: EngineFacts, name: str, config: Mapping[str, Any]) -> str | None:
-    """The hint where an engine wants the tensor quantized and it is not, or the other way round."""
+    """The hint if only the engine or only the checkpoint has the module quantized."""
     module = name.rpartition(".")[0]
-    own = (routers(config), routers(config, draft=True))
-    if name.endswith(INT4_ENDINGS) and any(f"{module}.weight" in several for several in own):
+    if name.endswith(INT4_ENDINGS) and f"{module}.weight" in (*routers(config), *routers(config, draft=True)):
         return (
             f"{engine.label} builds the router unquantized and silently ignores packed tensors for it; "
             f"add `{keep_router(config)}` to quantization_config.ignore and leave the router in its own dtype"
         )
     if name.endswith(INT4_ENDINGS):
-        return (
-            f"{engine.label} builds {module} unquantized: store it unquantized and keep it in "
-            "quantization_config.ignore"
-        )
+        return f"{engine.label} builds {module} unquantized: store it unquantized, and list it in ignore"
     if name.endswith("_proj.weight"):
         return (
             f"{engine.label} builds {module} quantized: pack it, or ignore it by a regex that also matches the fused "
@@ -370,23 +360,19 @@ def _why_unpacked(engine: EngineFacts, name: str, config: Mapping[str, Any]) -> 
 
 
 def why_no_scale(engine: EngineFacts, name: str, report: LoadReport) -> str:
-    """The hint for scales of FP8 blocks: the engine's class loads none at all, or not those of this module."""
+    """The hint for scales of FP8 blocks, if the engine's class loads none, or none of this module."""
     if not any(one.endswith(f".{WEIGHT_SCALE_INV}") for one in report.equal):
         return (
             f"{engine.label}'s {report.model} loads no scales of FP8 blocks under this name: dequantize it, or "
             "quantize the plain release with `ckptkit quantize --scheme fp8-channel`"
         )
     module = name.rpartition(".")[0]
-    return (
-        f"{engine.label} builds {module} without FP8: store it in BF16 and name it in modules_to_not_convert of "
-        "config.json"
-    )
+    return f"{engine.label} builds {module} without FP8: store it in BF16, and list it in modules_to_not_convert"
 
 
 def _why_no_dense_layer(seen: Observation, model: str, config: Mapping[str, Any]) -> str | None:
-    """The hint for a dense MLP where the engine's class builds experts all the same."""
-    config = language_part(config)
-    layer = LAYER.match(seen.tensor)
+    """The hint for a dense MLP if the engine's class builds experts there."""
+    config, layer = language_part(config), LAYER.match(seen.tensor)
     if not layer or ".mlp." not in seen.tensor or "elements were written" in seen.what:
         return None
     number = int(layer[1])
@@ -407,22 +393,19 @@ def _why_unknown(seen: Observation, model: str) -> str:
         return "engines read one tensor an expert: save with save_original_format=True, or convert to Megatron and back"
     if "elements were written" in seen.what:
         return (
-            f"{model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes "
-            "in config.json with the release; a class may not read all of them (head_dim, for one)"
+            f"{model} builds {seen.param} smaller than the tensor and leaves out the rest: compare the sizes in "
+            "config.json with the release; a class may not read all of them (for example head_dim)"
         )
-    unknown = f"{model} has no parameter {seen.param}"
-    return f"{unknown}: compare architectures in config.json and the name of the tensor with the release"
+    compare = "compare architectures in config.json and the name of the tensor with the release"
+    return f"{model} has no parameter {seen.param}: {compare}"
 
 
 def why_not_repacked(engine: EngineFacts, release: str, seen: Observation) -> str:
-    """The next move for a parameter that was repacked wrongly."""
+    """The hint for a parameter that was repacked wrongly."""
     param = seen.param.partition("[")[0]
     for known in quirks(engine.name, "misorders", release):
         if known.is_about(param, {}):
             return known.message
     if param.endswith((WEIGHT_PACKED, WEIGHT_SCALE)):
-        return (
-            "the sizes may be outside the kernel's limits; try another group size, or load with an unquantized "
-            "checkpoint to compare"
-        )
+        return "the sizes may be outside the kernel's limits: try another group size, or compare unquantized weights"
     return f"the kernel's limits are not the cause: please report it, with the version of {engine.label}"

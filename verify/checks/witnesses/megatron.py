@@ -1,24 +1,21 @@
-"""CK401 to CK404: what real Megatron, loading the checkpoint rank by rank, asked for and then held."""
+"""CK401 to CK404: the tensors that real Megatron requests and loads, rank by rank."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ckptkit.converters.planner import dims_of, rules_in
 from ckptkit.core.specs import fold, ranges
 from ckptkit.formats.torch_dist.names import norm_alias
 from ckptkit.formats.torch_dist.reader import NOT_WEIGHTS, TorchDistCheckpoint, tiling_problem
-from ckptkit.verify.core.check import Tally, check, where
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, Subject, Tally, check, once, only_if
 from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.evidence.folding import by_key, chunk_ranges, group_by_pattern, layer_of, layers_of
 from ckptkit.verify.evidence.moved import AGAIN, Stages, explain_moves
-from ckptkit.verify.witnesses.megatron.job import Box, RankReport, TensorSeen
+from ckptkit.verify.witnesses.megatron.job import Box, TensorSeen
 from ckptkit.verify.witnesses.megatron.run import MegatronRun, run_megatron, staged_dims
 
 _ROUTER_BIAS = ".router.expert_bias"
@@ -26,21 +23,18 @@ _ROUTER_BIAS = ".router.expert_bias"
 
 @once
 def stages_held(subject: Subject) -> Stages:
-    """The pipeline that Megatron was loaded in: the layers of every chunk of every stage; none of a pipeline of one."""
-    held = {report.pp: report.layers for report in finished(subject).reports}
+    """The layers of every chunk of every pipeline stage in Megatron; empty for a single stage."""
+    held = {report.pp: report.layers for report in require_finished(subject).reports}
     return Stages(staged_dims(subject).layers, held if len(held) > 1 else {})
 
 
 def _names(subject: Subject) -> list[str]:
-    """The tensors that the model has by its config, named for the class that the checkpoint holds."""
+    """The tensors that the config promises, under the names of the checkpoint's class."""
     return [rule.megatron for rule in rules_in(config_of(subject), subject.checkpoint.specs)]
 
 
-def finished(subject: Subject) -> MegatronRun:
-    """The run of Megatron.
-
-    Raises CannotCheck where Megatron could not be asked or did not load.
-    """
+def require_finished(subject: Subject) -> MegatronRun:
+    """The run of Megatron. Raises CannotCheck if Megatron did not run or did not load."""
     run = run_megatron(subject)
     if run.unable:
         raise CannotCheck(run.unable)
@@ -51,7 +45,7 @@ def finished(subject: Subject) -> MegatronRun:
 
 @check("CK401", stage="megatron", needs=("megatron",))
 def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every rank comes up, every key that it asks for is on disk, and every key on disk is asked for by some rank."""
+    """Every rank starts, the keys that it requests are on disk, and every key on disk is requested."""
     run = run_megatron(subject)
     if run.unable:
         raise CannotCheck(run.unable)
@@ -65,70 +59,66 @@ def strict_load(subject: Subject, tally: Tally) -> Iterator[Issue]:
         hint = "a trainer gets the root and loads the iteration in its tracker: write it, or verify the other one"
         yield Issue("the tracker next to it names this checkpoint", run.not_found, hint)
     for error in dict.fromkeys(run.failures.values()):
-        failed = ranks_named(rank for rank, found in run.failures.items() if found == error)
+        failed = format_ranks(rank for rank, found in run.failures.items() if found == error)
         hint = "this is Megatron's own error; training would stop on it too"
         yield Issue("every rank loads the checkpoint", error, hint, rank=failed)
     for report in run.reports:
         tally.tensors += report.requested
     if renamed := {key for report in run.reports for key in report.renamed}:
         tally.note(
-            f"CK401: norms have the names of Transformer Engine's layers alone, such as {fold(sorted(renamed))[0]}, as "
-            "trainers save them; Megatron's local spec, which was run here, would not find them by its own"
+            f"CK401: norms have only the names of Transformer Engine's layers, such as {fold(sorted(renamed))[0]}, as "
+            "trainers save them; Megatron's local spec, which was run here, has other names for them"
         )
-    # Where a key is absent from disk, load_state_dict refuses the parameter too: one finding is enough.
-    askers = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
-    expected = "on disk, because Megatron asks for it"
+    # For a key that is not on disk, load_state_dict refuses the parameter too: one finding is enough.
+    requests = by_key((name, report.rank) for report in run.reports for name in report.unexpected or report.refused)
+    expected = "on disk, because Megatron requests it"
     hint = "Megatron would leave it as initialized, at random: compare the arguments of the launch with the release"
-    for names in group_by_pattern(askers):
-        asking = ranks_named(rank for name in names for rank in askers[name])
-        yield Issue(expected, "not on disk", hint, names=names, rank=asking)
+    for names in group_by_pattern(requests):
+        by = format_ranks(rank for name in names for rank in requests[name])
+        yield Issue(expected, "not on disk", hint, names=names, rank=by)
     if subject.options.megatron.ranks:
-        tally.note(f"--ranks: only {ranks} are looked at; the other ranks are not")
+        tally.note(f"--ranks: only {ranks} are checked; the other ranks are not")
         return
-    yield from _never_asked_for(run.reports, set(_names(subject)))
-
-
-def _never_asked_for(reports: Sequence[RankReport], names: Container[str]) -> Iterator[Issue]:
-    missing = set(reports[0].missing) if reports else set()
-    # The second name of a norm that some rank asked for is no such key.
-    alias = {key: norm_alias(key, names) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
+    promised, missing = set(_names(subject)), set(run.reports[0].missing) if run.reports else set()
+    # A norm with two names is requested under one of them.
+    alias = {key: norm_alias(key, promised) for key in sorted(missing) if not NOT_WEIGHTS.fullmatch(key)}
     left = [key for key, other in alias.items() if other is None or other in missing]
-    hint = "Megatron builds no such parameter from config.json; where CK104 fails too, it names the key that disagrees"
-    yield Issue("loaded by some rank", "no rank asks for it", hint, names=left)
+    hint = "Megatron builds no such parameter from config.json; if CK104 fails too, it names the key that disagrees"
+    yield Issue("requested by at least one rank", "not requested", hint, names=left)
 
 
 @check("CK402", stage="megatron", needs=("megatron",), explained_by=("CK202",))
 def right_slices(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every parameter and persistent buffer, bit for bit, against its slice of the source (or of the bytes on disk)."""
-    run = finished(subject)
+    """Every parameter and persistent buffer has the bits of its slice of the source, or of the files."""
+    run = require_finished(subject)
     seen = [(report.rank, tensor) for report in run.reports for tensor in report.tensors]
     for _, tensor in seen:
         tally.compared(nbytes=tensor.nbytes)
     yield from wrong_slices(run, subject.source_path or subject.path, stages_held(subject))
-    # Biases of routers in fewer bits than float32, in which Megatron updates them.
+    # Megatron updates biases of routers in float32.
     narrow = [one for one in seen if one[1].name.endswith(_ROUTER_BIAS) and one[1].dtype != "float32"]
     actual = f"Megatron holds it in {', '.join(sorted({tensor.dtype for _, tensor in narrow}))}"
     hint = "experts would be chosen by rounded biases: use a megatron-core that keeps them in float32"
     names = sorted({tensor.name for _, tensor in narrow})
-    yield Issue("held in float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
+    yield Issue("float32", actual, hint, names=names, rank=_ranks_of(names, narrow) if names else None)
     if subject.options.megatron.ranks:
         return
     held = {tensor.name for _, tensor in seen}
     lost = [name for name in _names(subject) if name not in held]
-    yield Issue("held by some rank", "no rank has a parameter for it", names=lost)
+    yield Issue("loaded by at least one rank", "no rank has a parameter for it", names=lost)
 
 
 @check("CK403", stage="megatron", needs=("megatron",))
 def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Global layer numbers, as Megatron counts them, of every pipeline stage."""
-    run = finished(subject)
+    """The pipeline stages have all layers, by Megatron's own numbers."""
+    run = require_finished(subject)
     stages: dict[int, tuple[tuple[int, ...], ...]] = {}
     for report in run.reports:
         tally.tensors += sum(map(len, report.layers)) + sum(report.mtp)
         if stages.setdefault(report.pp, report.layers) != report.layers:
             expected, actual = (chunk_ranges(layers) for layers in (stages[report.pp], report.layers))
             hint = "ranks of one pipeline stage must hold the same layers"
-            yield Issue(expected, actual, hint, rank=ranks_named([report.rank]))
+            yield Issue(expected, actual, hint, rank=format_ranks([report.rank]))
     predicted = {report.pp: sum(report.mtp) for report in run.reports}
     facts = tally.facts["pipeline stages"] = list[str]()
     for stage, chunks in sorted(stages.items()):
@@ -144,22 +134,23 @@ def all_layers(subject: Subject, tally: Tally) -> Iterator[Issue]:
 _OF_VOCABULARY = frozenset({"embedding.word_embeddings.weight", "output_layer.weight"})
 
 
-@check(
-    "CK404",
-    stage="megatron",
-    needs=("megatron",),
-    applies_to=where(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out"),
-)
+_all_ranks = only_if(lambda subject: not subject.options.megatron.ranks, "--ranks leaves ranks out")
+
+
+@check("CK404", stage="megatron", needs=("megatron",), applies_to=_all_ranks)
 def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """The boxes of each tensor that ranks read, against its shape; rows that pad the vocabulary do not count."""
+    """The boxes that ranks read cover each tensor, without rows that pad the vocabulary."""
     asked = by_key(
-        (key, box) for report in finished(subject).reports for key, boxes in report.asked.items() for box in boxes
+        (key, box)
+        for report in require_finished(subject).reports
+        for key, boxes in report.asked.items()
+        for box in boxes
     )
     for key, shape in _shapes(subject).items():
         if key not in asked:
-            continue  # CK401 says so
+            continue  # CK401 reports it
         tally.compared()
-        # Replicas read what another rank owns; a rank's rows may be padding.
+        # Replicas read boxes of another rank, and a rank may have only padding.
         owned = {_inside(box, shape) for box in asked[key] if box.main}
         if problem := tiling_problem(shape, [box for box in owned if math.prod(box[1])]):
             hint = "these weights would not be trained, or not saved"
@@ -167,7 +158,7 @@ def all_regions(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _inside(box: Box, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offsets and sizes of the part of a box that is inside a tensor of this shape."""
+    """Offsets and sizes of the part of a box inside a tensor of this shape."""
     ends = [min(start + size, limit) for start, size, limit in zip(box.offsets, box.sizes, shape, strict=True)]
     starts = tuple(map(min, box.offsets, ends))
     return starts, tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -178,86 +169,73 @@ def _shapes(subject: Subject) -> Mapping[str, tuple[int, ...]]:
     stored = TorchDistCheckpoint(subject.location.path, hf=subject.hf_path).metadata.tensors
     vocabulary = dims_of(config_of(subject)).vocab
     shapes = {key: tensor.shape for key, tensor in stored.items() if not NOT_WEIGHTS.fullmatch(key)}
-    return {
-        key: (min(shape[0], vocabulary), *shape[1:]) if key in _OF_VOCABULARY else shape
-        for key, shape in shapes.items()
-    }
+    return shapes | {key: (min(shapes[key][0], vocabulary), *shapes[key][1:]) for key in _OF_VOCABULARY & shapes.keys()}
 
 
 Seen = tuple[int, TensorSeen]
 
 
-def ranks_named(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """`rank 3` or `ranks 0..1`."""
     distinct = set(ranks)
     return f"rank{'s' * (len(distinct) > 1)} {ranges(distinct).strip('{}')}"
 
 
 def wrong_slices(run: MegatronRun, where: Path, stages: Stages) -> Iterator[Issue]:
-    """Every parameter that is not its slice of `where`: whole layers and experts first, then single tensors."""
+    """Every parameter that differs from its slice of `where`: complete layers and experts first, then tensors."""
     seen = ((report.rank, tensor) for report in run.reports for tensor in report.tensors)
     by_verdict = defaultdict(list, by_key((str(one[1].verdict), one) for one in seen))
     lost = "config.json and the weights do not describe the same model"
     random = "Megatron would train on random values: convert again"
     for verdict, expected, actual, hint in (
-        ("unknown", f"a tensor of {where} to compare with", "there is none", lost),
-        ("unwritten", "written by the load", "still as it was before the load", random),
+        ("unknown", f"a tensor of {where} to compare with", "missing", lost),
+        ("unwritten", "written by the load", "unchanged by the load", random),
     ):
         for names in group_by_pattern(_by_name(by_verdict[verdict])):
             yield Issue(expected, actual, hint, names=names, rank=_ranks_of(names, by_verdict[verdict]))
     differing = by_verdict["differs"]
-    whose = _whose(differing)
-    for move in explain_moves(whose, stages):
+    origins = _find_origins(differing)
+    for move in explain_moves(origins, stages):
         expected = "each layer's own values" if move.is_layers else f"the slice of {where}"
         ranks = _ranks_of(move.names, differing)
-        yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, together=True)
-    yield from _differing([pair for pair in differing if whose.get(pair[1].name, "") is None], where)
-
-
-def _differing(seen: Sequence[Seen], where: Path) -> Iterator[Issue]:
-    """Tensors that hold no other tensor's values: those together that share a diagnosis."""
-    for diagnosis, pairs in by_key((one[1].diagnosis, one) for one in seen).items():
+        yield Issue(expected, move.text, move.hint, names=move.names, rank=ranks, as_one=True)
+    # Tensors without the values of another tensor, grouped by diagnosis.
+    left = (one for one in differing if origins.get(one[1].name, "") is None)
+    for diagnosis, pairs in by_key((one[1].diagnosis, one) for one in left).items():
         by_name = _by_name(pairs)
         for names in group_by_pattern(by_name):
             worst = max((by_name[name] for name in names), key=lambda tensor: (tensor.differing, tensor.name))
-            count = (
-                f"{worst.differing} of {worst.elements} elements differ in {worst.name}, by up to {worst.largest:.3g}"
-            )
+            count = f"{worst.differing} of {worst.elements} elements differ in {worst.name}"
+            count += f", by up to {worst.largest:.3g}"
             actual = f"{diagnosis} ({count})" if diagnosis else count
             yield Issue(f"the slice of {where}", actual, AGAIN, names=names, rank=_ranks_of(names, pairs))
 
 
 def _by_name(seen: Iterable[Seen]) -> dict[str, TensorSeen]:
-    """The worst of each tensor over all ranks."""
-    found: dict[str, TensorSeen] = {}
+    """The largest difference of each tensor over all ranks."""
+    worst: dict[str, TensorSeen] = {}
     for _, tensor in seen:
-        if tensor.name not in found or tensor.differing > found[tensor.name].differing:
-            found[tensor.name] = tensor
-    return found
+        if tensor.name not in worst or tensor.differing > worst[tensor.name].differing:
+            worst[tensor.name] = tensor
+    return worst
 
 
 def _ranks_of(names: Iterable[str], seen: Iterable[Seen]) -> str:
-    wanted = set(names)
-    return ranks_named(rank for rank, tensor in seen if tensor.name in wanted)
+    chosen = set(names)
+    return format_ranks(rank for rank, tensor in seen if tensor.name in chosen)
 
 
-def _whose(seen: Sequence[Seen]) -> dict[str, str | None]:
-    """Whose values each wrong tensor holds, on every rank that has a wrong slice of it; None where none or several do.
-
-    Tensors that could be of several layers are those of the layer that the other tensors of theirs are of.
-    """
+def _find_origins(seen: Sequence[Seen]) -> dict[str, str | None]:
+    """The tensor with the values of each wrong one, or None; if several layers fit, the one that fits all tensors."""
     origins: dict[str, set[str]] = {}
     for _, tensor in seen:
         origins[tensor.name] = origins.get(tensor.name, set(tensor.origins)) & set(tensor.origins)
     layers: dict[int, set[int]] = {}
     for name, found in origins.items():
         if (layer := layer_of(name)) is not None and found:
-            here = set(layers_of(found))
-            layers[layer] = layers.get(layer, here) & here
-    return {name: _one_of(name, found, layers) for name, found in origins.items()}
-
-
-def _one_of(name: str, found: set[str], layers: Mapping[int, set[int]]) -> str | None:
-    if len(found) > 1 and (layer := layer_of(name)) is not None:
-        found = {one for one in found if layer_of(one) in layers[layer]}
-    return next(iter(found)) if len(found) == 1 else None
+            possible = set(layers_of(found))
+            layers[layer] = layers.get(layer, possible) & possible
+    for name, found in origins.items():
+        if len(found) > 1 and (layer := layer_of(name)) is not None:
+            origins[name] = {origin for origin in found if layer_of(origin) in layers[layer]}
+    return {name: next(iter(found)) if len(found) == 1 else None for name, found in origins.items()}

@@ -1,4 +1,4 @@
-"""CK541: whether transformers' own class finds a tensor for each of its weights, and takes all that are stored."""
+"""CK541: transformers' class finds a tensor for each of its weights, and loads all stored ones."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
+from itertools import accumulate, islice
 
 from ckptkit.converters.by_class import built_class
 from ckptkit.converters.experts import fuse
@@ -13,10 +14,7 @@ from ckptkit.core.specs import TensorSpec, summarize
 from ckptkit.formats.hf.reader import INDEX
 from ckptkit.formats.hf.side_files import is_quantized, without_quantization
 from ckptkit.verify.checks.headers.files import names_of
-from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.skip import CannotCheck, NotApplicable
-from ckptkit.verify.core.subject import Subject, once
+from ckptkit.verify.core.check import CannotCheck, Issue, NotApplicable, Subject, Tally, check, once
 from ckptkit.verify.evidence.expected import expected_of, is_of_no_family
 from ckptkit.verify.evidence.extremes import same_bytes
 from ckptkit.verify.evidence.folding import by_key, pattern_of
@@ -27,7 +25,7 @@ from ckptkit.verify.witnesses.runner import START_S, Answer, ask_meanwhile
 _WITNESS = "ckptkit.verify.witnesses.reference.names"
 
 
-def _is_asked(subject: Subject) -> None:
+def _is_requested(subject: Subject) -> None:
     if subject.is_megatron:
         raise NotApplicable("transformers reads HF checkpoints")
     if "transformers" not in subject.against and not is_of_no_family(subject):
@@ -35,14 +33,11 @@ def _is_asked(subject: Subject) -> None:
 
 
 @once
-def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesReport]]]:
-    """The tensors that transformers is asked about, and its answer, which a process of its own gives meanwhile.
-
-    Raises CannotCheck where transformers is not installed.
-    """
+def _ask(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesReport]]]:
+    """Starts a process in which transformers loads these tensors. Raises CannotCheck if it is not installed."""
     for module in ("torch", "transformers"):
         if find_spec(module) is None:
-            raise CannotCheck(f"{module} is not installed, so transformers' class was not asked for names and shapes")
+            raise CannotCheck(f"{module} is not installed, so transformers' class was not compared")
     specs = _plain_specs(subject)
     job = NamesJob(without_quantization(subject.hf_files.config), specs)
     return specs, ask_meanwhile(job, _WITNESS, NamesReport, START_S)
@@ -51,20 +46,18 @@ def _asked(subject: Subject) -> tuple[Sequence[TensorSpec], Future[Answer[NamesR
 @check(
     "CK541",
     stage="transformers",
-    applies_to=_is_asked,
-    begin=_asked,
+    applies_to=_is_requested,
+    begin=_ask,
     explained_by=("CK102", "CK103", "CK104", "CK105"),
 )
 def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Names and shapes, loaded by transformers into its class on the meta device; no value is read, no code run."""
-    specs, asked = _asked(subject)
-    report = asked.result().require("transformers could not be asked")
+    """Names and shapes, loaded by transformers on the meta device, without values and the checkpoint's code."""
+    specs, answer = _ask(subject)
+    report = answer.result().require("transformers did not run")
     if not report.model_class and not report.refused:
         named = ", ".join(subject.hf_files.config.get("architectures") or ()) or "no architectures"
-        raise CannotCheck(
-            f"transformers has no class for model_type {subject.hf_files.config.get('model_type')!r} ({named}) without "
-            "code that comes with the checkpoint"
-        )
+        model_type = f"model_type {subject.hf_files.config.get('model_type')!r} ({named})"
+        raise CannotCheck(f"transformers has no class for {model_type}, and the checkpoint's own code is not run")
     tally.compared(len(specs))
     config = subject.path / "config.json"
     if report.refused:
@@ -76,56 +69,48 @@ def names_in_transformers(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if report.fits:
         missed = f"{len(report.missing)} of {len(report.own)} weights of {report.model_class} are not stored"
         actual = f"{report.model_class}: {missed}, and transformers fills them with random numbers"
-        hint = f"set architectures to [{report.fits!r}]: its weights are those that are stored"
+        hint = f"set architectures to [{report.fits!r}]: its weights are the stored ones"
         yield Issue(f"architectures that name {report.fits}", actual, hint, file=config)
         return
     of_class, wrong = report.model_class, partial(Issue, file=where)
-    for names in _parts(report.missing, report.own):
+    for names in _group_missing(report.missing, report.own):
         lost = "missing: transformers fills this weight with random numbers"
-        yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, together=True)
-    for name, (taken, *others) in report.aliases.items():
-        stored = subject.checkpoint.read([taken, *others])
-        if odd := [other for other in others if not same_bytes(stored[taken], stored[other])]:
-            actual = (
-                f"not stored: transformers takes {taken} for it, and {summarize(odd)}, which it ties too, has others"
-            )
-            hint = f"store {name}: of tied weights with several values each release of transformers takes another"
+        yield wrong(f"a tensor for each weight of {of_class}", lost, names=names, as_one=True)
+    for name, (used, *others) in report.aliases.items():
+        stored = subject.checkpoint.read([used, *others])
+        if odd := [other for other in others if not same_bytes(stored[used], stored[other])]:
+            actual = f"not stored: transformers uses {used}, but {summarize(odd)}, which it ties too, has other values"
+            hint = f"store {name}: releases of transformers choose different ones of tied weights"
             yield wrong("the values that it was trained with", actual, hint, names=[name])
-    # What the family of ours knows to be dropped there, such as layers for multi-token prediction, engines read.
+    # Engines read tensors that ckptkit's family promises and this class drops, such as multi-token prediction layers.
     promised = expected.shapes.keys() | expected.optional if (expected := expected_of(subject)) else frozenset()
     if dropped := sorted(set(report.unexpected).intersection(promised)):
-        tally.note(f"{report.model_class} has no place for {summarize(dropped)}, which engines read")
+        tally.note(f"{report.model_class} has no parameters for {summarize(dropped)}, which engines read")
     extra = [name for name in report.unexpected if name not in promised]
     yield wrong(f"only tensors that {of_class} has", "stored, but not in the class: transformers drops it", names=extra)
     for spec in specs:
         if spec.dtype.startswith(("int", "uint")) and spec.name.rpartition(".")[2] not in integers:
-            yield wrong(f"a float, as all of this name in {of_class}", spec.dtype, names=[spec.name])
+            yield wrong(f"a float, as in {of_class}", spec.dtype, names=[spec.name])
     for one in report.other_shapes:
         yield wrong(f"shape {tuple(one.built)} in {of_class}", f"shape {tuple(one.stored)}", names=[one.name])
     for name, text in report.errors.items():
         yield wrong(f"tensors that become this weight of {of_class}", text, names=[name])
 
 
-def _parts(lost: Collection[str], own: Collection[str]) -> Collection[list[str]]:
-    """The names of `lost` as findings tell them: each module of which the class finds nothing, or each kind of tensor.
-
-    The same of several layers is one.
-    """
-    found = {part for name in set(own).difference(lost) for part in _homes(name)}
-    outermost = {name: next((part for part in _homes(name) if part not in found), name) for name in lost}
-    return by_key((pattern_of(part), name) for name, part in outermost.items()).values()
+def _group_missing(missing: Collection[str], own: Collection[str]) -> Collection[list[str]]:
+    """Missing names by the outermost module without any tensor, or by kind of tensor; layers are grouped."""
+    present = {module for name in set(own).difference(missing) for module in _modules(name)}
+    outermost = {name: next((module for module in _modules(name) if module not in present), name) for name in missing}
+    return by_key((pattern_of(module), name) for name, module in outermost.items()).values()
 
 
-def _homes(name: str) -> Iterator[str]:
-    """The modules that a tensor is in, the outermost first."""
-    at = name.find(".")
-    while at >= 0:
-        yield name[:at]
-        at = name.find(".", at + 1)
+def _modules(name: str) -> Iterator[str]:
+    """The modules that contain a tensor, outermost first."""
+    return islice(accumulate(name.split("."), "{}.{}".format), name.count("."))
 
 
 def _plain_specs(subject: Subject) -> Sequence[TensorSpec]:
-    """The tensors as their weights are when nothing is packed, which is how transformers' class has them."""
+    """The tensors as in transformers' class, without packing."""
     config = subject.hf_files.config
     if not is_quantized(config):
         return list(names_of(subject).values())

@@ -95,7 +95,7 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
             hint = f"give the {side.role} a checkpoint of the model that the launch trains"
             found = [f"{name} = {value} and not {want}" for name, want, value in arguments]
             actual = f"another one: {differing_model(found, len(tensors))}"
-            yield Issue(f"the model of {of}", actual, hint, tensors or None, side.path, together=True)
+            yield Issue(f"the model of {of}", actual, hint, tensors or None, side.path, as_one=True)
 
 
 def of_two_models(subject: Subject, one: Side, other: Side) -> bool:

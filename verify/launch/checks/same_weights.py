@@ -107,7 +107,7 @@ def _differing(
     # The first update replaces the engine's weights, so that these may differ on purpose.
     update = ENGINE in (sides[0].role, other.role) and (not unrelated or is_trained(sides[0]))
     severity: Severity = "warning" if update else "error"
-    yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, together=True)
+    yield Issue(expected, actual, hint, names=wrong, file=here.path, severity=severity, as_one=True)
 
 
 def _by_samples(
