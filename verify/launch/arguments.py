@@ -65,7 +65,7 @@ class LaunchArguments:
         return max((self.engine or 1) // (self.engine_pp or 1), 1)
 
     @property
-    def uneven(self) -> bool:
+    def has_uneven_pipeline(self) -> bool:
         """Whether they say anything about the pipeline but the number of its stages."""
         return (
             self.layout is not None

@@ -15,7 +15,7 @@ from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.launch.job import Job
 from ckptkit.verify.launch.options.argv import options_of
 from ckptkit.verify.launch.settings.overrides import is_override
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, changes_every_start
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY
 from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
 from ckptkit.verify.witnesses.runner import ask
@@ -76,7 +76,7 @@ def _reason(word: UnresolvedWord) -> str:
 
 def _is_replaced(word: UnresolvedWord) -> bool:
     """Whether any text does for what is not known of a word: a secret, as in `--wandb-key $WANDB_KEY`, or the time."""
-    return is_new_at_start(word.text) or all(is_secret(name) for name in _VARIABLE.findall(word.text) or [""])
+    return changes_every_start(word.text) or all(is_secret(name) for name in _VARIABLE.findall(word.text) or [""])
 
 
 def _hide(word: Word) -> str:

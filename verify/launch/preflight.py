@@ -26,14 +26,14 @@ from ckptkit.verify.core.run import Outcome, looked_at, run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of
 from ckptkit.verify.launch.arguments import LaunchArguments
-from ckptkit.verify.launch.checks.architecture import differing_model
+from ckptkit.verify.launch.checks.architecture import describe_difference
 from ckptkit.verify.launch.checks.paths import NOT_READ
 from ckptkit.verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
 from ckptkit.verify.launch.job import Given, Job, Launch
 from ckptkit.verify.launch.python.launcher import read_launcher
 from ckptkit.verify.launch.shell.read import read_script
 from ckptkit.verify.launch.sides import ENGINE
-from ckptkit.verify.launch.stacks.others import started_by
+from ckptkit.verify.launch.stacks.others import find_stack_by_command
 from ckptkit.verify.launch.stacks.which import is_config, read_job
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 from ckptkit.verify.options import VerifyOptions
@@ -75,7 +75,7 @@ def preflight(
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:
         text = _text(None if config else script, arguments, environment)
-    if other := started_by(_command(text)):
+    if other := find_stack_by_command(_command(text)):
         raise other.refusal(script or "the command")
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
@@ -93,7 +93,7 @@ def preflight(
             raise
         except CkptkitError as error:
             reasons = [f"{error.message}: {error.hint}"]
-    report = judged_job(job)
+    report = check_job(job)
     return replace(report, reasons=[*report.reasons, *reasons])
 
 
@@ -107,7 +107,7 @@ def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapp
             return read_launcher(path, arguments, environment)
         return read_script(path, given, arguments, environment)
     except CkptkitError as error:
-        if other := started_by(given or _content(path)):
+        if other := find_stack_by_command(given or _content(path)):
             raise other.refusal(path or "the text") from error
         raise
 
@@ -135,7 +135,7 @@ _SEVERAL, _FEW = 2, 4
 _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
-def judged_job(job: Job) -> Report:
+def check_job(job: Job) -> Report:
     """The report of a job: of its launch as a whole, and of every directory that it loads."""
     checks, directories = all_checks(witnesses=False), list(_directories(job))
     loaded = {one.path: one for one in directories}
@@ -157,7 +157,7 @@ def judged_job(job: Job) -> Report:
     return Report(
         version=program_version(),
         command=("ckptkit", "preflight"),
-        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.loading())),
+        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.sides_with_weights())),
         source=None,
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
@@ -241,7 +241,7 @@ def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
     if config is None or len(arguments) < _SEVERAL or len(errors) <= _FEW:
         return outcome
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
-    difference = differing_model([one.actual for one in arguments], tensors)
+    difference = describe_difference([one.actual for one in arguments], tensors)
     expected, actual = f"the model of {config}/config.json", f"another one: {difference}"
     hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
     kept = Finding(arguments[0].code, expected, actual, hint, file=str(subject.path))

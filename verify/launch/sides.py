@@ -46,8 +46,8 @@ def path_issue(
 class Side(OfKind):
     """The actor, the reference or the rollout engine: the weights it would load, and why these.
 
-    Without weights (`path` is None) it starts from random ones where `random` is set, from some that are not on this
-    machine where `elsewhere` is, and stops otherwise.
+    Without weights (`path` is None) it starts from random ones where `is_random` is set, from some that are not on this
+    machine where `is_remote` is, and stops otherwise.
     """
 
     role: str
@@ -55,12 +55,12 @@ class Side(OfKind):
     path: Path | None
     why: str
     issues: tuple[PathIssue, ...] = ()
-    random: bool = False
-    elsewhere: bool = False
+    is_random: bool = False
+    is_remote: bool = False
 
     def __str__(self) -> str:
-        without = "starts from RANDOM weights" if self.random else "cannot start"
-        without = "loads weights that are not on this machine" if self.elsewhere else without
+        without = "starts from RANDOM weights" if self.is_random else "cannot start"
+        without = "loads weights that are not on this machine" if self.is_remote else without
         what = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else without
         return f"{self.role} {what}: {self.why}"
 

@@ -87,7 +87,7 @@ _AT_START = re.compile(
 )
 
 
-def is_new_at_start(text: str) -> bool:
+def changes_every_start(text: str) -> bool:
     """Whether a name has the time of the start, or a random part, in it: what it names cannot be there yet."""
     return _AT_START.search(text) is not None
 

@@ -37,7 +37,7 @@ Shapes = Mapping[str, "tuple[int, ...] | None"]
 _Differences = tuple[list[str], list[tuple[str, str, str]]]
 
 
-def differing_model(arguments: Sequence[str], tensors: int) -> str:
+def describe_difference(arguments: Sequence[str], tensors: int) -> str:
     """What a model has otherwise: some arguments by name, the number of the others, and of tensors."""
     left = len(arguments) - _NAMED
     more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
@@ -94,11 +94,11 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
         if tensors or arguments:
             hint = f"give the {side.role} a checkpoint of the model that the launch trains"
             found = [f"{name} = {value} and not {want}" for name, want, value in arguments]
-            actual = f"another one: {differing_model(found, len(tensors))}"
+            actual = f"another one: {describe_difference(found, len(tensors))}"
             yield Issue(f"the model of {of}", actual, hint, tensors or None, side.path, together=True)
 
 
-def of_two_models(subject: Subject, one: Side, other: Side) -> bool:
+def differ_in_architecture(subject: Subject, one: Side, other: Side) -> bool:
     """Whether this check finds that two sides, which no config of the launch is held against, are of two models."""
     job = job_of(subject)
     if not job.stack.one_model or job.hf or _incomparable(other, one):

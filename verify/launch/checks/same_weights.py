@@ -21,7 +21,7 @@ from ckptkit.verify.core.report import Severity
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.samples import SamplePair, Stored, samples_of
-from ckptkit.verify.launch.checks.architecture import of_two_models
+from ckptkit.verify.launch.checks.architecture import differ_in_architecture
 from ckptkit.verify.launch.checks.engine import engine_config, job_of
 from ckptkit.verify.launch.sides import ENGINE, Side, is_trained
 
@@ -38,7 +38,7 @@ def _pairs(subject: Subject) -> list[tuple[Side, Side]]:
     Raises NotApplicable where none do.
     """
     job = job_of(subject)
-    sides = {side.role: side for side in job.loading()}
+    sides = {side.role: side for side in job.sides_with_weights()}
     pairs = [(sides[one], sides[other]) for one, other in job.sharing if {one, other} <= sides.keys()]
     if not (apart := [(one, other) for one, other in pairs if one.path != other.path]):
         raise NotApplicable("no two directories of this launch must hold the same weights")
@@ -56,7 +56,7 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
     for one, other in _pairs(subject):
         here, there = locate(one.path or Path()), locate(other.path or Path())
         pairs = _by_digests(here, there)
-        if of_two_models(subject, one, other):
+        if differ_in_architecture(subject, one, other):
             tally.compared()  # CK740 says so
         elif pairs is not None:
             tally.compared(len(pairs))
@@ -82,7 +82,7 @@ def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
 def _apart(subject: Subject) -> list[str]:
     """The sides whose weights are their own, which nothing is compared with: of a run that resumes, of a critic ..."""
     shared = {side.path for pair in _pairs(subject) for side in pair}
-    return [side.role for side in job_of(subject).loading() if side.path not in shared]
+    return [side.role for side in job_of(subject).sides_with_weights() if side.path not in shared]
 
 
 def _differing(

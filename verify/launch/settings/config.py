@@ -19,7 +19,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.hub_cache import hub_model
 from ckptkit.verify.launch.settings.settings import GivenValue, Settings
 from ckptkit.verify.launch.settings.tree import NULL, Tree, flat_settings
-from ckptkit.verify.launch.words import UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.launch.words import UnresolvedWord, Word, changes_every_start
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 # What is not text, and numbers that Python spells as they are written.
@@ -195,7 +195,7 @@ class Config(Settings):
         try:
             self.find(key)
         except UnresolvedError as reason:
-            return is_new_at_start(str(reason))
+            return changes_every_start(str(reason))
         return False
 
     def first(self, *keys: str) -> str:
@@ -298,7 +298,7 @@ class Config(Settings):
             self.notes += [] if note in self.notes else [note]
         return hub.path
 
-    def not_looked_at(self, pattern: re.Pattern[str]) -> None:
+    def report_unread(self, pattern: re.Pattern[str]) -> None:
         """Adds a line for every key that matches, is given, and neither false, empty nor null."""
         for key in self.names():
             if pattern.search(key) and self.text(key).lower() not in ("false", "", "{}", "[]"):

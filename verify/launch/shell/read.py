@@ -22,7 +22,7 @@ from ckptkit.verify.launch.shell.run import follow, substituted
 from ckptkit.verify.launch.shell.trainers import started_processes
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, TooMuchError, Variable, clipped
 from ckptkit.verify.launch.stacks.slime import unread
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, changes_every_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
 # Options with paths: those of `_BESIDE` are relative to the program, the others to where it is started.
@@ -184,8 +184,8 @@ def _words(start: Start, unresolved: dict[str, None]) -> Iterator[Word]:
 
 def _is_new(gap: Gap) -> bool:
     """Whether a part of a name is another one at every start."""
-    called = gap.why.startswith("the call of ") and is_new_at_start(gap.why)
-    return called or is_new_at_start(gap.source)
+    called = gap.why.startswith("the call of ") and changes_every_start(gap.why)
+    return called or changes_every_start(gap.source)
 
 
 def _matters(option: str) -> bool:

@@ -58,6 +58,6 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> 
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 
-def given(text: str) -> bool:
+def is_set(text: str) -> bool:
     """Whether a value says something."""
     return text.lower() not in ("", NULL, "none")

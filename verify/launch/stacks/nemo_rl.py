@@ -27,7 +27,7 @@ from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, cite_all
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
@@ -48,7 +48,7 @@ _TEACHERS = re.compile(r"^teacher\.model_name$|^on_policy_distillation\.teacher_
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = launch.settings
-    settings.not_looked_at(_ELSEWHERE)
+    settings.report_unread(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
     # Where a pretrained checkpoint is given, the one that counts first.
@@ -223,7 +223,7 @@ def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iter
         return
     left = Gpus(nodes * each, f"{settings.cite(keys[0])} {nodes} x {settings.cite(keys[1])} {each}", each)
     if rewards:
-        left = left.less(rewards if nodes == 1 else rewards * each, "for the reward model")
+        left = left.subtract(rewards if nodes == 1 else rewards * each, "for the reward model")
     for alias in _teachers(settings):
         own = [f"{_APART}.teacher_overrides.{alias}", f"{_APART}.default_teacher_cfg"]
         names = [settings.first(*(f"{one}.{name}" for one in own)) for name in ("num_nodes", "gpus_per_node")]
@@ -235,7 +235,7 @@ def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iter
         if gpus.node > each:
             products = (("gpus_per_node", (gpus.node,)),)
             yield GpuGroup(f"node of the {role}", Gpus(each, settings.cite(keys[1])), products, settings.cite(names[1]))
-        left = left.less(gpus.count // gpus.node * each, f"for the {role}")
+        left = left.subtract(gpus.count // gpus.node * each, f"for the {role}")
     train = generate = left
     if not settings.switch(f"{_GENERATION}.colocated.enabled", True):
         is_one = (left.count or 0) <= each
@@ -243,7 +243,7 @@ def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iter
         if (count := settings.number(key)) is None:
             return
         generate = Gpus(count if is_one else count * each, f"{settings.cite(key)} {count}", each)
-        train = left.less(generate.count or 0, f"for generation by {generate.source}")
+        train = left.subtract(generate.count or 0, f"for generation by {generate.source}")
     yield from (sizes.group(role, train) for role in roles if sizes)
     for cut in () if sizes else _dtensor(settings, roles):
         context = settings.size(f"{_DTENSOR}.context_parallel_size") or 1
@@ -291,7 +291,7 @@ def _engines(settings: Config, gpus: Gpus, trained: Sizes | None) -> Iterator[Gp
         elif spread and ep:
             products.append(("ep x pp", (ep, pp)))
         is_inside = backend == "vllm" and tp * pp <= (gpus.node or 0) and len(products) == 1
-        yield GpuGroup(ENGINE, gpus, tuple(products), places(settings, keys), is_engine=is_inside)
+        yield GpuGroup(ENGINE, gpus, tuple(products), cite_all(settings, keys), is_engine=is_inside)
 
 
 def _engine_keys(backend: str) -> list[str]:

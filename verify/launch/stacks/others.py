@@ -66,12 +66,12 @@ _OTHERS = (
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 
 
-def started_by(text: str) -> OtherStack | None:
+def find_stack_by_command(text: str) -> OtherStack | None:
     """The program that a script, or the words of a command, start; None for any that is not of these."""
     text = "\n".join(_COMMENT.sub("", line) for line in text.replace("\\\n", " ").splitlines())
     return next((one for one in _OTHERS if one.command.search(text)), None)
 
 
-def set_up_by(keys: Collection[str]) -> OtherStack | None:
+def find_stack_by_settings(keys: Collection[str]) -> OtherStack | None:
     """The program that a file with these keys is for; None for any that is not of these."""
     return next((one for one in _OTHERS if any(every <= set(keys) for every in one.keys)), None)

@@ -26,8 +26,8 @@ from ckptkit.verify.launch.options.names import settings
 from ckptkit.verify.launch.options.speculative import of_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
-from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides
+from ckptkit.verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, cite_all
 from ckptkit.verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
@@ -67,7 +67,7 @@ def _of_distillation(settings: Config) -> Config:
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = _of_distillation(launch.settings)
-    settings.not_looked_at(_ELSEWHERE)
+    settings.report_unread(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     is_gae = settings.text("adv_estimator", "gae") == "gae"
     critic = ["critic"] if is_gae and settings.has("critic.strategy_args.strategy_name") else []
@@ -108,7 +108,7 @@ def _adapters(settings: Config, server: str | None) -> Iterator[Issue]:
     Source: ROLL `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`.
     """
     keys = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
-    trains, serves = (given(settings.text(key)) if settings.get(key).known else None for key in keys)
+    trains, serves = (is_set(settings.text(key)) if settings.get(key).known else None for key in keys)
     if trains and serves is False and server == "vllm":
         hint = "ROLL sends the adapter to an engine that has no place for it: give actor_infer the same LoRA settings"
         yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint)
@@ -119,7 +119,7 @@ def _adapters(settings: Config, server: str | None) -> Iterator[Issue]:
 
 def _reference(settings: Config) -> bool:
     """Whether there is one: for a KL term, whose coefficient is 0.2 where none is given; never with LoRA."""
-    if given(settings.text("actor_train.model_args.lora_target")):
+    if is_set(settings.text("actor_train.model_args.lora_target")):
         return False
     if not settings.has("reference.strategy_args.strategy_name"):
         return False
@@ -231,11 +231,11 @@ def _renumbered(launch: Launch) -> Iterator[Issue]:
 def _trained(settings: Config, server: str | None) -> TrainedAdapter | None:
     """The adapter. Source: ROLL 8eb27cc `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`."""
     trains, serves = (f"{role}.model_args" for role in ("actor_train", "actor_infer"))
-    if not given(settings.listed(f"{trains}.lora_target")):
+    if not is_set(settings.listed(f"{trains}.lora_target")):
         return None
     most = settings.text(f"{serves}.lora_rank", "8")
     engine = f"sent as it is to vllm, started with enable_lora and max_lora_rank {most}"
-    if server != "vllm" or not given(settings.listed(f"{serves}.lora_target")):
+    if server != "vllm" or not is_set(settings.listed(f"{serves}.lora_target")):
         engine = f"{server or 'the engine'} is started without it"
     rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
     return TrainedAdapter(rank, settings.listed(target), engine, settings.cite(target))
@@ -259,7 +259,7 @@ def _engine(settings: Config) -> RolloutEngine:
     pp = rest[0] if rest else 1
     if tp is None or pp is None:
         return engine
-    group = GpuGroup(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
+    group = GpuGroup(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), cite_all(settings, keys))
     return replace(engine, groups=(group,)).cut(tp, pp, None, settings.cite(keys[0]), plain=False)
 
 

@@ -42,7 +42,7 @@ class Gpus:
         source = f"{settings.cite(nodes)} {sizes[0]} x {settings.cite(each)} {sizes[1]}"
         return Gpus(sizes[0] * sizes[1], source, sizes[1])
 
-    def less(self, count: int, what: str) -> Gpus:
+    def subtract(self, count: int, what: str) -> Gpus:
         """Those that are left when another role has taken `count` of them; none at all if it takes more."""
         left = None if self.count is None else max(self.count - count, 0)
         return replace(self, count=left, source=f"{self.source}, less {count} {what}")
@@ -183,7 +183,7 @@ class Sizes:
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
         if not settings.get(keys["etp"]).known:
             tp = None
-        return Sizes(tp, pp, cp, ep, etp, vpp, places(settings, list(keys.values())))
+        return Sizes(tp, pp, cp, ep, etp, vpp, cite_all(settings, list(keys.values())))
 
     def group(self, role: str, gpus: Gpus) -> GpuGroup:
         """What must divide the GPUs. Source: megatron-core `initialize_model_parallel`; etp is tp where not given."""
@@ -226,18 +226,18 @@ class RolloutEngine:
         plain: no more than these sizes cut experts. fp8: it packs what it is sent in FP8.
         """
         sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
-        if (server := server_named(self.sizes.server)) is None or tp < 2:
+        if (server := known_server(self.sizes.server)) is None or tp < 2:
             return replace(self, sizes=sizes)
         cut = Cut(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
         return replace(self, sizes=sizes, cuts=(cut,))
 
 
-def server_named(name: str | None) -> Server | None:
+def known_server(name: str | None) -> Server | None:
     """The engine that a stack calls so; None for another one."""
     return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
 
 
-def places(settings: Config, keys: Sequence[str]) -> str:
+def cite_all(settings: Config, keys: Sequence[str]) -> str:
     """Where these keys are written, those alone that are."""
     return ", ".join(settings.cite(key) for key in keys if settings.has(key))
 
@@ -360,7 +360,7 @@ class _OptionSizes:
         prefill = given.value("prefill_num_servers", 0)
         is_known = total and self.engine and {"vllm_config", "sglang_config"}.isdisjoint(given.given)
         if is_known and self.engine and prefill is not None:
-            left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
+            left = gpus.subtract(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
             yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
 
     def engine_sizes(self) -> Iterator[Issue]:

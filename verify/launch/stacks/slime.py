@@ -360,7 +360,7 @@ def _rollout(paths: _Paths) -> list[Side]:
 
 def _download(hub: HubModel, role: str) -> Side:
     """A side whose weights are downloaded at the start."""
-    return Side(role, None, None, f"--hf-checkpoint {hub.name} is {hub.why}", elsewhere=True)
+    return Side(role, None, None, f"--hf-checkpoint {hub.name} is {hub.why}", is_remote=True)
 
 
 def _trainers(paths: _Paths, words: bool) -> Iterator[Side]:

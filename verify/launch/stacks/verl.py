@@ -25,7 +25,7 @@ from ckptkit.verify.launch.options.speculative import Speculation, of_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
-from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
+from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides, torch_dist_side
 from ckptkit.verify.launch.stacks.sizes import (
     NAMES,
     Cut,
@@ -34,8 +34,8 @@ from ckptkit.verify.launch.stacks.sizes import (
     Gpus,
     RolloutEngine,
     Sizes,
-    places,
-    server_named,
+    cite_all,
+    known_server,
 )
 
 _AR = "actor_rollout_ref"
@@ -91,7 +91,7 @@ def read(launch: Launch) -> Job:
         over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
         sizes[role] = size.arguments(engine.sizes, settings, over)
     unlike = tuple(_unlike(settings, roles)) if megatron else ()
-    settings.not_looked_at(_ELSEWHERE)
+    settings.report_unread(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
     # Before anything is resumed; Megatron weights are those of `model.path` too.
@@ -167,7 +167,7 @@ def _speculation(settings: Config) -> Speculation | None:
     Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
     """
     mtp, rollout = f"{_AR}.model.mtp", f"{_AR}.rollout"
-    name = server_named(settings.text(f"{rollout}.name"))
+    name = known_server(settings.text(f"{rollout}.name"))
     if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
         sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
         method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
@@ -198,7 +198,7 @@ def _is_megatron(settings: Config) -> bool:
 
 def _lora(settings: Config) -> bool:
     """Whether an adapter is trained; the reference is then the actor without it."""
-    return any(settings.above_zero(key) for key in _RANKS) or given(settings.text(f"{_AR}.model.lora_adapter_path"))
+    return any(settings.above_zero(key) for key in _RANKS) or is_set(settings.text(f"{_AR}.model.lora_adapter_path"))
 
 
 def _reference(settings: Config) -> bool:
@@ -316,7 +316,7 @@ def _rollout(settings: Config, gpus: Gpus) -> RolloutEngine:
         return engine
     spread = f"{prefix}.expert_parallel_size"
     ep, fp8 = settings.size(spread, None), settings.text(f"{prefix}.quantization") == "fp8"
-    group = GpuGroup(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
+    group = GpuGroup(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), cite_all(settings, keys), is_engine=True)
     engine = replace(engine, groups=(replace(group, is_inside=name == "vllm" and dp > 1),))
     return engine.cut(tp, pp, ep, settings.cite(keys[0]), plain=dp == 1 and settings.get(spread).known, fp8=fp8)
 
@@ -421,7 +421,7 @@ def read_sft(launch: Launch) -> Job:
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
             settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
-    settings.not_looked_at(_TUNED_ELSEWHERE)
+    settings.report_unread(_TUNED_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     cuts = () if sizes else tuple(Cut.ulysses(settings, "actor", *_SEQUENCE))

@@ -16,7 +16,7 @@ from ckptkit.verify.launch.settings.files import Composed, compose
 from ckptkit.verify.launch.settings.overrides import applied, is_override
 from ckptkit.verify.launch.settings.tree import flat_settings
 from ckptkit.verify.launch.stacks import nemo_rl, roll, slime, verl
-from ckptkit.verify.launch.stacks.others import set_up_by
+from ckptkit.verify.launch.stacks.others import find_stack_by_settings
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 
 # How Hydra, NeMo-RL and ROLL are told their file of settings.
@@ -55,7 +55,7 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
     tree, groups = applied(composed.tree, words, lambda name: _is_group(name, named))
     own = [one for one in STACKS if named.path is None and one.is_own(named.name)]
     stack = next(iter([*(one for one in STACKS if one.fits(tree)), *own]), None)
-    if stack is None and (other := set_up_by(tree)):
+    if stack is None and (other := find_stack_by_settings(tree)):
         raise other.refusal(named.path or "the command")
     if stack is None and config is not None:
         hint = "give the file of settings of a verl, NeMo-RL or ROLL job, or a bash script"
