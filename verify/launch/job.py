@@ -1,4 +1,4 @@
-"""A training job of any stack: its roles, what each of them loads and over how many ranks, and what its launch says."""
+"""A training job of any stack: its roles, the weights and ranks of each, and the settings of its launch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.verify.launch.words import LaunchText, Word
 
 @dataclass(frozen=True)
 class Given:
-    """The paths and sizes that preflight is given itself. A size of 1 counts as not given."""
+    """Paths and sizes from preflight's own options. A size of 1 counts as not given."""
 
     hf_checkpoint: str | Path | None = None
     load: Path | None = None
@@ -38,33 +38,28 @@ class Given:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch as it is written, of which the reader of a stack makes a `Job`.
-
-    given: what preflight is given beside it.
-    environment: the variables that the job sees.
-    settings: its YAML files and overrides as one tree; empty for a stack that takes options.
-    """
+    """A launch before its stack makes a `Job` of it."""
 
     text: LaunchText
     given: Given = Given()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Config = field(default_factory=lambda: Config({}))
+    environment: Mapping[str, str] = field(default_factory=dict)  # as the job sees it
+    settings: Config = field(default_factory=lambda: Config({}))  # YAML files and overrides; empty for options
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A program that trains, and how its launches are read: the whole of what is particular to it.
+    """A training program, and the rules by which its launches are read.
 
     read: makes a job of a launch. Raises CkptkitError for values that the stack itself refuses to parse.
-    names: every option or setting, and the release that has it; empty for a stack that stops at another one.
-    unknown: what the stack does with an option that it does not know.
-    fits: whether the settings of a launch are for this stack; never, where it takes options.
-    models: the keys for whose model --hf-checkpoint stands.
-    own: names of the stack's own files of settings, whose values are its defaults.
-    groups: folders of such files, of which `folder=file` chooses one.
-    source: where a launch has its sizes, in words.
+    names: every option or setting, and the release that has it. Empty for a stack that stops at an unknown one.
+    unknown: the stack's reaction to an unknown option.
+    fits: whether the settings of a launch are for this stack.
+    models: the keys of the model that --hf-checkpoint replaces.
+    own: names of the stack's own files of settings, which contain its defaults.
+    groups: folders of such files, from which `folder=file` chooses one.
+    source: the place of the sizes in a launch, for messages.
     one_model: every role is built by the same arguments.
-    vllm_readers: who reads an INT4 checkpoint that vLLM serves.
+    vllm_readers: the readers of an INT4 checkpoint that vLLM serves.
     """
 
     name: str
@@ -80,23 +75,18 @@ class Stack:
     vllm_readers: tuple[str, ...] = ("vllm",)
 
     def is_own(self, name: str) -> bool:
-        """Whether a file of settings of this name is the stack's own."""
+        """Whether a file of settings is the stack's own, by its name."""
         return self.own is not None and self.own.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """The LoRA adapter that a trainer trains.
-
-    rank, targets: as the launch gives them, or "" if it does not.
-    engine: who merges it, or what the engine is started with.
-    asked_by: the option or setting that asks for it.
-    """
+    """The LoRA adapter that a trainer trains. `rank` and `targets` are "" if the launch does not give them."""
 
     rank: str
     targets: str
-    engine: str
-    asked_by: str
+    engine: str  # how the engine gets it, for messages
+    asked_by: str  # the option or setting that requires it
 
     def __str__(self) -> str:
         rank = f" of rank {self.rank}" if self.rank else ""
@@ -106,49 +96,32 @@ class TrainedAdapter:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, as its launch says it.
-
-    root: the directory that stands for the whole job in a report.
-    sides: what each role loads; `hf` is the HF directory that gives config and tokenizer.
-    hf_option: the option or setting that gives `hf`.
-    models: the HF directories of roles with another model.
-    sizes: how each role is cut, by its role; `sizes_at` where the launch says it.
-    sharing: pairs of roles that start from the same weights.
-    placement: what must divide the GPUs; None where the launch counts none.
-    speculation: how the engine drafts.
-    adapter: the adapter that is trained in place of the weights; None if there is none, or it is not known.
-    updates: whether a trainer sends weights to the engine, which are quantized by its `ignore` list.
-    arguments: those that the launch gives as options of Megatron, slime and the engine.
-    written: every option or setting that the launch writes, by its name.
-    combinations: options that do not go together; None where no such rule is known of the launch.
-    unread: a line for everything that matters and is not read, or not known.
-    notes: remarks on what is loaded; `replaced`: on words that preflight's own options contradict.
-    """
+    """A training job, read from its launch."""
 
     stack: Stack
     text: LaunchText = field(default_factory=LaunchText)
-    root: Path = Path()
+    root: Path = Path()  # the directory that a report names for the job
     sides: tuple[Side, ...] = ()
-    hf: Path | None = None
-    hf_option: str = "--hf-checkpoint"
-    models: Mapping[str, Path | None] = field(default_factory=dict)
-    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
-    sizes_at: Mapping[str, Word] = field(default_factory=dict)
-    sharing: tuple[tuple[str, str], ...] = ()
-    placement: GpuPlacement | None = None
+    hf: Path | None = None  # the HF directory with config and tokenizer
+    hf_option: str = "--hf-checkpoint"  # the option or setting that gives `hf`
+    models: Mapping[str, Path | None] = field(default_factory=dict)  # HF directories of roles with another model
+    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)  # by role
+    sizes_at: Mapping[str, Word] = field(default_factory=dict)  # the words that give the actor's sizes
+    sharing: tuple[tuple[str, str], ...] = ()  # pairs of roles that start from the same weights
+    placement: GpuPlacement | None = None  # None: the launch counts no GPUs
     speculation: Speculation | None = None
-    adapter: TrainedAdapter | None = None
-    updates: bool = False
-    arguments: Arguments = field(default_factory=Arguments)
-    written: Mapping[str, Word] = field(default_factory=dict)
-    combinations: tuple[Issue, ...] | None = None
-    unread: tuple[str, ...] = ()
+    adapter: TrainedAdapter | None = None  # trained instead of the weights; None also if unknown
+    updates: bool = False  # a trainer sends weights to the engine, quantized by its `ignore` list
+    arguments: Arguments = field(default_factory=Arguments)  # options of Megatron, slime and the engine
+    written: Mapping[str, Word] = field(default_factory=dict)  # every option or setting of the launch, by name
+    combinations: tuple[Issue, ...] | None = None  # options that conflict; None: no such rule is known
+    unread: tuple[str, ...] = ()  # a line for each relevant part of the launch that is not read, or unresolved
     notes: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()  # notes on words that preflight's own options contradict
 
     @property
     def actor(self) -> LaunchArguments:
-        """How the trainer is cut."""
+        """The sizes of the trainer."""
         return self.sizes.get("actor", LaunchArguments())
 
     @property
@@ -156,6 +129,6 @@ class Job:
         """Whether miles builds and loads the model by Megatron-Bridge, from the HF directory."""
         return bool(self.arguments.value("megatron_to_hf_mode") == "bridge")
 
-    def loading(self) -> list[Side]:
-        """The sides that load something here."""
+    def sides_with_weights(self) -> list[Side]:
+        """The sides that load weights of this machine."""
         return [side for side in self.sides if side.path]
