@@ -89,7 +89,7 @@ def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf: Path, tor
     report = preflight(arguments=[*given, f"trainer.default_local_dir={tmp_path / 'run'}"])
     assert passes(report)
     assert loads(report)[:2] == [
-        f"actor loads {actor / 'model' / 'dist_ckpt'} (Megatron): the tracker of trainer.default_local_dir says 40",
+        f"actor loads {actor / 'model' / 'dist_ckpt'} (Megatron): the tracker of trainer.default_local_dir names step 40",
         f"reference loads {hf} (HF): actor_rollout_ref.model.path, through a bridge",
     ]
 
