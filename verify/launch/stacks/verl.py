@@ -361,7 +361,7 @@ def resumed_step(settings: Config) -> Resumed:
         return Resumed(None, f"verl stops: {root / TRACKER} contains {named!r}", (issue,), stops=True)
     path = root / f"global_step_{int(named)}"
     if path.exists():
-        return Resumed(path, f"the tracker of {key} names step {named}")
+        return Resumed(path, f"the tracker of {key} names {path.name}")
     actual = f"only {', '.join(steps) or 'nothing'}, so verl silently starts from the beginning"
     hint = "write the number of an existing step into the tracker"
     issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, check=STEP)
