@@ -19,8 +19,7 @@ from ckptkit.verify.launch.words import UnresolvedWord, Word
 Server = Literal["sglang", "vllm"]
 
 _CHUNK, _VPP = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-# Prefixes of options that are passed to a rollout engine.
-_SERVERS: Mapping[str, Server] = {"--vllm-": "vllm", "--sglang-": "sglang"}
+_SERVERS: Mapping[str, Server] = {"--vllm-": "vllm", "--sglang-": "sglang"}  # by the prefix of their options
 _RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
 # Variables of slime and miles. A launch sets them as NAME=value, or in the JSON of --runtime-env-json.
 QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
@@ -60,12 +59,8 @@ class LaunchArguments:
     @property
     def has_uneven_pipeline(self) -> bool:
         """Whether the pipeline has options besides the number of its stages."""
-        return (
-            self.layout is not None
-            or self.embedding
-            or self.loss
-            or any(value is not None for value in (self.first, self.last, self.vpp, self.chunk))
-        )
+        options = (self.layout, self.first, self.last, self.vpp, self.chunk)
+        return self.embedding or self.loss or any(value is not None for value in options)
 
     def pipeline(self, layers: int, pp: int) -> Pipeline:
         """The pipeline of a model with `layers` layers, its chunks as in Megatron-LM's `validate_args`.

@@ -23,10 +23,8 @@ from ckptkit.verify.witnesses.trainer.job import MEGATRON, PROGRAMS, TrainerAnsw
 
 _LIMIT_S = 600.0
 _VARIABLE = re.compile(r"\$\{?(\w+)")
-# Packages of trainers that are started by their own programs, by stack.
-_PACKAGES = {"verl": "verl", "NeMo-RL": "nemo_rl", "ROLL": "roll"}
-# The start of a list of refusals of slime: `hf_validate_args failed: a; b`.
-_LIST = re.compile(r"\w+ failed: ")
+_PACKAGES = {"verl": "verl", "NeMo-RL": "nemo_rl", "ROLL": "roll"}  # of trainers with their own programs
+_LIST = re.compile(r"\w+ failed: ")  # the start of a list of refusals of slime: `hf_validate_args failed: a; b`
 # Variables that a launch does not set for the witness: import paths, and offline mode.
 _RESERVED = re.compile(r"PYTHON\w*|HF_\w*OFFLINE|TRANSFORMERS_OFFLINE|HF_HUB_DISABLE_IMPLICIT_TOKEN|LD_\w+")
 
@@ -98,10 +96,7 @@ def _folders(text: LaunchText, directory: Path) -> list[str]:
 
 
 def _variables(job: Job) -> Mapping[str, str]:
-    """The public variables of the launch, and those of one rank. Raises CkptkitError without the number of ranks.
-
-    slime and miles have options for it.
-    """
+    """The public variables of the launch, and of one rank. Raises CkptkitError if Megatron-LM has no rank number."""
     known = {name: word.text for name, word in job.text.environment.items() if not isinstance(word, UnresolvedWord)}
     world = job.text.ranks.text if job.text.ranks else known.get("WORLD_SIZE", "" if _is_megatron(job) else "1")
     if not world:

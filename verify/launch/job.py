@@ -48,31 +48,19 @@ class Launch:
 
 @dataclass(frozen=True)
 class Stack:
-    """A training program, and the rules by which its launches are read.
-
-    read: makes a job of a launch. Raises CkptkitError for values that the stack itself refuses to parse.
-    names: every option or setting, and the release that has it. Empty for a stack that stops at an unknown one.
-    unknown: the stack's reaction to an unknown option.
-    fits: whether the settings of a launch are for this stack.
-    models: the keys of the model that --hf-checkpoint replaces.
-    own: names of the stack's own files of settings, which contain its defaults.
-    groups: folders of such files, from which `folder=file` chooses one.
-    source: the place of the sizes in a launch, for messages.
-    one_model: every role is built by the same arguments.
-    vllm_readers: the readers of an INT4 checkpoint that vLLM serves.
-    """
+    """A training program, and the rules by which its launches are read."""
 
     name: str
-    read: Callable[[Launch], Job]
-    names: Callable[[], Mapping[str, str]] = dict
-    unknown: str = ""
-    fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False
-    models: frozenset[str] = frozenset()
-    own: re.Pattern[str] | None = None
-    groups: frozenset[str] = frozenset()
-    source: str = "in the settings of the job"
-    one_model: bool = False
-    vllm_readers: tuple[str, ...] = ("vllm",)
+    read: Callable[[Launch], Job]  # raises CkptkitError for values that the stack itself refuses to parse
+    names: Callable[[], Mapping[str, str]] = dict  # options and their release; empty: it stops at an unknown one
+    unknown: str = ""  # its reaction to an unknown option
+    fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False  # whether settings are for this stack
+    models: frozenset[str] = frozenset()  # the keys of the model that --hf-checkpoint replaces
+    own: re.Pattern[str] | None = None  # names of its own files of settings, which contain its defaults
+    groups: frozenset[str] = frozenset()  # folders of such files, from which `folder=file` chooses one
+    source: str = "in the settings of the job"  # the place of the sizes, for messages
+    one_model: bool = False  # every role is built by the same arguments
+    vllm_readers: tuple[str, ...] = ("vllm",)  # the readers of an INT4 checkpoint that vLLM serves
 
     def is_own(self, name: str) -> bool:
         """Whether a file of settings is the stack's own, by its name."""

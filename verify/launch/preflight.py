@@ -25,6 +25,7 @@ from ckptkit.verify.core.report import CheckResult, Finding, Report, now
 from ckptkit.verify.core.run import Outcome, looked_at, run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of
+from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.checks.architecture import describe_difference
 from ckptkit.verify.launch.checks.paths import NOT_READ
@@ -65,8 +66,8 @@ def preflight(
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
     ROLL. `arguments` are the words behind it, or a launch without a script. `text` is a launch that is already read.
     `ask_trainer` is a Python in which the trainer parses the launch, which executes its code. Paths and `sizes`
-    (ckpt_step, tp, pp, ep) override those of the launch. Its variables may also be set in the environment. The report
-    is inconclusive if the launch has a size or a path that cannot be read before it runs. Raises CkptkitError if no
+    (ckpt_step, tp, pp, ep) default to those of the launch. Its variables may be set in the environment. The report is
+    inconclusive if the launch has a size or a path that cannot be read before it runs. Raises CkptkitError if no
     path is given or one is a URL, if two sizes contradict each other, and if the script is not a launch.
     """
     # Reports show values of a launch, so no reader of a launch sees a value that may be a secret.
@@ -74,15 +75,14 @@ def preflight(
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:
         text = _text(None if config else script, arguments, environment)
-    if other := find_stack_by_command(_command(text)):
+    start = takewhile(lambda word: not word.startswith("--"), (word.text for word in text.words))
+    if other := find_stack_by_command(text.program or " ".join(start)):
         raise other.refusal(script or "the command")
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
-    paths = Path(load) if load else None, Path(ref_load) if ref_load else None
-    given = Given(hf_checkpoint or None, *paths, **sizes)
-    job = read_job(Launch(text, given, {**environment, **known}), config)
-    reasons = []
+    given = Given(hf_checkpoint or None, Path(load) if load else None, Path(ref_load) if ref_load else None, **sizes)
+    job, reasons = read_job(Launch(text, given, {**environment, **known}), config), []
     if ask_trainer is not None:
         from ckptkit.verify.launch.ask_trainer import ask_trainer as ask
 
@@ -119,13 +119,7 @@ def _content(path: Path | None) -> str:
         return ""
 
 
-def _command(text: LaunchText) -> str:
-    """The program of a launch, or the words before its first option."""
-    return text.program or " ".join(takewhile(lambda one: not one.startswith("--"), (one.text for one in text.words)))
-
-
-# The fact that lists the differences behind one finding.
-FOLDED = "of another model"
+FOLDED = "of another model"  # the fact that lists the differences behind one finding
 # Checks that fail if config and weights are of two models: tensors by name and shape, arguments, keys of config.json.
 _TENSORS, _ARGUMENTS = ("CK104", "CK105"), ("CK701", "CK702")
 # Findings are folded from this number of arguments on, and above this number of findings.
@@ -172,8 +166,7 @@ def check_job(job: Job) -> Report:
 
 def _directories(job: Job) -> Iterator[Subject]:
     """Each directory once for all roles with the same sizes, with the config for its weights."""
-    seen: set[tuple[Path, LaunchArguments]] = set()
-    paths: set[Path] = set()
+    seen: dict[tuple[Path, LaunchArguments], Path] = {}
     server = job.sizes.get(ENGINE, LaunchArguments()).server
     for side in job.sides:
         sizes = job.sizes.get(side.role, LaunchArguments(server=server))
@@ -182,10 +175,9 @@ def _directories(job: Job) -> Iterator[Subject]:
         # A critic has a different output layer, and a teacher is a different model.
         if side.path is None or (job.stack.one_model and side.role in ("critic", "teacher")):
             continue
-        if (side.path, sizes) in seen or (side.role == ENGINE and side.path in paths):
+        if (side.path, sizes) in seen or (side.role == ENGINE and side.path in seen.values()):
             continue
-        seen.add((side.path, sizes))
-        paths.add(side.path)
+        seen[side.path, sizes] = side.path
         readers = job.stack.vllm_readers if sizes.server == "vllm" else None
         model = job.models.get(side.role, job.hf)
         usable = model if model and (model / "config.json").exists() else None
@@ -209,28 +201,21 @@ def check_headers(subject: Subject) -> Outcome:
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
     """One result per check: the worst status of all directories, with the sums of counts and seconds."""
-    merged: dict[str, CheckResult] = {}
-    rank = {"passed": 0, "skipped": 1, "failed": 2}
-    for result in results:
-        before = merged.get(result.code)
-        if before is None:
-            merged[result.code] = result
-            continue
-        worst = max(before, result, key=lambda one: rank[one.status])
-        merged[result.code] = replace(
-            worst,
-            tensors_compared=before.tensors_compared + result.tensors_compared,
-            bytes_compared=before.bytes_compared + result.bytes_compared,
-            seconds=round(before.seconds + result.seconds, 3),
+    by_code = by_key((one.code, one) for one in results)
+    return [
+        replace(
+            max(by_code[check.code], key=lambda one: ("passed", "skipped", "failed").index(one.status)),
+            tensors_compared=sum(one.tensors_compared for one in by_code[check.code]),
+            bytes_compared=sum(one.bytes_compared for one in by_code[check.code]),
+            seconds=round(sum(one.seconds for one in by_code[check.code]), 3),
         )
-    return [merged[one.code] for one in checks if one.code in merged]
+        for check in checks
+        if check.code in by_code
+    ]
 
 
 def _fold_other_model(subject: Subject, outcome: Outcome) -> Outcome:
-    """Replaces errors that a checkpoint of another model causes by one finding; the FOLDED fact lists them.
-
-    One different argument may be a fault of the launch, so it is reported as it is.
-    """
+    """Replaces errors that a checkpoint of another model causes by one finding; the FOLDED fact lists them."""
     config = subject.hf_path or subject.source_path
     errors = [one for one in outcome.findings if one.severity == "error" and one.code in _TENSORS + _ARGUMENTS]
     arguments = [one for one in errors if one.code in _ARGUMENTS]

@@ -25,18 +25,11 @@ _CHECKED_BY = {
     "--ckpt-step": STEP,
     "--hf-checkpoint": HF,
 }
-# The code of the check that reports an issue, and the issue.
-PathIssue = tuple[str, Issue]
+PathIssue = tuple[str, Issue]  # with the code of the check that reports it
 
 
 def path_issue(
-    option: str,
-    path: Path,
-    expected: str,
-    actual: str,
-    hint: str,
-    severity: Severity = "error",
-    check: str | None = None,
+    option: str, path: Path, expected: str, actual: str, hint: str, severity: Severity = "error", check: str = ""
 ) -> PathIssue:
     """An issue with the path of an option, or of a setting, for which `check` is required."""
     return check or _CHECKED_BY[option], Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
@@ -60,14 +53,14 @@ class Side(OfKind):
         start = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else start
         return f"{self.role} {start}: {self.why}"
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it loads an iteration of a run. NeMo-RL stores a converted model as iteration 0."""
+        name = self.path.name if self.path else ""
+        return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
 
-def is_trained(side: Side) -> bool:
-    """Whether a side loads an iteration of a run. NeMo-RL stores a converted model as iteration 0."""
-    name = side.path.name if side.path else ""
-    return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
 
-
-def hf_directory(role: str, option: str, path: Path, why: str, check: str | None = None) -> Side:
+def hf_directory(role: str, option: str, path: Path, why: str, check: str = "") -> Side:
     """The side that loads the HF directory of an option, or of a setting, for which `check` is required."""
     if (path / "config.json").exists():
         return Side(role, "hf", path, why)
@@ -94,11 +87,6 @@ class HfConfig:
     def __str__(self) -> str:
         kind = f"a config.json of the unsupported model_type {self.unsupported_type}"
         return kind if self.unsupported_type else "a supported config.json"
-
-
-def is_hf(path: Path) -> bool:
-    """Whether a directory has a config.json of a model, supported or not."""
-    return hf_config_of(path) is not None
 
 
 def hf_config_of(path: Path) -> HfConfig | None:

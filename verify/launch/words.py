@@ -48,36 +48,23 @@ def first_file(words: Mapping[str, Word]) -> Path | None:
 
 @dataclass(frozen=True)
 class UnresolvedWord(Word):
-    """The source text of a word that could not be resolved.
-
-    why: the reason.
-    anything: it may become any number of words, options among them.
-    """
+    """The source text of a word that could not be resolved."""
 
     why: str = ""
-    anything: bool = False
+    anything: bool = False  # it may become any number of words, options among them
 
 
 @dataclass(frozen=True)
 class LaunchText:
-    """The text of a launch, read and never run.
+    """The text of a launch, read and never run. Nothing is guessed."""
 
-    words: the options of the trainer in their order: `--num-layers`, `36` ...
-    environment: the variables that the trainer will see.
-    unresolved: a line for each part that could not be resolved. Nothing is guessed.
-    issues: faults of the text itself, such as a lost line continuation.
-    program: the trainer's file or module, or "" if unknown.
-    ranks: the number of processes that torchrun, deepspeed or accelerate starts, or None if not given.
-    directory: the working directory of the program, or None if unknown.
-    """
-
-    words: tuple[Word, ...] = ()
-    environment: Mapping[str, Word] = field(default_factory=dict)
-    unresolved: tuple[str, ...] = ()
-    issues: tuple[Issue, ...] = ()
-    program: str = ""
-    ranks: Word | None = None
-    directory: Path | None = None
+    words: tuple[Word, ...] = ()  # the options of the trainer in their order: `--num-layers`, `36` ...
+    environment: Mapping[str, Word] = field(default_factory=dict)  # as the trainer will see it
+    unresolved: tuple[str, ...] = ()  # a line for each part that could not be resolved
+    issues: tuple[Issue, ...] = ()  # faults of the text itself, such as a lost line continuation
+    program: str = ""  # the trainer's file or module, or "" if unknown
+    ranks: Word | None = None  # the number of processes that torchrun, deepspeed or accelerate starts
+    directory: Path | None = None  # the working directory of the program, or None if unknown
 
     @property
     def program_name(self) -> str:

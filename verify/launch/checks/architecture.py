@@ -44,10 +44,7 @@ def describe_difference(arguments: Sequence[str], tensors: int) -> str:
 
 
 def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
-    """The launch's config, or {}, and the sides to compare with it, or else with the first of them.
-
-    Other checks compare actor and reference with a config. Raises NotApplicable if there is nothing to compare.
-    """
+    """The launch's config, or {}, and the sides that only CK740 compares. Raises NotApplicable without any."""
     job = job_of(subject)
     if not job.stack.one_model:
         raise NotApplicable("with settings every role is compared with the config of its own model")
@@ -121,14 +118,16 @@ def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Dif
     subject = Subject(path, hf_path=hf)
     model, args = expected_of(subject), subject.megatron_files.args
     dims = dims_of(config) if args.get("mtp_num_layers") else replace(dims_of(config), mtp_layers=0)
-    tensors = _different_shapes(model.shapes, _shapes(subject), critic) if model else []
+    shapes = {name: spec.shape for name, spec in subject.specs.items()}
+    tensors = _different_shapes(model.shapes, shapes, critic) if model else []
     return tensors, _for_role(mismatches(dims, args) if args else (), critic)
 
 
 def _from_side(first: Side, side: Side) -> _Differences:
     """The differences of a side from the first one in the same format. Raises CkptkitError as `_from_config`."""
     subjects = [Subject(one.path or Path()) for one in (first, side)]
-    expected, actual = ({name: shape for name, shape in _shapes(one).items() if LAYER.search(name)} for one in subjects)
+    specs = ({name: spec for name, spec in one.specs.items() if LAYER.search(name)} for one in subjects)
+    expected, actual = ({name: spec.shape for name, spec in one.items()} for one in specs)
     critic = side.role == "critic"
     tensors = _different_shapes(expected, actual, critic)
     if side.is_hf:
@@ -136,10 +135,6 @@ def _from_side(first: Side, side: Side) -> _Differences:
         return [name for name in tensors if name in expected and name in actual], []
     args = [one.megatron_files.args for one in subjects]
     return tensors, _for_role(differing(*args) if all(args) else (), critic)
-
-
-def _shapes(subject: Subject) -> Shapes:
-    return {name: spec.shape for name, spec in subject.specs.items()}
 
 
 def _for_role(arguments: Iterable[tuple[str, str, str]], critic: bool) -> list[tuple[str, str, str]]:
@@ -162,8 +157,7 @@ def _same_shape(name: str, expected: Shapes, actual: Shapes) -> bool:
     return want[1:] == have[1:] if is_padded else want == have
 
 
-# Keys that stack the tensors of several layers.
-_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")  # keys that stack the tensors of several layers
 _CLASSES = ("GPTModel", "HybridModel")
 _PROVIDER = "--custom-model-provider-path"
 
@@ -183,10 +177,7 @@ def _megatron_sides(subject: Subject) -> tuple[Job, Sequence[Side]]:
 
 @check("CK748", applies_to=_megatron_sides)
 def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares the names in each checkpoint with the launch: HybridModel with a layer pattern, else GPTModel.
-
-    Megatron-LM uses the same rule. HybridModel must also support the config of the launch.
-    """
+    """Checks for HybridModel with a layer pattern, else GPTModel, as Megatron-LM; and that it supports the config."""
     job, sides = _megatron_sides(subject)
     is_hybrid = stored_pattern(job.arguments.known) is not None
     for path in dict.fromkeys(side.path for side in sides if side.path):

@@ -23,8 +23,7 @@ from ckptkit.verify.launch.words import UnresolvedWord, Word
 # Letters that may differ in a name shorter than _LONG, and in a longer one; shorter names than _MIN are not compared.
 _FEW, _MANY, _LONG, _MIN = 1, 2, len("ckpt-step"), 4
 _MAX_NAMES = 2_000
-# Mappings with names of other programs, or of the user.
-_FREE = re.compile(
+_FREE = re.compile(  # mappings with names of other programs, or of the user
     r"kwargs|env_vars|system_envs|^envs?$|override|runtime_env|^custom|^tools?$|domain|^rewards$|tags?$|^data$|"
     r"^defaults$|^hydra$|plugin|^agent|^wandb|^swanlab|additional_configs?|^nsight|interleave|^datasets?$"
 )
@@ -90,8 +89,7 @@ def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
     yield from _combinations(subject)
 
 
-# Attention backends without context parallelism.
-# Source: Transformer Engine's `get_attention_backend`; `local` is Megatron's own.
+# Without context parallelism. Source: Transformer Engine's `get_attention_backend`; `local` is Megatron's own.
 _UNSPLIT = ("unfused", "local")
 
 
@@ -119,8 +117,7 @@ def _warning(given: Arguments, name: str, expected: str, actual: str, hint: str)
 
 def _dropout(given: Arguments) -> Iterator[Issue]:
     for name in ("attention_dropout", "hidden_dropout"):
-        value = given.value(name, 0.1)
-        if value:
+        if value := given.value(name, 0.1):
             hint = f"give --{name.replace('_', '-')} 0.0, unless the training is meant to drop"
             yield _warning(given, name, f"{name} = 0.0, as generation has none", f"{name} = {value}", hint)
 
@@ -158,8 +155,7 @@ def _experts(given: Arguments) -> Iterator[Issue]:
         yield _warning(given, "moe_permute_fusion", "--moe-permute-fusion", "moe_permute_fusion = False", hint)
 
 
-# Options of slime and miles; Source: their `utils/arguments.py`.
-_TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
+_TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"  # of slime and miles: `utils/arguments.py`
 
 
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:

@@ -17,8 +17,7 @@ from ckptkit.verify.launch.checks.engine import engine_config, job_of
 from ckptkit.verify.launch.job import Job
 from ckptkit.verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
 
-# The fact that lists relevant words of a launch that are not read.
-NOT_READ = "not read"
+NOT_READ = "not read"  # the fact that lists relevant words of a launch that are not read
 # A line of `Job.unread` about an unset variable.
 _UNSET = re.compile(r"(?P<words>.+): \$\{?(?P<name>\w+)\}? \(set neither in the script nor in the environment\)")
 

@@ -35,8 +35,7 @@ _ASSERTED = (
     ("fmt", "e4m3", "e4m3", 'give a checkpoint in block FP8 of e4m3; for float8_e4m3fn, its other name, write "e4m3"'),
 )
 _SGLANG_OPTION = "--sglang-quantization"
-# With fp8 verl sends FP8, otherwise BF16.
-_VERL_OPTION = "actor_rollout_ref.rollout.quantization"
+_VERL_OPTION = "actor_rollout_ref.rollout.quantization"  # with fp8 verl sends FP8, otherwise BF16
 
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
@@ -61,9 +60,8 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=first_file(words) or where)
         return
     weights, given = weights_of(config), _variables(subject)
-    for key, expected_value in (
-        _FAKE_QUANTIZATION | ({} if options.qat_group is None else {"group_size": options.qat_group})
-    ).items():
+    expected_values = _FAKE_QUANTIZATION | ({} if options.qat_group is None else {"group_size": options.qat_group})
+    for key, expected_value in expected_values.items():
         tally.compared()
         if weights.get(key) != expected_value:
             is_group = key == "group_size"

@@ -22,7 +22,7 @@ from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.samples import SamplePair, Stored, samples_of
 from ckptkit.verify.launch.checks.architecture import differ_in_architecture
 from ckptkit.verify.launch.checks.engine import engine_config, job_of
-from ckptkit.verify.launch.sides import ENGINE, Side, is_trained
+from ckptkit.verify.launch.sides import ENGINE, Side
 
 # Facts for the verdict: the comparisons that were made, and a line for each pair without one.
 COMPARED, NOT_COMPARED = "weights compared", "weights not compared"
@@ -44,11 +44,7 @@ def _pairs(subject: Subject) -> list[_Pair]:
 
 @check("CK723", needs=("sound headers",), applies_to=_pairs)
 def same_weights(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Compares the tensors that both formats store alike: by digests of the manifests, by lineage, or by samples.
-
-    Weights that differ from the engine's are a warning if training may have made them. Weights of another model are an
-    error.
-    """
+    """Compares the tensors that both formats store alike: by digests of the manifests, by lineage, or by samples."""
     skipped: list[str] = []
     for pair in _pairs(subject):
         first, second = pair
@@ -94,8 +90,8 @@ def _difference(
     (first, second), (here, there) = pair, places
     hint = f"give both sides checkpoints of one release; `ckptkit diff {here.path} {there.path}` compares all"
     actual += f": {len(unrelated)} matrices are another model's, or another layer's" if unrelated else ""
-    # The first update replaces the engine's weights, so these may differ on purpose.
-    severity = warning_if(ENGINE in (first.role, second.role) and (not unrelated or is_trained(first)))
+    # The first update replaces the engine's weights, so weights that training may have made can differ on purpose.
+    severity = warning_if(ENGINE in (first.role, second.role) and (not unrelated or first.is_trained))
     expected = f"the {kind} of the {second.role}, {there.path}"
     return Issue(expected, actual, hint, names=names, file=here.path, severity=severity, together=True)
 

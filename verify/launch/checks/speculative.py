@@ -71,8 +71,7 @@ def _draft_layers(speculation: Speculation, subject: Subject) -> Iterator[Issue]
         option = '"model" of the draft' if server == "vllm" else "a draft model"
         if server == "sglang" and job_of(subject).stack.one_model:
             option = "--sglang-speculative-draft-model-path"
-        hint = "give the draft model that was trained for it"
-        yield Issue(f"{option} with {method}", f"{where}, without it", hint)
+        yield Issue(f"{option} with {method}", f"{where}, without it", "give the draft model that was trained for it")
         return
     root = job_of(subject).hf
     if method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):

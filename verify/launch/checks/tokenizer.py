@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.side.compare import text_differences
@@ -18,7 +17,6 @@ from ckptkit.verify.launch.sides import ENGINE
 
 # Options of slime and miles, and SGLang's own, with which SGLang accepts and returns token ids.
 _SKIPPED = ("--sglang-skip-tokenizer-init", "--skip-tokenizer-init")
-_WARNING: Severity = "warning"
 _FURTHER = "correct if the weights were trained further; else use both of one release"
 _HINT = "give the HF directory of the model that the trainer's weights were converted from as {}"
 
@@ -48,7 +46,8 @@ def one_tokenizer(subject: Subject, tally: Tally) -> Iterator[Issue]:
             tally.compared()
             for one in text_differences(trainer, engine, f"in {option}"):
                 # Differences of presentation are correct if the weights were trained further.
-                hint, severity = (_FURTHER, _WARNING) if one.is_presentation else (_HINT.format(option), one.severity)
+                hint = _FURTHER if one.is_presentation else _HINT.format(option)
+                severity = warning_if(one.is_presentation or one.severity == "warning")
                 expected = f"the {one.what} of {option}"
                 yield Issue(expected, one.words, hint, file=root / one.file, severity=severity, count=one.count)
         except CkptkitError as error:

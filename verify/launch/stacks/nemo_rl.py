@@ -36,8 +36,7 @@ _MEGATRON = "policy.megatron_cfg"
 _DTENSOR = "policy.dtensor_cfg"
 _GENERATION = "policy.generation"
 _OWN_NODES = "on_policy_distillation.non_colocated_teachers"
-# The file that marks an iteration, by format.
-_MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}
+_MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}  # files of an iteration, by format
 _STATE = "latest_train_state.pt"
 _STEP = re.compile(r"step_\d+")
 _ELSEWHERE = re.compile(

@@ -29,8 +29,7 @@ class OtherStack:
         return CkptkitError(f"{source} is a launch of {self.name}; preflight reads those of {_READ}", hint)
 
 
-# Source: the public documentation of each, as of 2026-11.
-_OTHERS = (
+_OTHERS = (  # source: the public documentation of each, as of 2026-11
     OtherStack(
         "ms-swift",
         re.compile(

@@ -33,7 +33,6 @@ from ckptkit.verify.launch.words import UnresolvedWord
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
-# The settings of sizes, by role.
 _SIZES = {role: f"{worker}.strategy_args.strategy_config" for role, worker in _ROLES.items()}
 _ELSEWHERE = re.compile(
     r"^(?!teacher\.).*\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|"
@@ -100,10 +99,7 @@ def read(launch: Launch) -> Job:
 
 
 def _adapter_issues(settings: Config, server: str | None) -> Iterator[Issue]:
-    """An adapter that only trainer or engine has. `lora_target` adds one, of rank 8 by default.
-
-    Source: ROLL `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`.
-    """
+    """An adapter that only trainer or engine has. Source: ROLL `configs/model_args.py`, `vllm_strategy.py`."""
     keys = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
     trains, serves = (is_set(settings.text(key)) if settings.get(key).known else None for key in keys)
     if trains and serves is False and server == "vllm":
@@ -155,10 +151,15 @@ def _loaded(settings: Config, role: str, key: str, megatron: bool) -> Side | Non
     side = hf_side(role, settings, key, key)
     if side is None or side.path is None or not megatron or not (side.path / _MCA).exists():
         return side
-    dist = side.path / "iter_0000001" / "dist_model"
+    return _dist_model(settings, key, side, side.path, f"{key} has {_MCA}, so ROLL loads its Megatron weights")
+
+
+def _dist_model(settings: Config, key: str, side: Side, path: Path, why: str) -> Side:
+    """The side with the Megatron weights in a directory, or `side` itself if these are files of one rank each."""
+    dist = path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
-        return Side(role, "megatron", dist, f"{key} has {_MCA}, so ROLL loads its Megatron weights")
-    settings.unread.append(f"{settings.cite(key)} {side.path}: its files of one rank each are not read")
+        return replace(side, kind="megatron", path=dist, why=why)
+    settings.unread.append(f"{settings.cite(key)} {path}: its files of one rank each are not read")
     return side
 
 
@@ -174,14 +175,10 @@ def _resume(settings: Config, start: Side) -> Side:
     path = Path(word.text)
     if not (path / TRACKER).is_file():
         actual = "no tracker in it" if path.is_dir() else "no such directory"
-        hint = "choose an existing checkpoint"
-        issue = path_issue(place, path, f"a directory with {TRACKER}", actual, hint, check=STEP)
+        expected = f"a directory with {TRACKER}"
+        issue = path_issue(place, path, expected, actual, "choose an existing checkpoint", check=STEP)
         return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))
-    dist = path / "iter_0000001" / "dist_model"
-    if (dist / "metadata.json").exists():
-        return Side("actor", "megatron", dist, f"to resume: {key}", start.issues)
-    settings.unread.append(f"{place} {path}: its files of one rank each are not read")
-    return start
+    return _dist_model(settings, key, start, path, f"to resume: {key}")
 
 
 def _devices(settings: Config, worker: str) -> Gpus:
@@ -202,10 +199,7 @@ def _devices(settings: Config, worker: str) -> Gpus:
 
 
 def _visible_devices(launch: Launch) -> Iterator[Issue]:
-    """A CUDA_VISIBLE_DEVICES that does not count from 0, as `device_mapping` does.
-
-    Source: ROLL 8eb27cc `distributed/scheduler/resource_manager.py` (allocate_placement_group).
-    """
+    """CUDA_VISIBLE_DEVICES must count from 0. Source: ROLL 8eb27cc `resource_manager.py` (allocate_placement_group)."""
     word = launch.text.environment.get("CUDA_VISIBLE_DEVICES", UnresolvedWord(""))
     devices = word.text.replace(" ", "").split(",")
     if isinstance(word, UnresolvedWord) or devices == list(map(str, range(len(devices)))) or not devices[0].isdecimal():
@@ -256,7 +250,7 @@ STACK = Stack(
     "ROLL ignores an unknown setting",
     fits=lambda tree: not tree.keys().isdisjoint({"actor_train", "actor_infer", "student_train"}),
     models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),
-    # Files of `examples/config`, of environments and of DeepSpeed: without paths and sizes of a role.
+    # Files of `examples/config` without paths and sizes of a role.
     own=re.compile(r"(?:vl_|step_)?(?:traj_)?envs(?:_gem_\w+)?|deepspeed_zero\d?(?:_\w+)?"),
 )
 

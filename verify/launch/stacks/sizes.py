@@ -16,8 +16,7 @@ from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, Side
 from ckptkit.verify.launch.words import Word, at_places, first_file, places_of
 
-# The settings of a role's sizes, by short name.
-NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}
+NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}  # settings, by short name
 
 
 @dataclass(frozen=True)
@@ -189,20 +188,20 @@ class RolloutEngine:
     groups: tuple[GpuGroup, ...] = ()
     cuts: tuple[Cut, ...] = ()
 
+    @property
+    def server(self) -> Server | None:
+        """vLLM or SGLang, or None for another engine."""
+        name = self.sizes.server
+        return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
+
     def cut(
         self, tp: int, pp: int, ep: int | None, asked_by: str, *, plain: bool = True, fp8: bool = False
     ) -> RolloutEngine:
         """The engine with these sizes. `plain` is `Cut.plain_experts`, `fp8` is `Cut.online_fp8`."""
-        sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
-        if (server := known_server(self.sizes.server)) is None or tp < 2:
-            return replace(self, sizes=sizes)
-        cut = Cut(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
-        return replace(self, sizes=sizes, cuts=(cut,))
-
-
-def known_server(name: str | None) -> Server | None:
-    """The engine of this name, or None for any except vLLM and SGLang."""
-    return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
+        sizes, cuts = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep), self.cuts
+        if self.server and tp > 1:
+            cuts = (Cut(ENGINE, self.server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8),)
+        return replace(self, sizes=sizes, cuts=cuts)
 
 
 def cite_all(settings: Config, keys: Sequence[str]) -> str:
@@ -210,17 +209,13 @@ def cite_all(settings: Config, keys: Sequence[str]) -> str:
     return ", ".join(settings.cite(key) for key in keys if settings.has(key))
 
 
-# The GPUs of a launch by options, of slime, miles, vime, Relax or Megatron-LM.
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
 _RANKS = tuple(SIZES.values())
 _VLLM_PP = "vllm_pipeline_parallel_size"
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", _VLLM_PP, "sglang_ep_size", "sglang_dp_size")
-# Without --rollout-num-gpus, one of these gives the number of engines, or disables them.
-_NO_NUMBER = (
-    *("colocate", "debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs"),
-    "custom_config_path",
-)
-_NUMBER = "give the number of GPUs of the engines, or --colocate: without a number the trainer stops at the start"
+# Options without local engines, and options that replace --rollout-num-gpus.
+_NO_ENGINES = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
+_NO_NUMBER = ("colocate", "custom_config_path", *_NO_ENGINES)
 
 
 def option_placement(
@@ -253,13 +248,12 @@ class _OptionSizes:
         self.given, self.ranks, self.is_miles = given, ranks, is_miles
         of = self._size
         self.actor_nodes, self.each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
-        self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
+        self.world = self.actor_nodes * self.each if self.actor_nodes and self.each else None
         self.world = int(ranks.text) if ranks else self.world
         self.node = of("num_gpus_per_node", 8)
         self.tp, self.pp, self.cp, self.ep = (of(SIZES[name], 1) for name in ("tp", "pp", "cp", "ep"))
         self.etp = of(SIZES["etp"], self.tp)
-        self.engine = of("rollout_num_gpus_per_engine", 1)
-        self.server = server_of(words)
+        self.engine, self.server = of("rollout_num_gpus_per_engine", 1), server_of(words)
         self.engine_pp = of(_VLLM_PP if self.server == "vllm" else "sglang_pp_size", 1)
         self.engine_ep, self.engine_dp = of("sglang_ep_size", 1), of("sglang_dp_size", 1)
         self.vllm_dp = of("vllm_data_parallel_size", 1)
@@ -284,7 +278,6 @@ class _OptionSizes:
         return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.file)
 
     def trainer(self) -> GpuGroup:
-        """The trainer's GPUs."""
         words = self.given.words((*_JOB, *_RANKS))
         source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
         ep = self.ep if self.etp else None  # `Sizes.group` would replace an unresolved etp by tp
@@ -308,8 +301,8 @@ class _OptionSizes:
         name = "rollout_num_gpus"
         is_missing = self.given.lacks(name) or (self.is_miles and self.given.value(name) == 0)
         if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
-            expected = f"--{name.replace('_', '-')} above 0 without --colocate"
-            yield self.given.issue((name, *_JOB), expected, _NUMBER)
+            hint = "give the number of GPUs of the engines, or --colocate: the trainer stops at the start without it"
+            yield self.given.issue((name, *_JOB), "--rollout-num-gpus above 0 without --colocate", hint)
 
     def engines(self) -> Iterator[GpuGroup]:
         """The rollout's GPUs on nodes of `num_gpus_per_node`, from which slime and miles compute an engine's node.
@@ -360,37 +353,25 @@ class _OptionSizes:
 
     def _rollout(self) -> int | None:
         """The number of GPUs of local engines, or None if there are none, or if it is unknown."""
-        without_engines = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
-        if not all(map(self.given.lacks, without_engines)):
+        if not all(map(self.given.lacks, _NO_ENGINES)):
             return None
         given = self.given.value("rollout_num_gpus", 0)
-        if self.shares_nodes and (given == 0 or self.is_miles):
-            return self.world
-        return given or None
+        return self.world if self.shares_nodes and (given == 0 or self.is_miles) else given or None
 
     @property
     def tp_of_engine(self) -> int | None:
         """The tensor parallel size of an engine, or None if unknown, as with vLLM's data parallel ranks."""
-        if self.vllm_dp != 1:
+        if self.vllm_dp != 1 or not self.engine or not self.engine_pp:
             return None
-        return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
+        return max(self.engine // self.engine_pp, 1)
 
     def cut(self) -> Cut | None:
         """The engine's cut of a model, or None if it is unknown, or if the sizes do not divide."""
         tp, ep = self.tp_of_engine, self.engine_ep
         if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
             return None
-        return Cut(
-            ENGINE,
-            self.server or "sglang",
-            tp,
-            "--rollout-num-gpus-per-engine",
-            ep,
-            attention=tp // (self.engine_dp or 1) if self.dp_attention else tp,
-            dense=self.dense_tp,
-            plain_experts=self.plain_experts,
-            redundant=self.redundant,
-            ep_option="--sglang-ep-size",
-            words=self.given.words(_ENGINE),
-            file=self.file,
-        )
+        attention = tp // (self.engine_dp or 1) if self.dp_attention else tp
+        server, option = self.server or "sglang", "--rollout-num-gpus-per-engine"
+        cut = Cut(ENGINE, server, tp, option, ep, attention, self.dense_tp, self.plain_experts)
+        words = self.given.words(_ENGINE)
+        return replace(cut, redundant=self.redundant, ep_option="--sglang-ep-size", words=words, file=self.file)

@@ -36,7 +36,7 @@ from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked_iterat
 from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from ckptkit.storage.tree import ForeignFileError
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.launch.arguments import LaunchArguments, launch_arguments
+from ckptkit.verify.launch.arguments import launch_arguments
 from ckptkit.verify.launch.checks.engine import engine_config
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.arguments import Arguments, parse_arguments
@@ -46,23 +46,12 @@ from ckptkit.verify.launch.options.speculative import of_options
 from ckptkit.verify.launch.options.tables import GPUS, READ, SIZES, option_of
 from ckptkit.verify.launch.settings.overrides import is_override
 from ckptkit.verify.launch.settings.tree import NULL, Tree, read_yaml
-from ckptkit.verify.launch.sides import (
-    ENGINE,
-    PathIssue,
-    Side,
-    hf_config_of,
-    hf_directory,
-    is_hf,
-    is_trained,
-    iterations_in,
-    path_issue,
-)
+from ckptkit.verify.launch.sides import ENGINE, PathIssue, Side, hf_config_of, hf_directory, iterations_in, path_issue
 from ckptkit.verify.launch.stacks.sizes import option_placement
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, known_words
 
 # Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
 _RAW_WRAPPERS = frozenset({"kimi_vl", "kimi_k25", "qwen3_5", "qwen3_5_moe", "qwen3_6", "qwen3_6_moe", "inkling"})
-_CUTS = ("tp", "pp", "ep", "etp")
 # The options that mark a launch of slime, miles or vime.
 _TRAINERS = frozenset(
     {
@@ -83,7 +72,10 @@ def read(launch: Launch) -> Job:
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
     sides, unread = (*_trainers(paths, bool(text.words)), *_rollout(paths)), _unread(launch, paths)
-    sizes = _sizes(launch, given, is_complete=bool(text.words) and not unread)
+    sizes = launch_arguments(given, text.words, launch.environment)
+    tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.given.sizes.items())
+    # Megatron's default of etp is tp.
+    sizes = replace(sizes, tp=tp, pp=pp, ep=ep, etp=sizes.etp or (tp if text.words and not unread else None))
     return Job(
         STACK,
         text,
@@ -91,7 +83,7 @@ def read(launch: Launch) -> Job:
         sides,
         paths.hf,
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
-        sizes_at={name: word for name in _CUTS if (word := given.get(SIZES[name]).word)},
+        sizes_at={name: word for name in ("tp", "pp", "ep", "etp") if (word := given.get(SIZES[name]).word)},
         sharing=_sharing(paths, sides),
         placement=option_placement(given, text.words, text.ranks, _is_miles(text)),
         speculation=of_options(given, text.words),
@@ -99,18 +91,11 @@ def read(launch: Launch) -> Job:
         updates=bool(sizes.qat or paths.load or paths.ref_load),
         arguments=given,
         written=_first_words(text),
-        combinations=_combinations(text, paths, _resumed(paths, sides)),
+        combinations=_combinations(text, paths, sides),
         unread=unread,
         notes=_notes(paths, sides),
         replaced=paths.replaced,
     )
-
-
-def _sizes(launch: Launch, given: Arguments, is_complete: bool) -> LaunchArguments:
-    """The sizes of every role, or preflight's own. Megatron's default of etp is tp if every word is read."""
-    sizes = launch_arguments(given, launch.text.words, launch.environment)
-    tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.given.sizes.items())
-    return replace(sizes, tp=tp, pp=pp, ep=ep, etp=sizes.etp or (tp if is_complete else None))
 
 
 def _first_words(text: LaunchText) -> dict[str, Word]:
@@ -122,20 +107,16 @@ def _first_words(text: LaunchText) -> dict[str, Word]:
     return words
 
 
-def _resumed(paths: _Paths, sides: Sequence[Side]) -> int:
-    """The iteration of `--load` that the actor resumes from, or 0."""
-    paths_of_actor = [side.path for side in sides if side.role == "actor" and is_trained(side) and side.path]
-    return next((int(path.name[5:]) for path in paths_of_actor if path.parent == paths.load), 0)
-
-
-def _combinations(text: LaunchText, paths: _Paths, resumed: int) -> tuple[Issue, ...] | None:
+def _combinations(text: LaunchText, paths: _Paths, sides: Sequence[Side]) -> tuple[Issue, ...] | None:
     """Options that conflict. slime checks them before it reads --custom-config-path."""
     given = parse_arguments(text.words)
     if _TRAINERS.isdisjoint(given.given):
         return None
-    is_miles = _is_miles(text)
+    config, is_miles = engine_config(paths.hf) if paths.hf else {}, _is_miles(text)
+    trained = [side.path for side in sides if side.role == "actor" and side.is_trained and side.path]
+    resumed = next((int(path.name[5:]) for path in trained if path.parent == paths.load), 0)
     samples = (*_batches(given), *_micro_batches(given), *_advantages(given), *_rollouts(given, resumed))
-    models = (*_sequence(given, paths.hf, is_miles), *(_raw(given, paths.hf) if is_miles else ()))
+    models = (*_sequence(given, config, is_miles), *(_raw(given, config) if is_miles else ()))
     return (*samples, *_adapter_issues(given), *_switches(given, text.program_name), *models)
 
 
@@ -170,7 +151,6 @@ _FILE_HARMLESS = re.compile(
     r"recompute|no_load|finetune|save|exit_on_missing|activation|"
     r"^(?:load|ref_load|hf_checkpoint|critic_load|opd_teacher_load|(?:ref_|opd_teacher_)?ckpt_step)$"  # read
 )
-_ROLES = ("actor", "critic")
 
 
 @dataclass(frozen=True)
@@ -228,7 +208,7 @@ def _settings_by_role(path: Path) -> Iterator[tuple[str, dict[str, Word]]]:
     seen: set[str] = set()
     for entry in entries:
         role = entry.get("role") if isinstance(entry, dict) else None
-        if not isinstance(entry, dict) or not isinstance(role, Word) or role.text not in _ROLES:
+        if not isinstance(entry, dict) or not isinstance(role, Word) or role.text not in ("actor", "critic"):
             continue
         if role.text in seen:
             raise CkptkitError(f"{role.place}: the role {role.text} has two entries", "give every role one entry")
@@ -262,8 +242,8 @@ class _Paths:
     @property
     def named(self) -> frozenset[str]:
         """The options with a known path or iteration."""
-        known = {option for name, option in (_PATHS | _STEPS).items() if getattr(self, name) is not None}
-        return frozenset({*known, *(["--hf-checkpoint"] if self.hub else [])})
+        known = [option for name, option in (_PATHS | _STEPS).items() if getattr(self, name) is not None]
+        return frozenset([*known, *(["--hf-checkpoint"] if self.hub else [])])
 
     @staticmethod
     def read(launch: Launch, files: _RoleFiles, mode: str | None, fsdp: bool = False) -> _Paths:
@@ -305,25 +285,20 @@ def _unread(launch: Launch, paths: _Paths) -> tuple[str, ...]:
 
 def _notes(paths: _Paths, sides: Sequence[Side]) -> tuple[str, ...]:
     """Notes on options that only slime or only miles has."""
-    notes = []
-    if paths.mode is None and not paths.fsdp and any(side.is_hf and side.role != ENGINE for side in sides):
-        notes.append("slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only")
-    if paths.critic:
-        notes.append("--critic-load is an option of miles; slime ignores it and reads --megatron-config-path")
-    return tuple(notes)
+    loads_hf = paths.mode is None and not paths.fsdp and any(side.is_hf and side.role != ENGINE for side in sides)
+    bridge = "slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only"
+    critic = "--critic-load is an option of miles; slime ignores it and reads --megatron-config-path"
+    return (*([bridge] if loads_hf else []), *([critic] if paths.critic else []))
 
 
 def _sharing(paths: _Paths, sides: Sequence[Side]) -> tuple[tuple[str, str], ...]:
-    """The roles that have the same weights: all at the start of a run.
-
-    A resumed actor has the weights of an iteration in --load. Its reference still has the engine's first weights.
-    """
+    """The roles with the same weights. A resumed actor differs, but its reference has the engine's first weights."""
     loaded = {side.role: side for side in sides if side.path}
     actor, reference = loaded.get("actor"), loaded.get("reference")
-    is_reference_trained = reference is not None and is_trained(reference)
+    is_reference_trained = reference is not None and reference.is_trained
     resumes = paths.load is not None and actor and actor.path and actor.path.parent == paths.load
     differ = actor and reference and reference.path != actor.path
-    if actor and is_trained(actor) and (resumes or differ):
+    if actor and actor.is_trained and (resumes or differ):
         return () if is_reference_trained else (("reference", ENGINE),)
     return (*(() if is_reference_trained and differ else (("actor", "reference"),)), ("actor", ENGINE))
 
@@ -342,8 +317,13 @@ def _download(hub: HubModel, role: str) -> Side:
 
 def _trainers(paths: _Paths, words: bool) -> Iterator[Side]:
     """Actor, reference, critic and teacher, if the launch gives them weights."""
-    if paths.fsdp:
-        yield from _fsdp_trainers(paths)
+    if paths.fsdp:  # miles refuses a critic then
+        if paths.hf:
+            yield _fsdp_actor(paths.hf, paths.load, paths.ckpt_step)
+        elif paths.hub:
+            yield _download(paths.hub, "actor")
+        if paths.ref_load:
+            yield hf_directory("reference", "--ref-load", paths.ref_load, "--ref-load")
         return
     load, ref_load, mode = paths.load, paths.ref_load, paths.mode
     fallback = ref_load or (paths.hf if paths.bridge else None)
@@ -362,22 +342,12 @@ def _trainers(paths: _Paths, words: bool) -> Iterator[Side]:
         ("critic", "load", "--critic-load", paths.critic, None),
         ("teacher", "", "--opd-teacher-load", paths.teacher, paths.teacher_step),
     )
-    for role, name, option, path, own in others:
-        step = shared if own is None else own
-        if side := _side_of_file(paths, role, name, option, step):
-            yield side
+    for role, name, option, path, role_step in others:
+        step = shared if role_step is None else role_step
+        if file_side := _side_of_file(paths, role, name, option, step):
+            yield file_side
         elif path:
             yield _trainer(role, option, path, step, None if role == "critic" else mode)
-
-
-def _fsdp_trainers(paths: _Paths) -> Iterator[Side]:
-    """Actor and reference of miles' FSDP trainer, which refuses a critic."""
-    if paths.hf:
-        yield _fsdp_actor(paths.hf, paths.load, paths.ckpt_step)
-    elif paths.hub:
-        yield _download(paths.hub, "actor")
-    if paths.ref_load:
-        yield hf_directory("reference", "--ref-load", paths.ref_load, "--ref-load")
 
 
 def _side_of_file(paths: _Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
@@ -394,19 +364,9 @@ def _side_of_file(paths: _Paths, role: str, name: str, option: str, step: int | 
 
 _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)")
 # Sizes that do not cut weights, and those that --rollout-num-gpus-per-engine overwrites.
-_HARMLESS = frozenset(
-    {
-        *("--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"),
-        *("--sglang-tp-size", "--sglang-tensor-parallel-size"),
-    }
-)
+_HARMLESS = re.compile(r"--(?:context-parallel|sglang-(?:(?:moe-)?data-parallel|tp|tensor-parallel))-size")
 _OTHER_PATHS = frozenset({"--pretrained-checkpoint", "--lora-adapter-path"})
-_FILES = frozenset(
-    {
-        *("--config", "--config-path", "--config-name", "--custom-config-path", "--megatron-config-path"),
-        *("--sglang-config", "--yaml-cfg"),
-    }
-)
+_FILES = re.compile(r"--(?:config(?:-path|-name)?|(?:custom|megatron)-config-path|sglang-config|yaml-cfg)")
 
 
 def overrides(words: Sequence[str]) -> list[str]:
@@ -425,9 +385,9 @@ def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
             lines.append(f"{shown}: give it to preflight itself, before --")
         elif usual in _OTHER_PATHS or usual in {*_PATHS.values(), *_STEPS.values()} - given:
             lines.append(f"{shown}: its checkpoint is not checked; run `ckptkit verify` on it")
-        elif usual in _FILES:
+        elif _FILES.fullmatch(usual):
             lines.append(f"{shown}: the settings of this file are not read")
-        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
+        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and not _HARMLESS.fullmatch(usual):
             lines.append(f"{shown}: this parallel size is not read")
     return list(dict.fromkeys([*lines, *(f"{word}: an override of a configuration file" for word in overrides(words))]))
 
@@ -436,12 +396,7 @@ _VERL = " (for verl, which loads it directly, give use_dist_checkpointing and di
 
 
 def _actor(
-    load: Path | None,
-    ref_load: Path | None,
-    step: int | None,
-    option: str = "--ref-load",
-    mode: str | None = None,
-    lost: int | None = None,
+    load: Path | None, ref_load: Path | None, step: int | None, option: str, mode: str | None, lost: int | None
 ) -> Side:
     """The actor: `--load`, or `ref_load`, the path of `option`, if `--load` has no checkpoint.
 
@@ -469,7 +424,7 @@ def _actor(
 def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | None = None) -> Side:
     """The side that loads Megatron's iteration in `root`, or `root` as HF, which miles does in bridge mode only."""
     if not (root / TRACKER).exists():
-        if mode == "raw" and is_hf(root):
+        if mode == "raw" and hf_config_of(root):
             hint = "convert it with `ckptkit convert`, or give --megatron-to-hf-mode bridge"
             issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory, in mode raw", hint)
             why = f"miles stops: {option} {root} is an HF directory, which it loads in mode bridge only"
@@ -512,14 +467,11 @@ def _fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
     side = replace(hf_directory("actor", "--hf-checkpoint", hf, why), why=why, issues=())
     if load is None or (resumed := _iteration_of_fsdp(load, step)):
         return replace(side, why=f"{why}, and resumes from {resumed}" if load else why)
+    issues = tuple(_empty_load(load, hf, step))
     if load.is_dir() and any(load.iterdir()):
         hint = "give it as --hf-checkpoint, if it is the HF model that the run should start from"
         expected = f"{TRACKER} and the iteration of FSDP that it names"
-        issues: tuple[PathIssue, ...] = (
-            path_issue("--load", load, expected, "none: FSDP silently ignores it, or stops", hint),
-        )
-    else:
-        issues = tuple(_empty_load(load, hf, step))
+        issues = (path_issue("--load", load, expected, "none: FSDP silently ignores it, or stops", hint),)
     issues = () if load.resolve() == hf.resolve() else issues
     return replace(side, why=f"{why}; --load {load} has no iteration of FSDP", issues=issues)
 
@@ -558,8 +510,8 @@ def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
     if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
         issue = _iteration_given(option, root, expected)
         is_random = bool(ITERATION.fullmatch(root.name)) and not step
-    elif is_hf(root):
-        return Side(role, "hf", root, f"{option} has no tracker but {hf_config_of(root)}")
+    elif config := hf_config_of(root):
+        return Side(role, "hf", root, f"{option} has no tracker but {config}")
     else:
         actual = "no tracker in it" if root.exists() else "no such directory"
         issue = path_issue(option, root, expected, actual, "check the path")
@@ -632,8 +584,8 @@ def _batches(given: Arguments) -> Iterator[Issue]:
     oversampled = given.value("over_sampling_batch_size")
     if oversampled and prompts and oversampled < prompts:
         expected = "over_sampling_batch_size of at least rollout_batch_size"
-        names = ("over_sampling_batch_size", "rollout_batch_size")
-        yield given.issue(names, expected, "the trainer stops: change one of them")
+        pair = ("over_sampling_batch_size", "rollout_batch_size")
+        yield given.issue(pair, expected, "the trainer stops: change one of them")
 
 
 def _micro_batches(given: Arguments) -> Iterator[Issue]:
@@ -704,25 +656,21 @@ def _adapter(given: Arguments) -> TrainedAdapter | None:
     return TrainedAdapter(str(rank or ""), given.value("target_modules") or "", engine, asked_by)
 
 
-def _raw(given: Arguments, hf: Path | None) -> Iterator[Issue]:
+def _raw(given: Arguments, config: Mapping[str, Any]) -> Iterator[Issue]:
     """A model with a wrapper that miles sends in mode raw, its default, although it has no raw converter for it."""
-    config = engine_config(hf) if hf else {}
     is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
-    if is_wrapped and given.value("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
+    is_raw = given.value("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only")
+    if is_wrapped and is_raw and given.value("train_backend", "megatron") == "megatron":
         expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
-        why = "miles has no raw converter for this model and stops at the first update"
-        hint = f"{why}: give --megatron-to-hf-mode bridge"
-        if given.value("train_backend", "megatron") == "megatron":
-            yield given.issue(("megatron_to_hf_mode",), expected, hint)
+        hint = "miles has no raw converter for it and stops at the first update: give --megatron-to-hf-mode bridge"
+        yield given.issue(("megatron_to_hf_mode",), expected, hint)
 
 
-def _sequence(given: Arguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
-    """--allgather-cp, which splits tokens into contiguous parts, with attention that expects them in zigzag order.
+def _sequence(given: Arguments, config: Mapping[str, Any], is_miles: bool) -> Iterator[Issue]:
+    """--allgather-cp splits tokens into contiguous parts. Only DeepSeek's sparse attention, or miles, supports them.
 
-    Only DeepSeek's sparse attention expects contiguous parts. Older slime silently scrambled the tokens. miles supports
-    contiguous parts for other models too.
+    Older slime silently scrambled the tokens.
     """
-    config = engine_config(hf) if hf else {}
     ranks, is_sparse = given.value("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
     model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
     if model and ranks > 1 and given.has("allgather_cp"):

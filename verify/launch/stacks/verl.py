@@ -19,24 +19,14 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.arguments import LaunchArguments, Server
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.speculative import Speculation, of_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides, torch_dist_side
-from ckptkit.verify.launch.stacks.sizes import (
-    NAMES,
-    Cut,
-    GpuGroup,
-    GpuPlacement,
-    Gpus,
-    RolloutEngine,
-    Sizes,
-    cite_all,
-    known_server,
-)
+from ckptkit.verify.launch.stacks.sizes import NAMES, Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, cite_all
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
@@ -48,8 +38,7 @@ _ROLES = {
     "reference": (_MODEL, f"{_AR}.ref.megatron", REF),
     "critic": (_CRITIC_MODEL, "critic.megatron", LOAD),
 }
-# Settings that change a model, or load another one, and are not read.
-_ELSEWHERE = re.compile(
+_ELSEWHERE = re.compile(  # settings that change a model, or load another one, and are not read
     r"^(?:actor_rollout_ref|critic)\.model\.(?:lora_adapter_path|lora\.adapter_path|hf_config_path|override_config\.model)|"
     r"\.dist_checkpointing_prefix$|\.override_mcore_model_config\.|"
     r"\.override_transformer_config\.(?:num_layers|mtp_num_layers|hidden_size|ffn_hidden_size|num_attention_heads|"
@@ -59,10 +48,8 @@ _ELSEWHERE = re.compile(
 _TEACHERS = re.compile(r"^distillation\..*model_path$")
 # Folders of verl's own files, of which `folder=file` chooses one.
 GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
-# The program with known rules for its settings.
-_MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")
-# Files of verl itself, with its default settings.
-OWN = re.compile(
+_MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")  # has known rules for its settings
+OWN = re.compile(  # files of verl itself, with its default settings
     r"(?:(?:fully_async_|one_step_off_)?ppo(?:_megatron)?_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
     r"critic|ref|megatron|fsdp|automodel|veomni|torchtitan|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
     r"megatron_reward_loop|dp_reward_loop|distillation|transfer_queue|profiler|legacy_reward_impl|"
@@ -107,7 +94,7 @@ def read(launch: Launch) -> Job:
         sizes=sizes,
         sharing=() if resumed.path else tuple(sharing),
         placement=GpuPlacement((*groups, *engine.groups), differences, (*cuts, *engine.cuts)),
-        speculation=_speculation(settings.quietly()),
+        speculation=_speculation(settings.quietly(), engine.server),
         adapter=_adapter(settings.quietly()),
         combinations=_combinations(launch, settings.quietly(), megatron),
     )
@@ -159,18 +146,14 @@ def _adapter(settings: Config) -> TrainedAdapter | None:
     return TrainedAdapter(text, settings.listed(targets, "all-linear"), engine, settings.cite(rank or path))
 
 
-def _speculation(settings: Config) -> Speculation | None:
-    """Drafting with the model's own layers, by `model.mtp`, or by the engine's settings.
-
-    Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
-    """
-    mtp, rollout = f"{_AR}.model.mtp", f"{_AR}.rollout"
-    name = known_server(settings.text(f"{rollout}.name"))
-    if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
+def _speculation(settings: Config, server: Server | None) -> Speculation | None:
+    """Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`."""
+    mtp = f"{_AR}.model.mtp"
+    if server and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
         sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
-        method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
-        return Speculation(name, method, settings.cite(f"{mtp}.enable_rollout"))
-    return of_settings(settings, f"{rollout}.engine_kwargs.vllm", name)
+        method = settings.text(f"{mtp}.method", "mtp") if server == "vllm" else sglang
+        return Speculation(server, method, settings.cite(f"{mtp}.enable_rollout"))
+    return of_settings(settings, f"{_AR}.rollout.engine_kwargs.vllm", server)
 
 
 def _sequence_cuts(settings: Config, roles: Sequence[str]) -> Iterator[Cut]:
@@ -275,10 +258,7 @@ def _resume(settings: Config, resumed: Resumed, role: str, side: Side, megatron:
 
 
 def _size_differences(settings: Config, roles: Sequence[str]) -> Iterator[Issue]:
-    """Sizes of the reference or the critic that differ from the actor's.
-
-    Megatron makes its groups once per process, for the first role. The sizes of other roles are ignored.
-    """
+    """Sizes of reference and critic that Megatron ignores, as it makes its groups once, for the first role."""
     for role in roles[1:]:
         for name in NAMES.values():
             key, actor_key = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
@@ -293,11 +273,8 @@ def _size_differences(settings: Config, roles: Sequence[str]) -> Iterator[Issue]
 
 
 def _rollout(settings: Config, gpus: Gpus) -> RolloutEngine:
-    """The engine. Source: verl `workers/rollout/replica.py`, which assigns the workers of a replica node by node.
-
-    fully_async_policy and one_step_off_policy give it separate GPUs.
-    """
-    separate = "rollout.nnodes", "rollout.n_gpus_per_node"
+    """The engine. Source: verl `workers/rollout/replica.py`, which assigns the workers of a replica node by node."""
+    separate = "rollout.nnodes", "rollout.n_gpus_per_node"  # for fully_async_policy and one_step_off_policy
     if any(settings.has(key) or not settings.get(key).known for key in separate):
         gpus = Gpus.read(settings, *separate)
     prefix = f"{_AR}.rollout"
@@ -390,8 +367,7 @@ def _steps(root: Path) -> list[str]:
 
 
 _SFT_MODEL = "model.path"
-# The ranks that share a sequence, for the engines fsdp and veomni.
-_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")
+_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")  # of fsdp and veomni
 _SFT_ELSEWHERE = re.compile(
     r"^model\.(?:lora_adapter_path|hf_config_path|override_config)|\.override_mcore_model_config\."
 )

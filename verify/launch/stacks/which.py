@@ -19,8 +19,7 @@ from ckptkit.verify.launch.stacks import nemo_rl, roll, slime, verl
 from ckptkit.verify.launch.stacks.others import find_stack_by_settings
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 
-# The options of Hydra, NeMo-RL and ROLL for the file of settings.
-_FOLDER = frozenset({"--config-path", "-cp", "--config-dir", "-cd", "--config_path"})
+_FOLDER = frozenset({"--config-path", "-cp", "--config-dir", "-cd", "--config_path"})  # of Hydra and ROLL
 _NAME = frozenset({"--config-name", "-cn", "--config_name"})
 _FILE = frozenset({"--config"})
 # The first stack that fits the settings counts. A launch without settings is of the last one.
@@ -109,8 +108,8 @@ def _require_agreement(job: Job, launch: Launch) -> Job:
         if given.ckpt_step is not None:
             message = f"--ckpt-step cannot be used with settings of {job.stack.name}"
             raise CkptkitError(message, "give the step in the settings")
-        for option, path, role in (("--load", given.load, "actor"), ("--ref-load", given.ref_load, "reference")):
-            _require_same_checkpoint(job, option, path, role)
+        _require_same_checkpoint(job, "--load", given.load, "actor")
+        _require_same_checkpoint(job, "--ref-load", given.ref_load, "reference")
     for name, size in given.sizes.items():
         actor_size = getattr(job.actor, name)
         if size != 1 and actor_size is not None and size != actor_size:
@@ -144,6 +143,4 @@ def _settings_file(words: Sequence[Word]) -> _SettingsFile:
 
 def _is_group(name: str, file: _SettingsFile) -> bool:
     """Whether a setting chooses a file of a folder: one next to the file of settings, else one of the stack's own."""
-    if file.path is not None:
-        return (file.path.parent / name).is_dir()
-    return any(name in stack.groups for stack in STACKS)
+    return (file.path.parent / name).is_dir() if file.path else any(name in stack.groups for stack in STACKS)
