@@ -74,8 +74,8 @@ class LaunchArguments:
         if self.chunk is not None:
             if self.first is not None or self.last is not None:
                 raise CkptkitError(f"{_CHUNK} with a different size of the first or last stage", f"give {_VPP}")
-            per_stage, rest = divmod(layers + self.embedding + self.loss, pp)
-            if rest or not self.chunk or per_stage % self.chunk:
+            per_stage, remainder = divmod(layers + self.embedding + self.loss, pp)
+            if remainder or not self.chunk or per_stage % self.chunk:
                 message = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
                 raise CkptkitError(message, "choose another number of layers a chunk")
             vpp = per_stage // self.chunk
@@ -89,17 +89,17 @@ def launch_arguments(
 
     Raises CkptkitError for a value that is missing or not a number.
     """
-    found: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
+    sizes: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
     for name in given.given:
         if name in NUMBERS and (number := _size(name, given)) is not None:
-            found[NUMBERS[name]] = number
+            sizes[NUMBERS[name]] = number
         elif name in FLAGS and given.value(name):
-            found[FLAGS[name]] = True
+            sizes[FLAGS[name]] = True
     if STAGES in given.given:
-        found["layout"] = _size(STAGES, given)
+        sizes["layout"] = _size(STAGES, given)
     if not PATTERNS.isdisjoint(given.given):
-        found["pattern"] = stored_pattern(given.known) or ""
-    return LaunchArguments(**found, server=server_of(words))  # type: ignore[arg-type]
+        sizes["pattern"] = stored_pattern(given.known) or ""
+    return LaunchArguments(**sizes, server=server_of(words))  # type: ignore[arg-type]
 
 
 def server_of(words: Sequence[Word]) -> Server | None:

@@ -56,7 +56,7 @@ class Stack:
     unknown: str = ""  # its reaction to an unknown option
     fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False  # whether settings are for this stack
     models: frozenset[str] = frozenset()  # the keys of the model that --hf-checkpoint replaces
-    own: re.Pattern[str] | None = None  # names of its own files of settings, which contain its defaults
+    own: re.Pattern[str] | None = None  # names of the stack's files of settings, which contain its defaults
     groups: frozenset[str] = frozenset()  # folders of such files, from which `folder=file` chooses one
     source: str = "in the settings of the job"  # the place of the sizes, for messages
     one_model: bool = False  # every role is built by the same arguments
@@ -98,11 +98,11 @@ class Job:
     sharing: tuple[tuple[str, str], ...] = ()  # pairs of roles that start from the same weights
     placement: GpuPlacement | None = None  # None: the launch counts no GPUs
     speculation: Speculation | None = None
-    adapter: TrainedAdapter | None = None  # trained instead of the weights; None also if unknown
+    adapter: TrainedAdapter | None = None  # trained instead of the weights, or None, also if unknown
     updates: bool = False  # a trainer sends weights to the engine, quantized by its `ignore` list
     arguments: Arguments = field(default_factory=Arguments)  # options of Megatron, slime and the engine
     written: Mapping[str, Word] = field(default_factory=dict)  # every option or setting of the launch, by name
-    combinations: tuple[Issue, ...] | None = None  # options that conflict; None: no such rule is known
+    combinations: tuple[Issue, ...] | None = None  # options that conflict, or None without known rules
     unread: tuple[str, ...] = ()  # a line for each relevant part of the launch that is not read, or unresolved
     notes: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()  # notes on words that preflight's own options contradict

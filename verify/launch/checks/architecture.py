@@ -47,7 +47,7 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     """The launch's config, or {}, and the sides that only CK740 compares. Raises NotApplicable without any."""
     job = job_of(subject)
     if not job.stack.one_model:
-        raise NotApplicable("with settings every role is compared with the config of its own model")
+        raise NotApplicable("with settings every role is compared with the config of its model")
     config = engine_config(job.hf) if job.hf else {}
     sides: dict[Path, Side] = {}
     for side in job.sides:
@@ -56,7 +56,7 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     if config:
         others = [side for side in sides.values() if side.role in ("critic", "teacher")]
         if not others:
-            raise NotApplicable("the launch loads neither a critic nor a teacher of its own")
+            raise NotApplicable("the launch loads neither a separate critic nor a separate teacher")
         return config, others
     if len(sides) < 2:
         raise NotApplicable("the launch has neither --hf-checkpoint nor two checkpoints to compare")

@@ -23,7 +23,7 @@ def job_of(subject: Subject) -> Job:
 
 
 def engine_directory(subject: Subject) -> Path:
-    """The --hf-checkpoint of the launch. Raises NotApplicable if it has none."""
+    """The --hf-checkpoint of the launch. Raises NotApplicable without one."""
     if subject.job is None or subject.job.hf is None:
         raise NotApplicable("only preflight of a launch with --hf-checkpoint looks at it")
     return subject.job.hf

@@ -112,15 +112,15 @@ def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | No
     """
     root, job = engine_directory(subject), job_of(subject)
     content = quantization_of(engine_config(root))
-    stated = content if isinstance(content, Mapping) and "quant_method" in content else None
-    if job.stack.name == "verl" and stated and job.sizes[ENGINE].server == "sglang":
-        return root, stated, None
+    quantization = content if isinstance(content, Mapping) and "quant_method" in content else None
+    if job.stack.name == "verl" and quantization and job.sizes[ENGINE].server == "sglang":
+        return root, quantization, None
     if not job.updates or job.stack.name != "slime":
         raise NotApplicable("the trainer of this launch is not known to pack updates for its engine")
     option = last(options_of(job.text.words), _SGLANG_OPTION) if subject.engine != "vllm" else None
-    if stated is None and option is None:
+    if quantization is None and option is None:
         raise NotApplicable("--hf-checkpoint is not quantized")
-    return root, stated, option
+    return root, quantization, option
 
 
 @check("CK747", applies_to=_sent)

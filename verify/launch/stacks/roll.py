@@ -125,10 +125,10 @@ def _one_of_three_missing(settings: Config) -> bool:
 
 def _key(settings: Config, role: str) -> str:
     """The key of the model that a role loads."""
-    own = f"{_ROLES[role]}.{_OWN}"
+    key = f"{_ROLES[role]}.{_OWN}"
     if role == "critic":
-        return own if settings.has(own) else "reward_pretrain"
-    return "pretrain" if _one_of_three_missing(settings) else own
+        return key if settings.has(key) else "reward_pretrain"
+    return "pretrain" if _one_of_three_missing(settings) else key
 
 
 def _replaced_models(settings: Config) -> Iterator[PathIssue]:
@@ -164,7 +164,7 @@ def _dist_model(settings: Config, key: str, side: Side, path: Path, why: str) ->
 
 
 def _resume(settings: Config, start: Side) -> Side:
-    """The actor at the checkpoint that it resumes from, or `start` itself if there is none."""
+    """The actor at the checkpoint that it resumes from, or `start` itself without one."""
     key = "resume_from_checkpoint"
     word, place = settings.get(key).word, settings.cite(key)
     if word is None or word.text.lower() == "false":
@@ -268,8 +268,8 @@ def read_supervised(launch: Launch) -> Job:
         workers, keys = {"actor": "sft_train"}, {"actor": "pretrain"}
     else:
         workers = {"actor": "student", "teacher": "teacher"}
-        own = all(settings.has(f"{one}.{_OWN}") for one in workers.values())
-        keys = {role: f"{one}.{_OWN}" if own else f"{one}_pretrain" for role, one in workers.items()}
+        has_models = all(settings.has(f"{one}.{_OWN}") for one in workers.values())
+        keys = {role: f"{one}.{_OWN}" if has_models else f"{one}_pretrain" for role, one in workers.items()}
     sides: list[Side] = []
     sizes: dict[str, LaunchArguments] = {}
     groups: list[GpuGroup] = []

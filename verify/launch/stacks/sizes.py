@@ -352,7 +352,7 @@ class _OptionSizes:
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
 
     def _rollout(self) -> int | None:
-        """The number of GPUs of local engines, or None if there are none, or if it is unknown."""
+        """The number of GPUs of local engines, or None without such engines, or if it is unknown."""
         if not all(map(self.given.lacks, _NO_ENGINES)):
             return None
         given = self.given.value("rollout_num_gpus", 0)

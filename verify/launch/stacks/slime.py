@@ -253,14 +253,14 @@ class _Paths:
         hf, chosen = given.hf_checkpoint, {"load": given.load, "ref_load": given.ref_load, "ckpt_step": given.ckpt_step}
         for name, option in (_PATHS | _STEPS).items():
             word = _last_value(options, option)
-            found: Any = word and (Path(word.text) if name in _PATHS else _iteration(option, word))
+            written: Any = word and (Path(word.text) if name in _PATHS else _iteration(option, word))
             value: Any = (Path(hf) if hf else None) if name == "hf" else chosen.get(name)
-            if word and value is not None and os.path.abspath(str(found)) != os.path.abspath(str(value)):
+            if word and value is not None and os.path.abspath(str(written)) != os.path.abspath(str(value)):
                 notes.append(f"{option} {value} was looked at, although {word.place} has {word.text}")
-            paths[name] = found if value is None else value
+            paths[name] = written if value is None else value
         # `./org/model` is a path, but Path removes the dot.
-        written = _last_value(options, "--hf-checkpoint")
-        hub = hub_model(str(hf or (written.text if written else "")), launch.environment)
+        word = _last_value(options, "--hf-checkpoint")
+        hub = hub_model(str(hf or (word.text if word else "")), launch.environment)
         paths["hf"] = hub.path if hub else paths["hf"]
         return _Paths(**paths, hub=hub, files=files, mode=mode, fsdp=fsdp, replaced=tuple(notes))
 
@@ -597,8 +597,8 @@ def _micro_batches(given: Arguments) -> Iterator[Issue]:
     sizes = [given.value(f"{one}_parallel_size", 1) for one in ("tensor_model", "pipeline_model", "context")]
     if not (batch and micro and nodes and each and all(sizes)):
         return
-    ranks, rest = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
-    if not rest and ranks and batch % (ranks * micro):
+    ranks, remainder = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
+    if not remainder and ranks and batch % (ranks * micro):
         product = f"{ranks} x {micro} = {ranks * micro}"
         expected = f"global_batch_size that divides by data parallel ranks x micro_batch_size = {product}"
         hint = "the trainer stops in its first step: change one of them, or give --use-dynamic-batch-size"

@@ -52,8 +52,8 @@ def read_job(launch: Launch, config: Path | None = None) -> Job:
         return _require_agreement(STACKS[-1].read(launch), launch)
     composed = compose(file.path) if file.path else Composed({})
     tree, groups = applied(composed.tree, words, lambda name: _is_group(name, file))
-    own = [one for one in STACKS if file.path is None and one.is_own(file.name)]
-    stack = next(iter([*(one for one in STACKS if one.fits(tree)), *own]), None)
+    owners = [one for one in STACKS if file.path is None and one.is_own(file.name)]
+    stack = next(iter([*(one for one in STACKS if one.fits(tree)), *owners]), None)
     if stack is None and (other := find_stack_by_settings(tree)):
         raise other.refusal(file.path or "the command")
     if stack is None and config is not None:
