@@ -171,7 +171,7 @@ CASES = {
         "glm4_moe/hf", ("files",), on_checkpoint(_without_own_layer), _vllm("method=mtp", "num_speculative_tokens=1")
     ),
     "spark-vllm-docker#378": Case(
-        names=("DSpark", "its config.json speaks of none"),
+        names=("DSpark", "its config.json"),
         damage=on_checkpoint(lambda path: edit_json(path / "config.json", lambda one: one.pop("dspark_block_size"))),
         prepare=_bundled,
     ),

@@ -19,24 +19,16 @@ from ckptkit.verify.launch.words import UnresolvedWord, Word
 Server = Literal["sglang", "vllm"]
 
 _CHUNK, _VPP = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
-# What options begin with that are handed to a rollout engine.
-_SERVERS: Mapping[str, Server] = {"--sglang-": "sglang", "--vllm-": "vllm"}
+_SERVERS: Mapping[str, Server] = {"--vllm-": "vllm", "--sglang-": "sglang"}  # by the prefix of their options
 _RANKS = frozenset({"tp", "pp", "ep", "etp", "engine", "engine_pp", "engine_ep"})
-# Variables of slime's and miles' trainers, which a launch gives as NAME=value or inside the JSON of --runtime-env-json.
+# Variables of slime and miles. A launch sets them as NAME=value, or in the JSON of --runtime-env-json.
 QAT_FLAG, QAT_GROUP = "OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"
 _VARIABLE = re.compile(rf"({QAT_FLAG}|{QAT_GROUP})\\*[\"']?\s*[:=]\s*\\*[\"']?(\w+)")
 
 
 @dataclass(frozen=True)
 class LaunchArguments:
-    """What these options say; None where one is not given.
-
-    `chunk`: layers of a virtual pipeline stage; the others of a pipeline as in `Pipeline`. `engine`: GPUs of a rollout
-    engine, in `engine_pp` pipeline stages, its experts over `engine_ep` ranks. `dp_attention`: its attention is cut
-    over fewer ranks than the rest. `pattern`: the layer pattern of a HybridModel, empty where it is not known.
-    `server`: the program that it is, by the name that its stack has for it; None where the launch does not say.
-    `qat`: whether training rounds weights to INT4, in groups of `qat_group`.
-    """
+    """The sizes that a launch gives, each None if it does not. Fields of the pipeline are as in `Pipeline`."""
 
     tp: int | None = None
     pp: int | None = None
@@ -45,39 +37,35 @@ class LaunchArguments:
     first: int | None = None
     last: int | None = None
     vpp: int | None = None
-    chunk: int | None = None
+    chunk: int | None = None  # layers of a virtual pipeline stage
     mtp: int | None = None
     embedding: bool = False
     loss: bool = False
     layout: str | None = None
-    pattern: str | None = None
-    engine: int | None = None
-    engine_pp: int | None = None
-    engine_ep: int | None = None
-    dp_attention: bool = False
-    server: str | None = None
-    qat: bool | None = None
+    pattern: str | None = None  # the layer pattern of a HybridModel, "" if unknown
+    engine: int | None = None  # GPUs of a rollout engine
+    engine_pp: int | None = None  # its pipeline stages
+    engine_ep: int | None = None  # the ranks of its experts
+    dp_attention: bool = False  # its attention is cut over fewer ranks than its other layers
+    server: str | None = None  # the engine's program, as its stack calls it
+    qat: bool | None = None  # training rounds weights to INT4
     qat_group: int | None = None
 
     @property
     def engine_tp(self) -> int:
-        """The tensor parallel size of a rollout engine, as slime works it out."""
+        """The tensor parallel size of a rollout engine, as slime computes it."""
         return max((self.engine or 1) // (self.engine_pp or 1), 1)
 
     @property
-    def uneven(self) -> bool:
-        """Whether they say anything about the pipeline but the number of its stages."""
-        return (
-            self.layout is not None
-            or self.embedding
-            or self.loss
-            or any(value is not None for value in (self.first, self.last, self.vpp, self.chunk))
-        )
+    def has_uneven_pipeline(self) -> bool:
+        """Whether the pipeline has options besides the number of its stages."""
+        options = (self.layout, self.first, self.last, self.vpp, self.chunk)
+        return self.embedding or self.loss or any(value is not None for value in options)
 
     def pipeline(self, layers: int, pp: int) -> Pipeline:
-        """The pipeline of a model with that many layers, as Megatron-LM's `validate_args` works out its chunks.
+        """The pipeline of a model with `layers` layers, its chunks as in Megatron-LM's `validate_args`.
 
-        Raises CkptkitError where that refuses the options.
+        Raises CkptkitError if Megatron-LM refuses the options.
         """
         if sum(value is not None for value in (self.vpp, self.chunk, self.layout)) > 1:
             names = f"{_CHUNK}, {_VPP} and {option_of(STAGES)}"
@@ -85,44 +73,43 @@ class LaunchArguments:
         vpp = self.vpp or 1
         if self.chunk is not None:
             if self.first is not None or self.last is not None:
-                raise CkptkitError(f"{_CHUNK} with a first or last stage of its own size", f"give {_VPP}")
-            a_stage, rest = divmod(layers + self.embedding + self.loss, pp)
-            if rest or not self.chunk or a_stage % self.chunk:
+                raise CkptkitError(f"{_CHUNK} with a different size of the first or last stage", f"give {_VPP}")
+            per_stage, remainder = divmod(layers + self.embedding + self.loss, pp)
+            if remainder or not self.chunk or per_stage % self.chunk:
                 message = f"{layers} layers over {pp} stages do not divide into chunks of {_CHUNK} {self.chunk}"
                 raise CkptkitError(message, "choose another number of layers a chunk")
-            vpp = a_stage // self.chunk
+            vpp = per_stage // self.chunk
         return Pipeline(layers, pp, vpp, self.first, self.last, self.embedding, self.loss, self.layout, self.mtp or 0)
 
 
 def launch_arguments(
     given: Arguments, words: Sequence[Word], environment: Mapping[str, str] | None = None
 ) -> LaunchArguments:
-    """What the arguments of a launch, and the variables that its words or `environment` set, say of these.
+    """Reads the sizes from arguments, and from variables that the words or `environment` set.
 
     Raises CkptkitError for a value that is missing or not a number.
     """
-    found: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
+    sizes: dict[str, int | bool | str | None] = dict(_qat(words, environment or {}))
     for name in given.values:
-        if name in NUMBERS and (number := _known(name, given)) is not None:
-            found[NUMBERS[name]] = number
+        if name in NUMBERS and (number := _size(name, given)) is not None:
+            sizes[NUMBERS[name]] = number
         elif name in FLAGS and given.value(name):
-            found[FLAGS[name]] = True
+            sizes[FLAGS[name]] = True
     if STAGES in given.values:
-        found["layout"] = _known(STAGES, given)
+        sizes["layout"] = _size(STAGES, given)
     if not PATTERNS.isdisjoint(given.values):
-        found["pattern"] = stored_pattern(given.known) or ""
-    return LaunchArguments(**found, server=server_of(words))  # type: ignore[arg-type]
+        sizes["pattern"] = stored_pattern(given.known) or ""
+    return LaunchArguments(**sizes, server=server_of(words))  # type: ignore[arg-type]
 
 
 def server_of(words: Sequence[Word]) -> Server | None:
-    """The rollout engine that options are handed to: vLLM by vime's `--vllm-*`, SGLang by `--sglang-*`."""
+    """The rollout engine that has options: vLLM by vime's `--vllm-*`, else SGLang by `--sglang-*`."""
     names = [one.name for one in options_of(words)]
-    found = {server for name in names for prefix, server in _SERVERS.items() if name.startswith(prefix)}
-    return "vllm" if "vllm" in found else "sglang" if found else None
+    return next((server for prefix, server in _SERVERS.items() if any(name.startswith(prefix) for name in names)), None)
 
 
-def _known(name: str, given: Arguments) -> int | str | None:
-    """The value of an argument; None where it could not be told. Raises CkptkitError for one that is no such size."""
+def _size(name: str, given: Arguments) -> int | str | None:
+    """The value of an argument, or None if unresolved. Raises CkptkitError if it is missing or not a size."""
     value, word, option = given.value(name), given.get(name).word or Word(""), option_of(name)
     least = 1 if NUMBERS.get(name) in _RANKS else 0
     if value is None and not isinstance(word, UnresolvedWord) and word.text.startswith("--"):

@@ -1,4 +1,4 @@
-"""A training job of any stack: its roles, what each of them loads and over how many ranks, and what its launch says."""
+"""A training job of any stack: its roles, the weights and ranks of each, and the settings of its launch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ckptkit.verify.launch.words import LaunchText, Word
 
 
 @dataclass(frozen=True)
-class PreflightOptions:
-    """The paths and sizes that the preflight command itself gets. A size of 1 counts as not set."""
+class Given:
+    """Paths and sizes from preflight's own options. A size of 1 counts as not given."""
 
     hf_checkpoint: str | Path | None = None
     load: Path | None = None
@@ -38,65 +38,43 @@ class PreflightOptions:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch as it is written, of which the reader of a stack makes a `Job`.
-
-    options: the paths and sizes of the preflight command itself.
-    environment: the variables that the job sees.
-    settings: its YAML files and overrides as one tree; empty for a stack that takes options.
-    """
+    """A launch before its stack makes a `Job` of it."""
 
     text: LaunchText
     options: PreflightOptions = PreflightOptions()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    settings: Config = field(default_factory=lambda: Config({}))
+    environment: Mapping[str, str] = field(default_factory=dict)  # as the job sees it
+    settings: Config = field(default_factory=lambda: Config({}))  # YAML files and overrides; empty for options
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A program that trains, and how its launches are read: the whole of what is particular to it.
-
-    read: makes a job of a launch. Raises CkptkitError for values that the stack itself refuses to parse.
-    names: every option or setting, and the release that has it; empty for a stack that stops at another one.
-    unknown: what the stack does with an option that it does not know.
-    fits: whether the settings of a launch are for this stack; never, where it takes options.
-    models: the keys for whose model --hf-checkpoint stands.
-    own: names of the stack's own files of settings, whose values are its defaults.
-    groups: folders of such files, of which `folder=file` chooses one.
-    source: where a launch has its sizes, in words.
-    one_model: every role is built by the same arguments.
-    vllm_readers: who reads an INT4 checkpoint that vLLM serves.
-    """
+    """A training program, and the rules by which its launches are read."""
 
     name: str
-    read: Callable[[Launch], Job]
-    names: Callable[[], Mapping[str, str]] = dict
-    unknown: str = ""
-    fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False
-    models: frozenset[str] = frozenset()
-    own: re.Pattern[str] | None = None
-    groups: frozenset[str] = frozenset()
-    source: str = "in the settings of the job"
-    one_model: bool = False
-    vllm_readers: tuple[str, ...] = ("vllm",)
+    read: Callable[[Launch], Job]  # raises CkptkitError for values that the stack itself refuses to parse
+    names: Callable[[], Mapping[str, str]] = dict  # options and their release; empty: it stops at an unknown one
+    unknown: str = ""  # its reaction to an unknown option
+    fits: Callable[[Mapping[str, Tree]], bool] = lambda tree: False  # whether settings are for this stack
+    models: frozenset[str] = frozenset()  # the keys of the model that --hf-checkpoint replaces
+    own: re.Pattern[str] | None = None  # names of the stack's files of settings, which contain its defaults
+    groups: frozenset[str] = frozenset()  # folders of such files, from which `folder=file` chooses one
+    source: str = "in the settings of the job"  # the place of the sizes, for messages
+    one_model: bool = False  # every role is built by the same arguments
+    vllm_readers: tuple[str, ...] = ("vllm",)  # the readers of an INT4 checkpoint that vLLM serves
 
     def is_own(self, name: str) -> bool:
-        """Whether a file of settings of this name is the stack's own."""
+        """Whether a file of settings is the stack's own, by its name."""
         return self.own is not None and self.own.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class TrainedAdapter:
-    """The LoRA adapter that a trainer trains.
-
-    rank, targets: as the launch gives them, or "" if it does not.
-    engine: who merges it, or what the engine is started with.
-    asked_by: the option or setting that asks for it.
-    """
+    """The LoRA adapter that a trainer trains. `rank` and `targets` are "" if the launch does not give them."""
 
     rank: str
     targets: str
-    engine: str
-    asked_by: str
+    engine: str  # how the engine gets it, for messages
+    asked_by: str  # the option or setting that requires it
 
     def __str__(self) -> str:
         rank = f" of rank {self.rank}" if self.rank else ""
@@ -106,49 +84,32 @@ class TrainedAdapter:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job, as its launch says it.
-
-    root: the directory that stands for the whole job in a report.
-    sides: what each role loads; `hf` is the HF directory that gives config and tokenizer.
-    hf_option: the option or setting that gives `hf`.
-    models: the HF directories of roles with another model.
-    sizes: how each role is cut, by its role; `sizes_at` where the launch says it.
-    sharing: pairs of roles that start from the same weights.
-    placement: what must divide the GPUs; None where the launch counts none.
-    speculation: how the engine drafts.
-    adapter: the adapter that is trained in place of the weights; None if there is none, or it is not known.
-    updates: whether a trainer sends weights to the engine, which are quantized by its `ignore` list.
-    arguments: those that the launch gives as options of Megatron, slime and the engine.
-    written: every option or setting that the launch writes, by its name.
-    combinations: options that do not go together; None where no such rule is known of the launch.
-    unread: a line for everything that matters and is not read, or not known.
-    notes: remarks on what is loaded; `replaced`: on words that preflight's own options contradict.
-    """
+    """A training job, read from its launch."""
 
     stack: Stack
     text: LaunchText = field(default_factory=LaunchText)
-    root: Path = Path()
+    root: Path = Path()  # the directory that a report names for the job
     sides: tuple[Side, ...] = ()
-    hf: Path | None = None
-    hf_option: str = "--hf-checkpoint"
-    models: Mapping[str, Path | None] = field(default_factory=dict)
-    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)
-    sizes_at: Mapping[str, Word] = field(default_factory=dict)
-    sharing: tuple[tuple[str, str], ...] = ()
-    placement: GpuPlacement | None = None
+    hf: Path | None = None  # the HF directory with config and tokenizer
+    hf_option: str = "--hf-checkpoint"  # the option or setting that gives `hf`
+    models: Mapping[str, Path | None] = field(default_factory=dict)  # HF directories of roles with another model
+    sizes: Mapping[str, LaunchArguments] = field(default_factory=dict)  # by role
+    sizes_at: Mapping[str, Word] = field(default_factory=dict)  # the words that give the actor's sizes
+    sharing: tuple[tuple[str, str], ...] = ()  # pairs of roles that start from the same weights
+    placement: GpuPlacement | None = None  # None: the launch counts no GPUs
     speculation: Speculation | None = None
-    adapter: TrainedAdapter | None = None
-    updates: bool = False
-    arguments: Arguments = field(default_factory=Arguments)
-    written: Mapping[str, Word] = field(default_factory=dict)
-    combinations: tuple[Issue, ...] | None = None
-    unread: tuple[str, ...] = ()
+    adapter: TrainedAdapter | None = None  # trained instead of the weights, or None, also if unknown
+    updates: bool = False  # a trainer sends weights to the engine, quantized by its `ignore` list
+    arguments: Arguments = field(default_factory=Arguments)  # options of Megatron, slime and the engine
+    written: Mapping[str, Word] = field(default_factory=dict)  # every option or setting of the launch, by name
+    combinations: tuple[Issue, ...] | None = None  # options that conflict, or None without known rules
+    unread: tuple[str, ...] = ()  # a line for each relevant part of the launch that is not read, or unresolved
     notes: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()  # notes on words that preflight's own options contradict
 
     @property
     def actor(self) -> LaunchArguments:
-        """How the trainer is cut."""
+        """The sizes of the trainer."""
         return self.sizes.get("actor", LaunchArguments())
 
     @property
@@ -156,6 +117,6 @@ class Job:
         """Whether miles builds and loads the model by Megatron-Bridge, from the HF directory."""
         return bool(self.arguments.value("megatron_to_hf_mode") == "bridge")
 
-    def loading(self) -> list[Side]:
-        """The sides that load something here."""
+    def sides_with_weights(self) -> list[Side]:
+        """The sides that load weights of this machine."""
         return [side for side in self.sides if side.path]

@@ -1,6 +1,6 @@
-"""`preflight`: before GPUs are booked, which weights each side of a job would load, and whether they belong together.
+"""`preflight`: the weights that each side of a job would load, and whether they match, before GPUs are booked.
 
-Headers, JSON files and samples of weights: it takes seconds, whatever the size of the model.
+It reads headers, JSON files and samples of weights, in seconds for a model of any size.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ from ckptkit.verify.core.report import CheckResult, Finding, Report, now
 from ckptkit.verify.core.run import Outcome, checked_stages, run_checks
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import model_of
+from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.launch.arguments import LaunchArguments
-from ckptkit.verify.launch.checks.architecture import differing_model
+from ckptkit.verify.launch.checks.architecture import describe_difference
 from ckptkit.verify.launch.checks.paths import NOT_READ
 from ckptkit.verify.launch.checks.same_weights import COMPARED, NOT_COMPARED
 from ckptkit.verify.launch.job import Job, Launch, PreflightOptions
 from ckptkit.verify.launch.python.launcher import read_launcher
 from ckptkit.verify.launch.shell.read import read_script
 from ckptkit.verify.launch.sides import ENGINE
-from ckptkit.verify.launch.stacks.others import started_by
+from ckptkit.verify.launch.stacks.others import find_stack_by_command
 from ckptkit.verify.launch.stacks.which import is_config, read_job
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word
 from ckptkit.verify.options import VerifyOptions
 
-_LARGEST = 300_000  # bytes of a script, as `read_script` takes them
+_MAX_BYTES = 300_000  # of a script, as in `read_script`
 
 
 class SizeOptions(TypedDict, total=False):
-    """The iteration and the parallel sizes that preflight is given itself."""
+    """The iteration and the parallel sizes of preflight's own options."""
 
     ckpt_step: int | None
     tp: int
@@ -60,30 +61,28 @@ def preflight(
     ask_trainer: str | Path | None = None,
     **sizes: Unpack[SizeOptions],
 ) -> Report:
-    """Reports what a launch would load, and what its words, headers, JSON files and samples of weights show.
+    """Checks the words of a launch, and headers, JSON files and samples of the weights that it would load.
 
     `script` is a launch script of bash, which is read and never run, or the YAML file of a job of verl, NeMo-RL or
-    ROLL; `arguments` are the words behind it, or a launch by themselves; `text` is a launch that was read already.
-    `ask_trainer` is a Python in which the trainer itself judges the launch too, which executes its code.
-    Paths and `sizes` (ckpt_step, tp, pp, ep) that are not given here are the launch's. Variables count in the
-    environment too. Where a launch names a size or a path that is not read, or that nobody can tell before it runs, the
-    report is inconclusive. Raises CkptkitError when no path is given or one is a URL, when a size is given twice,
-    differently, and when the script is not a launch.
+    ROLL. `arguments` are the words behind it, or a launch without a script. `text` is a launch that is already read.
+    `ask_trainer` is a Python in which the trainer parses the launch, which executes its code. Paths and `sizes`
+    (ckpt_step, tp, pp, ep) default to those of the launch. Its variables may be set in the environment. The report is
+    inconclusive if the launch has a size or a path that cannot be read before it runs. Raises CkptkitError if no
+    path is given or one is a URL, if two sizes contradict each other, and if the script is not a launch.
     """
-    # What a script of others names may be shown: values that may be secrets stay unknown to all that read a launch.
+    # Reports show values of a launch, so no reader of a launch sees a value that may be a secret.
     environment = {name: HIDDEN if is_secret(name, value) else value for name, value in os.environ.items()}
     config = Path(script) if script and is_config(Path(script)) else None
     if text is None:
         text = _text(None if config else script, arguments, environment)
-    if other := started_by(_command(text)):
+    start = takewhile(lambda word: not word.startswith("--"), (word.text for word in text.words))
+    if other := find_stack_by_command(text.program or " ".join(start)):
         raise other.refusal(script or "the command")
     for path in (given for given in (hf_checkpoint, load, ref_load) if given):
         refuse_url(path)
     known = {name: word.text for name, word in text.environment.items() if not isinstance(word, UnresolvedWord)}
-    paths = Path(load) if load else None, Path(ref_load) if ref_load else None
-    given = PreflightOptions(hf_checkpoint or None, *paths, **sizes)
-    job = read_job(Launch(text, given, {**environment, **known}), config)
-    reasons = []
+    given = Given(hf_checkpoint or None, Path(load) if load else None, Path(ref_load) if ref_load else None, **sizes)
+    job, reasons = read_job(Launch(text, given, {**environment, **known}), config), []
     if ask_trainer is not None:
         from ckptkit.verify.launch.ask_trainer import ask_trainer as ask
 
@@ -93,12 +92,12 @@ def preflight(
             raise
         except CkptkitError as error:
             reasons = [f"{error.message}: {error.hint}"]
-    report = judged_job(job)
+    report = check_job(job)
     return replace(report, reasons=[*report.reasons, *reasons])
 
 
 def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapping[str, str]) -> LaunchText:
-    """The launch of a script, of text on standard input (`-`), or of words alone."""
+    """The launch of a script, of standard input (`-`), or of words."""
     if script is None:
         return LaunchText(tuple(Word(word) for word in arguments))
     path, given = (None, sys.stdin.read()) if str(script) == "-" else (Path(script), None)
@@ -107,57 +106,50 @@ def _text(script: str | Path | None, arguments: Sequence[str], environment: Mapp
             return read_launcher(path, arguments, environment)
         return read_script(path, given, arguments, environment)
     except CkptkitError as error:
-        if other := started_by(given or _content(path)):
+        if other := find_stack_by_command(given or _content(path)):
             raise other.refusal(path or "the text") from error
         raise
 
 
 def _content(path: Path | None) -> str:
-    """The text of a script that was refused; "" where it cannot be read."""
+    """The text of a refused script, or "" if it cannot be read."""
     try:
-        return read_regular(path, _LARGEST).decode(errors="replace") if path else ""
+        return read_regular(path, _MAX_BYTES).decode(errors="replace") if path else ""
     except (OSError, ValueError):
         return ""
 
 
-def _command(text: LaunchText) -> str:
-    """The program of a launch, or the words before its first option."""
-    words = takewhile(lambda word: not word.startswith("--"), (word.text for word in text.words))
-    return text.program or " ".join(words)
-
-
-# The fact that lists what one finding stands for.
-FOLDED = "of another model"
-# What differs where config and weights are of two models: tensors by name and shape, arguments, keys of config.json.
+FOLDED = "of another model"  # the fact that lists the differences behind one finding
+# Checks that fail if config and weights are of two models: tensors by name and shape, arguments, keys of config.json.
 _TENSORS, _ARGUMENTS = ("CK104", "CK105"), ("CK701", "CK702")
-# So many arguments are another model's, and so few findings are told one by one.
-_SEVERAL, _FEW = 2, 4
+# Findings are folded from this number of arguments on, and above this number of findings.
+_MIN_ARGUMENTS, _MAX_LISTED = 2, 4
 _FACTS = (STAGES, TRAINING_STATE, NOTES, NOT_READ, FOLDED)
 
 
-def judged_job(job: Job) -> Report:
-    """The report of a job: of its launch as a whole, and of every directory that it loads."""
+def check_job(job: Job) -> Report:
+    """Checks the launch of a job, and every directory that it loads."""
     checks, directories = all_checks(witnesses=False), list(_directories(job))
     loaded = {one.path: one for one in directories}
     launched = Subject(job.root, job=job, arguments=job.actor, loaded=loaded)
-    of_launch = [one for one in checks if one.stage == "launch"]
-    outcome = run_checks(launched, [one for one in of_launch if not one.needs])
+    launch_checks = [one for one in checks if one.stage == "launch"]
+    outcome = run_checks(launched, [one for one in launch_checks if not one.needs])
     headers = Outcome()
     for subject in directories:
         headers.add(check_headers(subject))
     gates = {one.code for one in checks if one.gate}
     broken = next((one.code for one in headers.checks if one.code in gates and one.status == "failed"), None)
-    # Those that read weights too, where headers are sound.
-    headers.add(run_checks(launched, [one for one in of_launch if one.needs], broken))
+    # Checks that read weights need sound headers.
+    headers.add(run_checks(launched, [one for one in launch_checks if one.needs], broken))
     outcome.add(headers)
     if job.replaced:
         outcome.facts[NOTES] = [*job.replaced, *outcome.facts.get(NOTES, [])]
     compared = outcome.facts.get(COMPARED, [])
-    lacks = ["some weights"] if outcome.facts.get(NOT_COMPARED) else []
+    skipped = ["some weights"] * bool(outcome.facts.get(NOT_COMPARED)) if compared else ["weights"]
     return Report(
         version=program_version(),
         command=("ckptkit", "preflight"),
-        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.loading())),
+        checkpoint=", ".join(dict.fromkeys(str(side.path) for side in job.sides_with_weights())),
         source=None,
         checks=_merged(checks, outcome.checks),
         findings=list(dict.fromkeys(outcome.findings)),
@@ -168,26 +160,24 @@ def judged_job(job: Job) -> Report:
         model=next(filter(None, map(model_of, directories)), None),
         date=now(),
         asked=[*checked_stages(outcome.checks), *compared],
-        not_asked=[*(lacks if compared else ["weights"]), "engine"],
+        not_asked=[*skipped, "engine"],
     )
 
 
 def _directories(job: Job) -> Iterator[Subject]:
-    """Each directory once for all roles that cut it in the same way, with the config that judges its weights."""
-    seen: set[tuple[Path, LaunchArguments]] = set()
-    paths: set[Path] = set()
+    """Each directory once for all roles with the same sizes, with the config for its weights."""
+    seen: dict[tuple[Path, LaunchArguments], Path] = {}
     server = job.sizes.get(ENGINE, LaunchArguments()).server
     for side in job.sides:
         sizes = job.sizes.get(side.role, LaunchArguments(server=server))
         if side.path is not None:
             require_own_files(side.path)
-        # A critic has another output layer, a teacher is another model.
+        # A critic has a different output layer, and a teacher is a different model.
         if side.path is None or (job.stack.one_model and side.role in ("critic", "teacher")):
             continue
-        if (side.path, sizes) in seen or (side.role == ENGINE and side.path in paths):
+        if (side.path, sizes) in seen or (side.role == ENGINE and side.path in seen.values()):
             continue
-        seen.add((side.path, sizes))
-        paths.add(side.path)
+        seen[side.path, sizes] = side.path
         readers = job.stack.vllm_readers if sizes.server == "vllm" else None
         model = job.models.get(side.role, job.hf)
         usable = model if model and (model / "config.json").exists() else None
@@ -197,58 +187,49 @@ def _directories(job: Job) -> Iterator[Subject]:
             source_path=usable if side.is_hf and side.path != usable else None,
             arguments=sizes,
             options=VerifyOptions(tp=sizes.tp or 1, pp=sizes.pp or 1, ep=sizes.ep or 1, etp=sizes.etp, readers=readers),
-            # In mode bridge miles packs what the checkpoint stores packed, whatever its `ignore` list says.
+            # In mode bridge miles packs the tensors that the checkpoint stores packed, and ignores the `ignore` list.
             updated=None if job.bridge else job.updates,
             sizes_at=job.sizes_at,
         )
 
 
 def check_headers(subject: Subject) -> Outcome:
-    """Runs what preflight checks of one directory: headers and JSON files, no weight."""
-    wanted = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
-    return _of_another_model(subject, run_checks(subject, wanted))
+    """Checks the headers and JSON files of one directory, without weights."""
+    checks = [one for one in all_checks(witnesses=False) if one.stage == "headers" or one.preflight]
+    return _fold_other_model(subject, run_checks(subject, checks))
 
 
 def _merged(checks: Sequence[Check], results: Sequence[CheckResult]) -> list[CheckResult]:
-    """One result a check: the worst status over all directories, counts and seconds added up."""
-    merged: dict[str, CheckResult] = {}
-    rank = {"passed": 0, "skipped": 1, "failed": 2}
-    for result in results:
-        before = merged.get(result.code)
-        if before is None:
-            merged[result.code] = result
-            continue
-        worst = max(before, result, key=lambda one: rank[one.status])
-        merged[result.code] = replace(
-            worst,
-            tensors_compared=before.tensors_compared + result.tensors_compared,
-            bytes_compared=before.bytes_compared + result.bytes_compared,
-            seconds=round(before.seconds + result.seconds, 3),
+    """One result per check: the worst status of all directories, with the sums of counts and seconds."""
+    by_code = by_key((one.code, one) for one in results)
+    return [
+        replace(
+            max(by_code[check.code], key=lambda one: ("passed", "skipped", "failed").index(one.status)),
+            tensors_compared=sum(one.tensors_compared for one in by_code[check.code]),
+            bytes_compared=sum(one.bytes_compared for one in by_code[check.code]),
+            seconds=round(sum(one.seconds for one in by_code[check.code]), 3),
         )
-    return [merged[one.code] for one in checks if one.code in merged]
+        for check in checks
+        if check.code in by_code
+    ]
 
 
-def _of_another_model(subject: Subject, outcome: Outcome) -> Outcome:
-    """The outcome of a directory's checks, where its findings have one cause with that as the only one of them.
-
-    The cause is a path: tensors and several arguments are not those of the config that another path of the launch
-    gives. A single argument may be the launch's own fault, and then says which. `facts["of another model"]` has what
-    was found.
-    """
+def _fold_other_model(subject: Subject, outcome: Outcome) -> Outcome:
+    """Replaces errors that a checkpoint of another model causes by one finding; the FOLDED fact lists them."""
     config = subject.hf_path or subject.source_path
     errors = [one for one in outcome.findings if one.severity == "error" and one.code in _TENSORS + _ARGUMENTS]
     arguments = [one for one in errors if one.code in _ARGUMENTS]
-    if config is None or len(arguments) < _SEVERAL or len(errors) <= _FEW:
+    if config is None or len(arguments) < _MIN_ARGUMENTS or len(errors) <= _MAX_LISTED:
         return outcome
     tensors = sum(one.count for one in errors if one.code in _TENSORS)
-    difference = differing_model([one.actual for one in arguments], tensors)
+    difference = describe_difference([one.actual for one in arguments], tensors)
     expected, actual = f"the model of {config}/config.json", f"another one: {difference}"
     hint = f"give the checkpoint of that model, or the HF directory of this one; --all lists {len(errors)} differences"
-    kept = Finding(arguments[0].code, expected, actual, hint, file=str(subject.path))
+    finding = Finding(arguments[0].code, expected, actual, hint, file=str(subject.path))
     outcome.facts[FOLDED] = [
         f"{one.code}: {f'{one.tensor}: ' * bool(one.tensor)}expected {one.expected}, found {one.actual}"
         for one in errors
     ]
     at = outcome.findings.index(errors[0])
-    left = [one for one in outcome.findings if one not in errors]
-    return replace(outcome, findings=[*left[:at], kept, *left[at:]])
+    others = [one for one in outcome.findings if one not in errors]
+    return replace(outcome, findings=[*others[:at], finding, *others[at:]])

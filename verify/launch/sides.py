@@ -1,4 +1,4 @@
-"""One side of a training job: the weights that it would load, and what is wrong with the paths to them."""
+"""One side of a training job: the weights that it would load, and the faults of their paths."""
 
 from __future__ import annotations
 
@@ -16,63 +16,52 @@ from ckptkit.verify.core.issue import Issue
 from ckptkit.verify.core.report import Severity
 
 ENGINE = "rollout engine"
-# The checks of what the actor, the reference and the like load, of an iteration, and of an HF directory.
+# The checks of the actor's path, of the paths of other roles, of an iteration, and of an HF directory.
 LOAD, REF, STEP, HF = "CK711", "CK712", "CK713", "CK714"
-# What slime and miles call these; settings of other stacks say it themselves.
+# By options of slime and miles. Callers of other stacks pass the check.
 _CHECKED_BY = {
     "--load": LOAD,
     **dict.fromkeys(("--ref-load", "--critic-load", "--opd-teacher-load"), REF),
     "--ckpt-step": STEP,
     "--hf-checkpoint": HF,
 }
-# The check that reports what is wrong with a path, and that.
-PathIssue = tuple[str, Issue]
+PathIssue = tuple[str, Issue]  # with the code of the check that reports it
 
 
 def path_issue(
-    option: str,
-    path: Path,
-    expected: str,
-    actual: str,
-    hint: str,
-    severity: Severity = "error",
-    check: str | None = None,
+    option: str, path: Path, expected: str, actual: str, hint: str, severity: Severity = "error", check: str = ""
 ) -> PathIssue:
-    """What is wrong with the path that an option gives, or a setting, which `check` is about."""
+    """An issue with the path of an option, or of a setting, for which `check` is required."""
     return check or _CHECKED_BY[option], Issue(f"{option}: {expected}", actual, hint, file=path, severity=severity)
 
 
 @dataclass(frozen=True)
 class Side(OfKind):
-    """The actor, the reference or the rollout engine: the weights it would load, and why these.
-
-    Without weights (`path` is None) it starts from random ones where `random` is set, from some that are not on this
-    machine where `elsewhere` is, and stops otherwise.
-    """
+    """The actor, the reference or the rollout engine: the weights that it would load, and why these."""
 
     role: str
     kind: Kind | None
-    path: Path | None
+    path: Path | None  # None: it has no weights on this machine
     why: str
     issues: tuple[PathIssue, ...] = ()
-    random: bool = False
-    elsewhere: bool = False
+    is_random: bool = False  # without a path: it starts from random weights
+    is_remote: bool = False  # without a path: its weights are downloaded; otherwise the trainer stops
 
     def __str__(self) -> str:
-        without = "starts from RANDOM weights" if self.random else "cannot start"
-        without = "loads weights that are not on this machine" if self.elsewhere else without
-        what = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else without
-        return f"{self.role} {what}: {self.why}"
+        start = "starts from RANDOM weights" if self.is_random else "cannot start"
+        start = "loads weights that are not on this machine" if self.is_remote else start
+        start = f"loads {self.path} ({'HF' if self.is_hf else 'Megatron'})" if self.path else start
+        return f"{self.role} {start}: {self.why}"
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether it loads an iteration of a run. NeMo-RL stores a converted model as iteration 0."""
+        name = self.path.name if self.path else ""
+        return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
 
 
-def is_trained(side: Side) -> bool:
-    """Whether a side loads an iteration of a run. NeMo-RL calls what it converts iteration 0."""
-    name = side.path.name if side.path else ""
-    return ITERATION.fullmatch(name) is not None and int(name[5:]) > 0
-
-
-def hf_directory(role: str, option: str, path: Path, why: str, check: str | None = None) -> Side:
-    """The side that loads an HF directory, which an option gives, or a setting, which `check` is about."""
+def hf_directory(role: str, option: str, path: Path, why: str, check: str = "") -> Side:
+    """The side that loads the HF directory of an option, or of a setting, for which `check` is required."""
     if (path / "config.json").exists():
         return Side(role, "hf", path, why)
     is_megatron = (path / TRACKER).exists() or (path / ".metadata").exists() or is_legacy(path)
@@ -84,27 +73,30 @@ def hf_directory(role: str, option: str, path: Path, why: str, check: str | None
 
 
 def iterations_in(path: Path) -> Sequence[str]:
-    """The names of the directories `iter_N` and `release` in a directory, in order."""
+    """The names of the directories `iter_N` and `release` in a directory, sorted."""
     names = (entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else ()
     return sorted(name for name in names if name == "release" or ITERATION.fullmatch(name))
 
 
-def is_hf(path: Path) -> bool:
-    """Whether a directory has a config.json of a model: of a supported family, or one that is not known here."""
-    return hf_config_of(path) is not None
+@dataclass(frozen=True)
+class HfConfig:
+    """The config.json of a model, with its model_type if ckptkit does not support it. A trainer may (CK101)."""
+
+    unsupported_type: str = ""
+
+    def __str__(self) -> str:
+        kind = f"a config.json of the unsupported model_type {self.unsupported_type}"
+        return kind if self.unsupported_type else "a supported config.json"
 
 
-def hf_config_of(path: Path) -> str | None:
-    """The config.json of a directory in words; None where there is none, or it is of no model.
-
-    A trainer may load what is not known here. CK101 then makes the report inconclusive.
-    """
+def hf_config_of(path: Path) -> HfConfig | None:
+    """The config.json of a directory, or None if it is missing, unreadable or not of a model."""
     require_own_files(path)
     try:
         config = read_config(path)
         named_family_of(config)
     except UnsupportedError:
-        return f"a config.json of model_type {shortened(config['model_type'])}, which is not known here"
+        return HfConfig(shortened(config["model_type"]))
     except CkptkitError:
         return None
-    return "a supported config.json"
+    return HfConfig()

@@ -44,8 +44,8 @@ def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) 
     assert report.status == "passed"
     assert {check.code for check in report.checks if check.bytes_compared} <= {"CK723"}  # samples of weights
     assert loads(report) == [
-        f"actor loads {reference / 'release'} (Megatron): --load is not given; the tracker of --ref-load says release",
-        f"reference loads {reference / 'release'} (Megatron): the tracker of --ref-load says release",
+        f"actor loads {reference / 'release'} (Megatron): --load is not given; the tracker of --ref-load names release",
+        f"reference loads {reference / 'release'} (Megatron): the tracker of --ref-load names release",
         f"rollout engine loads {releases(NAME)} (HF): --hf-checkpoint",
     ]
 
@@ -53,7 +53,7 @@ def test_preflight_of_a_first_start_passes(releases: PathOf, converted: PathOf) 
 def test_a_resumed_run_loads_what_its_tracker_says(releases: PathOf, converted: PathOf, run_of: Path) -> None:
     report = preflight(hf_checkpoint=releases(NAME), load=run_of, ref_load=converted(NAME))
     assert report.findings == []
-    path, why = run_of / "iter_0000020", "the tracker of --load says iter_0000020"
+    path, why = run_of / "iter_0000020", "the tracker of --load names iter_0000020"
     assert loads(report)[0] == f"actor loads {path} (Megatron): {why}"
     report = preflight(load=run_of, ckpt_step=10)
     assert report.findings == []
@@ -66,7 +66,7 @@ def test_a_step_that_is_not_there(run_of: Path, only: OnlyFinding) -> None:
     finding = only(report)
     assert (finding.code, finding.actual) == ("CK713", "only iter_0000010, iter_0000020")
     assert "iter_0000030" in finding.expected
-    assert loads(report) == [f"actor cannot start: Megatron stops: {run_of / 'iter_0000030'} is not there"]
+    assert loads(report) == [f"actor cannot start: Megatron stops: {run_of / 'iter_0000030'} is missing"]
 
 
 @pytest.mark.parametrize("is_there", [True, False])
@@ -94,7 +94,7 @@ def test_a_save_directory_that_is_not_there_yet_is_right_for_a_first_start(
 ) -> None:
     report = preflight(load=tmp_path / "save", ref_load=converted(NAME))
     assert (report.status, report.findings) == ("passed", [])
-    assert "so --ref-load is taken" in loads(report)[0]
+    assert "so --ref-load is loaded" in loads(report)[0]
     report = preflight(load=tmp_path / "save")  # nothing to fall back to
     assert (only(report).code, only(report).severity) == ("CK711", "error")
     assert loads(report) == [text_with(f"actor cannot start --load {tmp_path / 'save'} --ref-load slime miles")]
@@ -186,7 +186,7 @@ def test_a_step_counts_for_the_reference_too(run_of: Path, converted: PathOf, tm
     shutil.rmtree(other / "iter_0000010")
     report = preflight(load=run_of, ref_load=other, ckpt_step=10)
     assert [(finding.code, finding.actual) for finding in report.findings] == [("CK713", "only iter_0000020")]
-    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is not there"
+    assert loads(report)[1] == f"reference cannot start: Megatron stops: {other / 'iter_0000010'} is missing"
 
 
 def test_a_directory_of_the_other_format(releases: PathOf, converted: PathOf, only: OnlyFinding) -> None:

@@ -241,7 +241,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
     try:
         stages = (options.pipeline(layers, pp) if options else Pipeline(layers, pp)).stages
     except CkptkitError as error:
-        if options and options.uneven:
+        if options and options.has_uneven_pipeline:
             yield Issue("pipeline options that Megatron accepts", error.message, error.hint or "", file=where)
             return
         last = with_remainder(ParallelSizes(pp=pp), layers).last
@@ -252,7 +252,7 @@ def _stages(dims: ModelDims, subject: Subject, tally: Tally) -> Iterator[Issue]:
         expected, severity = f"{size} divisible by pp = {pp}{at_places(given)}", warning_if(last and options is None)
         yield Issue(expected, f"{size} = {layers}", hint, file=where, severity=severity)
         return
-    if options and options.uneven:
+    if options and options.has_uneven_pipeline:
         tally.facts[STAGES] = [f"pp rank {stage}: layers {chunk_ranges(chunks)}" for stage, chunks in enumerate(stages)]
 
 

@@ -1,4 +1,4 @@
-"""CK740, CK748: the checkpoints of one launch hold models of one architecture, in the class that the launch builds."""
+"""CK740, CK748: the checkpoints of a launch have one architecture, in the model class that the launch builds."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats.detect import is_legacy
 from ckptkit.verify.checks.config.arguments import differing, mismatches
 from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import expected_of
@@ -28,32 +27,27 @@ from ckptkit.verify.launch.options.argv import options_of
 from ckptkit.verify.launch.sides import ENGINE, Side
 from ckptkit.verify.quirks import quirk
 
-# slime and miles make a critic's output layer anew where its shape is another one.
-_OF_A_CRITIC = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")
+# slime and miles replace the output layer of a critic.
+_CRITIC_ARGUMENTS = ("untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size")
 _NAMED = 3
 
 Shapes = Mapping[str, "tuple[int, ...] | None"]
-# What one checkpoint holds otherwise than another: tensors, and arguments with both values.
+# Tensors that differ between two checkpoints, and arguments with both values.
 _Differences = tuple[list[str], list[tuple[str, str, str]]]
 
 
-def differing_model(arguments: Sequence[str], tensors: int) -> str:
-    """What a model has otherwise: some arguments by name, the number of the others, and of tensors."""
-    left = len(arguments) - _NAMED
-    more = [f"{left} more argument{'s' * (left > 1)}"] if left > 0 else []
-    held = [f"{tensors} tensors with other names or shapes"] if tensors else []
-    return ", ".join([*arguments[:_NAMED], *more, *held])
+def describe_difference(arguments: Sequence[str], tensors: int) -> str:
+    """Lists the first arguments, the number of further arguments, and the number of tensors that differ."""
+    more = len(arguments) - _NAMED
+    parts = [*arguments[:_NAMED], *([f"{more} more argument{'s' * (more > 1)}"] if more > 0 else [])]
+    return ", ".join([*parts, *([f"{tensors} tensors with other names or shapes"] if tensors else [])])
 
 
 def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
-    """The launch's config, and the sides to hold against it; without one against the first of them.
-
-    Actor and reference are held against a config by the checks of headers. Raises NotApplicable where there is no such
-    side.
-    """
+    """The launch's config, or {}, and the sides that only CK740 compares. Raises NotApplicable without any."""
     job = job_of(subject)
     if not job.stack.one_model:
-        raise NotApplicable("by settings every role is held against the config of its own model")
+        raise NotApplicable("with settings every role is compared with the config of its model")
     config = engine_config(job.hf) if job.hf else {}
     sides: dict[Path, Side] = {}
     for side in job.sides:
@@ -62,7 +56,7 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
     if config:
         others = [side for side in sides.values() if side.role in ("critic", "teacher")]
         if not others:
-            raise NotApplicable("the launch loads neither a critic nor a teacher of its own")
+            raise NotApplicable("the launch loads neither a separate critic nor a separate teacher")
         return config, others
     if len(sides) < 2:
         raise NotApplicable("the launch has neither --hf-checkpoint nor two checkpoints to compare")
@@ -71,15 +65,11 @@ def _roles(subject: Subject) -> tuple[Mapping[str, Any], list[Side]]:
 
 @check("CK740", needs=("sound headers",), applies_to=_roles)
 def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Names and shapes of tensors, and stored arguments: of critic and teacher against --hf-checkpoint.
-
-    Without --hf-checkpoint, of all against the first.
-    """
+    """Compares names and shapes of tensors, and stored arguments, with --hf-checkpoint, or else with the first side."""
     config, sides = _roles(subject)
-    first, *rest = sides
-    hf = job_of(subject).hf
-    of = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
-    for side in sides if config else rest:
+    first, hf = sides[0], job_of(subject).hf
+    source = f"{hf}/config.json" if config else f"the {first.role}, {first.path}"
+    for side in sides if config else sides[1:]:
         tally.compared()
         if why := _incomparable(side, None if config else first):
             tally.note(f"{why}, so its architecture is not compared")
@@ -93,143 +83,130 @@ def one_architecture(subject: Subject, tally: Tally) -> Iterator[Issue]:
             continue
         if tensors or arguments:
             hint = f"give the {side.role} a checkpoint of the model that the launch trains"
-            found = [f"{name} = {value} and not {want}" for name, want, value in arguments]
-            actual = f"another one: {differing_model(found, len(tensors))}"
-            yield Issue(f"the model of {of}", actual, hint, tensors or None, side.path, as_one=True)
+            values = [f"{name} = {actual} and not {expected}" for name, expected, actual in arguments]
+            actual = f"another one: {describe_difference(values, len(tensors))}"
+            yield Issue(f"the model of {source}", actual, hint, tensors or None, side.path, as_one=True)
 
 
-def of_two_models(subject: Subject, one: Side, other: Side) -> bool:
-    """Whether this check finds that two sides, which no config of the launch is held against, are of two models."""
+def differ_in_architecture(subject: Subject, first: Side, side: Side) -> bool:
+    """Whether CK740 finds that two sides of a launch without a config are of different models."""
     job = job_of(subject)
-    if not job.stack.one_model or job.hf or _incomparable(other, one):
+    if not job.stack.one_model or job.hf or _incomparable(side, first):
         return False
     try:
-        return any(_from_side(one, other))
+        return any(_from_side(first, side))
     except CkptkitError:
         return False
 
 
 def _incomparable(side: Side, first: Side | None) -> str | None:
-    """Why a side is not compared; None where it is."""
+    """The reason why a side is not compared, or None."""
     if any(is_legacy(one.path) for one in (side, first) if one and one.path):
         return f"{side.role}: in Megatron's legacy format"
     if first and first.kind != side.kind:
-        return f"{first.role} and {side.role}: in two formats, and there is no --hf-checkpoint"
+        return f"{first.role} and {side.role}: in two formats, without --hf-checkpoint"
     return None
 
 
 def _from_config(side: Side, config: Mapping[str, Any], hf: Path | None) -> _Differences:
-    """What a side holds otherwise than the launch's config says. Raises CkptkitError where it cannot be read."""
+    """The differences of a side from the launch's config. Raises CkptkitError if the side cannot be read."""
     critic, path = side.role == "critic", side.path or Path()
     if side.is_hf:
-        want, have = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
-        names = sorted(want.keys() | have.keys())
-        pairs = [(name, str(want.get(name)), str(have.get(name))) for name in names if want.get(name) != have.get(name)]
-        return [], _of_role(pairs, critic)
+        expected, actual = (comparable_args(dims_of(one)) for one in (config, SideFiles(path).config))
+        pairs = [(name, str(expected.get(name)), str(actual.get(name))) for name in sorted({**expected, **actual})]
+        return [], _for_role((one for one in pairs if expected.get(one[0]) != actual.get(one[0])), critic)
     subject = Subject(path, hf_path=hf)
-    expected, args = expected_of(subject), subject.megatron_files.args
+    model, args = expected_of(subject), subject.megatron_files.args
     dims = dims_of(config) if args.get("mtp_num_layers") else replace(dims_of(config), mtp_layers=0)
-    tensors = _other_shapes(expected.shapes, _shapes(subject), critic) if expected else []
-    return tensors, _of_role(mismatches(dims, args) if args else (), critic)
+    shapes = {name: spec.shape for name, spec in subject.specs.items()}
+    tensors = _different_shapes(model.shapes, shapes, critic) if model else []
+    return tensors, _for_role(mismatches(dims, args) if args else (), critic)
 
 
 def _from_side(first: Side, side: Side) -> _Differences:
-    """What a side holds otherwise than the first one in the same format. Raises CkptkitError as `_from_config`."""
-    here, there = (Subject(one.path or Path()) for one in (first, side))
-    want, have = ({name: shape for name, shape in _shapes(one).items() if LAYER.search(name)} for one in (here, there))
+    """The differences of a side from the first one in the same format. Raises CkptkitError as `_from_config`."""
+    subjects = [Subject(one.path or Path()) for one in (first, side)]
+    specs = ({name: spec for name, spec in one.specs.items() if LAYER.search(name)} for one in subjects)
+    expected, actual = ({name: spec.shape for name, spec in one.items()} for one in specs)
     critic = side.role == "critic"
-    tensors = _other_shapes(want, have, critic)
+    tensors = _different_shapes(expected, actual, critic)
     if side.is_hf:
-        # Packed tensors have names of their own.
-        return [name for name in tensors if name in want and name in have], []
-    args = here.megatron_files.args, there.megatron_files.args
-    return tensors, _of_role(differing(*args) if all(args) else (), critic)
+        # Packed tensors have different names.
+        return [name for name in tensors if name in expected and name in actual], []
+    args = [one.megatron_files.args for one in subjects]
+    return tensors, _for_role(differing(*args) if all(args) else (), critic)
 
 
-def _shapes(subject: Subject) -> Shapes:
-    return {name: spec.shape for name, spec in subject.specs.items()}
+def _for_role(arguments: Iterable[tuple[str, str, str]], critic: bool) -> list[tuple[str, str, str]]:
+    return [one for one in arguments if not (critic and one[0] in _CRITIC_ARGUMENTS)]
 
 
-def _of_role(arguments: Iterable[tuple[str, str, str]], critic: bool) -> list[tuple[str, str, str]]:
-    return [one for one in arguments if not (critic and one[0] in _OF_A_CRITIC)]
+def _different_shapes(expected: Shapes, actual: Shapes, critic: bool) -> list[str]:
+    """Names in only one of two checkpoints, or with different shapes. The vocabulary of `actual` may be padded."""
+    names = [name for name in {**expected, **actual} if not (critic and name.startswith("output_layer."))]
+    return [name for name in names if not _same_shape(name, expected, actual)]
 
 
-def _other_shapes(want: Shapes, have: Shapes, critic: bool) -> list[str]:
-    """Names that only one of two checkpoints has, or with another shape; the vocabulary of `have` may be padded."""
-    names = [name for name in {**want, **have} if not (critic and name.startswith("output_layer."))]
-    return [name for name in names if not _same_shape(name, want, have)]
-
-
-def _same_shape(name: str, want: Shapes, have: Shapes) -> bool:
-    if name not in want or name not in have:
+def _same_shape(name: str, expected: Shapes, actual: Shapes) -> bool:
+    if name not in expected or name not in actual:
         return False
-    one, other = want[name], have[name]
-    if one is None or other is None:
+    want, have = expected[name], actual[name]
+    if want is None or have is None:
         return True
-    padded = name.startswith(("embedding.", "output_layer.")) and other[:1] > one[:1]
-    return one[1:] == other[1:] if padded else one == other
+    is_padded = name.startswith(("embedding.", "output_layer.")) and have[:1] > want[:1]
+    return want[1:] == have[1:] if is_padded else want == have
 
 
-# Layers whose tensors are stacked in one key.
-_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")
+_STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)")  # keys that stack the tensors of several layers
 _CLASSES = ("GPTModel", "HybridModel")
 _PROVIDER = "--custom-model-provider-path"
 
 
-def _of_megatron(subject: Subject) -> tuple[Job, Sequence[Side]]:
-    """A launch that says what it builds, and the Megatron checkpoints that it loads.
-
-    Raises NotApplicable for any other.
-    """
+def _megatron_sides(subject: Subject) -> tuple[Job, Sequence[Side]]:
+    """A launch that describes its model, and the Megatron checkpoints that it loads. Raises NotApplicable otherwise."""
     job = job_of(subject)
     given = job.arguments
     if not given.describes_model or given.anything or not given.unknown.isdisjoint(PATTERNS):
-        raise NotApplicable("the launch does not say which class of Megatron it builds")
+        raise NotApplicable("the launch does not determine the class of Megatron that it builds")
     if job.bridge or any(one.name == _PROVIDER for one in options_of(job.text.words)):
-        raise NotApplicable("code of the launch's own builds the model")
+        raise NotApplicable("custom code builds the model")
     if sides := [side for side in job.sides if side.path and side.is_megatron and not is_legacy(side.path)]:
         return job, sides
     raise NotApplicable("the launch loads no checkpoint in torch_dist")
 
 
-@check("CK748", applies_to=_of_megatron)
+@check("CK748", applies_to=_megatron_sides)
 def class_matches(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """HybridModel where the launch has a layer pattern, else GPTModel, against the names in each checkpoint.
-
-    Megatron-LM tells the two apart in the same way. A launch of HybridModel is also held against what it cannot be.
-    """
-    job, sides = _of_megatron(subject)
-    builds = stored_pattern(job.arguments.known) is not None
-    for side in {side.path: side for side in sides if side.path}.values():
+    """Checks for HybridModel with a layer pattern, else GPTModel, as Megatron-LM; and that it supports the config."""
+    job, sides = _megatron_sides(subject)
+    is_hybrid = stored_pattern(job.arguments.known) is not None
+    for path in dict.fromkeys(side.path for side in sides if side.path):
         tally.compared()
-        yield from _against(side.path or Path(), builds)
-    config = engine_config(job.hf) if builds and job.hf else {}
+        yield from _other_class(path, is_hybrid)
+    config = engine_config(job.hf) if is_hybrid and job.hf else {}
     if config:
-        yield from _impossible(config, job)
+        yield from _impossible_hybrid(config, job)
 
 
-def _against(path: Path, builds: bool) -> Iterator[Issue]:
+def _other_class(path: Path, is_hybrid: bool) -> Iterator[Issue]:
     files = Subject(path).megatron_files
     try:
-        holds = files.hybrid
+        is_stored_hybrid = files.hybrid
     except UnsupportedError:
         raise
     except CkptkitError:  # CK111 reports it
         return
-    if holds == builds:
+    if is_stored_hybrid == is_hybrid:
         return
-    dialect = "hybrid" if builds else "mcore"
-    hint = f"convert it: `ckptkit convert {path} OUT --dialect {dialect}`"
-    severity: Severity = "error"
+    hint = f"convert it: `ckptkit convert {path} OUT --dialect {'hybrid' if is_hybrid else 'mcore'}`"
     known = quirk("megatron", "stacked-layers")
-    if builds and known is not None and any(_STACKED.match(key) for key in files.metadata.tensors):
-        severity = "warning"
-        hint += f"; {known.message}"
-    expected, actual = f"a {_CLASSES[builds]}, as the launch builds", f"a {_CLASSES[holds]}"
-    yield Issue(expected, actual, hint, file=path, severity=severity)
+    is_loaded = is_hybrid and known is not None and any(_STACKED.match(key) for key in files.metadata.tensors)
+    hint += f"; {known.message}" if is_loaded and known else ""
+    expected, actual = f"a {_CLASSES[is_hybrid]}, as the launch builds", f"a {_CLASSES[is_stored_hybrid]}"
+    yield Issue(expected, actual, hint, file=path, severity=warning_if(is_loaded))
 
 
-def _impossible(config: Any, job: Job) -> Iterator[Issue]:
+def _impossible_hybrid(config: Any, job: Job) -> Iterator[Issue]:
     try:
         dims = dims_of(config)
     except UnsupportedError:
@@ -238,14 +215,8 @@ def _impossible(config: Any, job: Job) -> Iterator[Issue]:
         return
     reasons = list(gpt_only(dims))
     if dims.tied and "/" in (job.actor.pattern or "") and (job.actor.pp or 1) > 1:
-        reasons.append(
-            "tied embeddings with multi-token prediction over several pipeline stages, which megatron-core neither "
-            "saves nor loads"
-        )
-    for reason in reasons:
-        yield Issue(
-            f"a model that HybridModel can hold, in {job.hf}",
-            reason,
-            "build GPTModel (leave out --hybrid-layer-pattern, and start pretrain_gpt.py), or for several stages leave "
-            "multi-token prediction out",
-        )
+        several_stages = "tied embeddings with multi-token prediction over several pipeline stages"
+        reasons.append(f"{several_stages}, which megatron-core neither saves nor loads")
+    gpt = "build GPTModel (leave out --hybrid-layer-pattern, and start pretrain_gpt.py)"
+    hint = f"{gpt}, or for several stages leave multi-token prediction out"
+    yield from (Issue(f"a model that HybridModel supports, in {job.hf}", reason, hint) for reason in reasons)

@@ -1,4 +1,4 @@
-"""What several checks of a launch ask of its job, and of the job's rollout engine."""
+"""The job and the rollout engine of a launch, for several checks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ckptkit.verify.launch.job import Job
 
 
 def job_of(subject: Subject) -> Job:
-    """The job whose launch is looked at. Raises NotApplicable where there is none."""
+    """The job of the launch. Raises NotApplicable without a launch."""
     if subject.job is None:
         raise NotApplicable("only preflight looks at a launch")
     return subject.job
 
 
 def engine_directory(subject: Subject) -> Path:
-    """The --hf-checkpoint of the launch. Raises NotApplicable where there is none."""
+    """The --hf-checkpoint of the launch. Raises NotApplicable without one."""
     if subject.job is None or subject.job.hf is None:
         raise NotApplicable("only preflight of a launch with --hf-checkpoint looks at it")
     return subject.job.hf
 
 
 def engine_config(root: Path) -> Mapping[str, Any]:
-    """config.json of the engine; empty where it is missing or cannot be read."""
+    """config.json of the engine, or {} if it is missing or cannot be read."""
     try:
         return SideFiles(root).config
     except CkptkitError:
@@ -38,10 +38,7 @@ def engine_config(root: Path) -> Mapping[str, Any]:
 
 
 def engine_dims(config: Mapping[str, Any]) -> ModelDims:
-    """The model of the engine's config.
-
-    Raises NotApplicable where CK101 says that it is broken, UnsupportedError for others.
-    """
+    """The model of the engine's config. Raises UnsupportedError, or NotApplicable for a broken config (CK101)."""
     try:
         return named_family_of(config).read_dims(config)
     except UnsupportedError:

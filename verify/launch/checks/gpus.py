@@ -1,4 +1,4 @@
-"""CK722: the GPUs of a launch divide over its parallel sizes, and the model over the ranks of its engines.
+"""CK722: the parallel sizes of a launch divide its GPUs, and the ranks of its engines divide the model.
 
 Source: SGLang's `get_attention_tp_size`, `QKVParallelLinear` and `FusedMoE`; vLLM's
 `ModelConfig.verify_with_parallel_config` and `QKVParallelLinear`; verl `models/transformers/monkey_patch.py` and ROLL
@@ -25,16 +25,15 @@ from ckptkit.verify.quirks import quirk
 
 
 def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> Iterator[Issue]:
-    """What of a model an engine cannot share out. vLLM pads and replicates all but heads and FP8 blocks by itself."""
+    """Sizes of a model that an engine cannot divide. vLLM pads and replicates all except heads and FP8 blocks."""
     hint, attention = f"choose another {cut.asked_by}", cut.attention or cut.ranks
     yield from _heads(dims.heads, attention if dims.mla else dims.groups, attention, "", hint)
     yield from _blocks(dims, config, cut)
     if cut.by == "vllm":
         return
     if dims.experts and (dims.experts + cut.redundant) % cut.ep:
-        expected, actual = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')}", "experts"
-        hint = f"choose another {cut.ep_option}"
-        yield Issue(f"{expected} = {cut.ep}", f"{dims.experts + cut.redundant} {actual}", hint)
+        expected = f"experts that divide over {cut.ep_option.removeprefix('--').replace('-', '_')} = {cut.ep}"
+        yield Issue(expected, f"{dims.experts + cut.redundant} experts", f"choose another {cut.ep_option}")
     if (padding := quirk("sglang", "vocabulary-padding")) is None:
         return
     rows = math.ceil(dims.vocab / padding.value) * padding.value
@@ -44,47 +43,35 @@ def engine_fit(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> I
         yield Issue(expected, f"vocab_size = {dims.vocab}, {rows} rows", hint, severity="warning")
 
 
-# What verl makes of `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
+# verl's `rollout.quantization=fp8`. Source: its `vllm_fp8_utils.py` and `async_sglang_server.py`.
 _ONLINE_FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 @dataclass(frozen=True)
 class _Side:
-    """The rows of a weight, or its columns, that an engine cuts; the block of FP8 has a number for each.
+    """The rows or columns of a weight that an engine cuts. An FP8 block has a size for each."""
 
-    what: the settings that it is made of.
-    size: rows or columns, those of all ranks together.
-    share: the ranks that share it.
-    layers, module: where it stands.
-    """
-
-    what: str
-    size: int
-    share: int
+    name: str  # the settings that give the size
+    size: int  # of all ranks together
+    ranks: int
     layers: tuple[int, ...]
     module: str
     columns: bool = False
 
     def can_be_split(self, block: Sequence[int], hidden: int, least: int) -> bool:
         """Whether blocks of these experts can be split, down to `least`, until a rank's part divides by them."""
-        part = self.size // self.share if self.size % self.share == 0 else 1
+        part = self.size // self.ranks if self.size % self.ranks == 0 else 1
         return self.module == "mlp.experts" and math.gcd(*block, part, hidden) >= least
 
-    def plain(self, names: Sequence[object]) -> bool:
-        """Whether a list of modules without FP8 may name all of these layers; a pattern may name any."""
-        paths = [f"model.layers.{layer}.{self.module}" for layer in self.layers]
+    def may_be_ignored(self, names: Sequence[object]) -> bool:
+        """Whether a list of modules without FP8 may contain all of these layers. A pattern may match any."""
+        paths = [f".model.layers.{layer}.{self.module}." for layer in self.layers]
         parts = [name.removeprefix("model.") for name in names if isinstance(name, str) and not name.startswith("re:")]
-        return len(parts) < len(names) or not any(set(parts).isdisjoint(_runs(path)) for path in paths)
-
-
-def _runs(path: str) -> set[str]:
-    """Every run of whole dotted parts of a name."""
-    parts = path.split(".")
-    return {".".join(parts[begin:end]) for begin in range(len(parts)) for end in range(begin + 1, len(parts) + 1)}
+        return len(parts) < len(names) or all(any(f".{part}." in path for part in parts) for path in paths)
 
 
 def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> Iterator[Issue]:
-    """Sides whose part on a rank ends inside an FP8 block, which an engine refuses while it builds the layer."""
+    """Sides with a part that ends inside an FP8 block. Engines refuse such a layer when they build it."""
     quantization = _ONLINE_FP8 if cut.online_fp8 else quantization_of(config)
     if not isinstance(quantization, Mapping):
         return
@@ -92,41 +79,40 @@ def _blocks(dims: ModelDims, config: Mapping[str, Any], cut: ModelSplit) -> Iter
     if not isinstance(block, list) or len(block) != 2 or any(type(side) is not int or side < 1 for side in block):
         return
     keys = ("modules_to_not_convert", "ignored_layers")
-    # What is no list may name any layer.
-    stated = [one for key in keys if (one := quantization.get(key))]
-    names = [name for one in stated for name in (one if isinstance(one, list) else [None])]
-    found = set[str]()
+    # A value that is not a list may name any layer.
+    lists = [value if isinstance(value, list) else [None] for value in map(quantization.get, keys) if value]
+    names, seen = [name for one in lists for name in one], set[str]()
     for side in _sides(dims, cut):
         size = block[side.columns]
-        is_broken = side.layers and size > 1 and side.size % (side.share * size) and not side.plain(names)
-        if is_broken and side.what not in found:
-            found.add(side.what)
-            ranks = f"each of {side.share} ranks" if side.share > 1 else "one rank"
-            expected = f"{side.what} whose part on {ranks} divides by the FP8 block of {size}"
+        is_broken = side.layers and size > 1 and side.size % (side.ranks * size) and not side.may_be_ignored(names)
+        if is_broken and side.name not in seen:
+            seen.add(side.name)
+            ranks = f"each of {side.ranks} ranks" if side.ranks > 1 else "one rank"
+            expected = f"{side.name} with a part on {ranks} that divides by the FP8 block of {size}"
             hint = f"serve with fewer tensor parallel ranks, or more {cut.ep_option}"
             finer = quirk("vllm", "finer-blocks") if cut.by == "vllm" else None
-            is_taken = finer is not None and side.can_be_split(block, dims.hidden, finer.value)
-            hint += f"; {finer.message}" if finer is not None and is_taken else ""
-            actual = f"{side.what} = {side.size}, {side.size / side.share:g} a rank"
-            yield Issue(expected, actual, hint, severity=warning_if(is_taken))
+            is_split = finer is not None and side.can_be_split(block, dims.hidden, finer.value)
+            hint += f"; {finer.message}" if finer is not None and is_split else ""
+            actual = f"{side.name} = {side.size}, {side.size / side.ranks:g} a rank"
+            yield Issue(expected, actual, hint, severity=warning_if(is_split))
 
 
 def _sides(dims: ModelDims, cut: ModelSplit) -> Iterator[_Side]:
-    """The sides that SGLang or vLLM holds against the block.
+    """The sides that SGLang or vLLM compares with the block.
 
-    Of weights that are read as one, q, k and v or gate and up, SGLang holds the rows of each, on a single rank too;
-    vLLM lets them pass. Otherwise both look at what tensor parallel ranks cut, SGLang only where all of them do.
+    SGLang compares the rows of each part of a merged weight (q, k and v, or gate and up), even on a single rank; vLLM
+    does not. Both compare sides that tensor parallel ranks cut, SGLang only if all ranks do.
 
     Source: SGLang's `Fp8LinearMethod.validate_block_quant_shapes` and `Fp8MoEMethod.create_weights`; vLLM's
     `_maybe_allow_fp8_block_shape_mismatch`; the `validate_fp8_block_shape` of both.
     """
-    merged, every, attention = cut.by == "sglang", cut.by == "vllm", cut.attention or cut.ranks
-    yield from _attention(dims, attention, merged, every or attention == cut.ranks)
+    is_vllm, attention = cut.by == "vllm", cut.attention or cut.ranks
+    yield from _attention(dims, attention, is_vllm, attention > 1 and (is_vllm or attention == cut.ranks))
     if cut.dense:
         dense = _Side("intermediate_size", dims.ffn, cut.dense, dims.dense, "mlp.gate_proj")
-        if merged:
+        if not is_vllm:
             yield dense
-        if cut.dense > 1 and (cut.dense == cut.ranks or every):
+        if cut.dense > 1 and (cut.dense == cut.ranks or is_vllm):
             yield replace(dense, module="mlp.down_proj", columns=True)
     if dims.experts and cut.plain_experts:
         expert = _Side("moe_intermediate_size", dims.expert_ffn, cut.ranks // cut.ep, dims.moe, "mlp.experts")
@@ -135,9 +121,8 @@ def _sides(dims: ModelDims, cut: ModelSplit) -> Iterator[_Side]:
             yield replace(expert, columns=True)
 
 
-def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterator[_Side]:
-    """`whole`: what these ranks cut is looked at, where they are several."""
-    whole = whole and ranks > 1
+def _attention(dims: ModelDims, ranks: int, is_vllm: bool, is_cut: bool) -> Iterator[_Side]:
+    """The sides of attention. `is_cut`: the engine compares the sides that the ranks cut."""
     if dims.mla:
         mla, heads = dims.mla, f"num_attention_heads {dims.heads} x"
         query = f"{heads} (qk_nope_head_dim {mla.nope} + qk_rope_head_dim {mla.rope})"
@@ -147,21 +132,21 @@ def _attention(dims: ModelDims, ranks: int, merged: bool, whole: bool) -> Iterat
             (f"{heads} ({value})", dims.heads * (mla.nope + mla.value), "kv_b_proj", False),
             (f"{heads} v_head_dim {mla.value}", dims.heads * mla.value, "o_proj", True),
         ]
-        for what, size, name, columns in sides if whole else ():
-            yield _Side(what, size, ranks, dims.softmax_layers, f"self_attn.{name}", columns)
+        for name, size, module, columns in sides if is_cut else ():
+            yield _Side(name, size, ranks, dims.softmax_layers, f"self_attn.{module}", columns)
         return
     name, layers = f"num_attention_heads {dims.heads} x head_dim {dims.head_dim}", dims.softmax_layers
     rows = _Side(name, dims.heads * dims.head_dim, ranks, layers, "self_attn.q_proj")
-    if merged:
+    if not is_vllm:
         yield replace(rows, size=rows.size * (1 + dims.attention_gate))
         name, share = f"num_key_value_heads {dims.groups} x head_dim {dims.head_dim}", min(ranks, dims.groups)
         yield _Side(name, dims.groups * dims.head_dim, share, layers, "self_attn.k_proj")
-    if whole:
+    if is_cut:
         yield replace(rows, module="self_attn.o_proj", columns=True)
 
 
 def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterator[Issue]:
-    """Heads over ranks, each of which computes some; keys and values may be on several of them."""
+    """Heads that do not divide over ranks. Keys and values may be copied to several ranks."""
     if heads % ranks:
         yield Issue(f"num_attention_heads that divides over {ranks} ranks{where}", f"{heads}", hint)
     elif groups % ranks and ranks % groups:
@@ -170,7 +155,7 @@ def _heads(heads: int, groups: int, ranks: int, where: str, hint: str) -> Iterat
 
 
 def _placement(subject: Subject) -> GpuPlacement:
-    """How the sizes of the job go with its GPUs. Raises NotApplicable for a launch that counts none."""
+    """The sizes and GPUs of the job. Raises NotApplicable for a launch that counts no GPUs."""
     if (placement := job_of(subject).placement) is None:
         raise NotApplicable("the launch counts no GPUs")
     return placement
@@ -178,9 +163,9 @@ def _placement(subject: Subject) -> GpuPlacement:
 
 @check("CK722", applies_to=_placement)
 def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Nodes x GPUs against tp x pp x cp and ep x etp x pp of every role; sizes that roles of one process share.
+    """Compares nodes x GPUs with tp x pp x cp and ep x etp x pp of every role, and sizes of roles in one process.
 
-    Then the model's heads, experts and FP8 blocks, over the ranks of engines and of trainers without Megatron.
+    Then divides the model's heads, experts and FP8 blocks by the ranks of engines, and of trainers without Megatron.
     """
     placement, job = _placement(subject), job_of(subject)
     groups = [group for group in placement.groups if group.gpus.count is not None and group.products]
@@ -194,13 +179,13 @@ def gpus_divide(subject: Subject, tally: Tally) -> Iterator[Issue]:
         yield from group.issues()
     yield from placement.issues
     for cut, config in cuts:
-        for issue in _shared_out(cut, config):
+        for issue in _indivisible(cut, config):
             file = first_file(cut.words) or issue.file or cut.file
             yield replace(issue, expected=f"{issue.expected}{at_places(cut.words)}", file=file)
 
 
-def _shared_out(cut: ModelSplit, config: Mapping[str, Any]) -> Iterator[Issue]:
-    """Heads over the ranks that share a sequence by Ulysses, or over those of DTensor, which replicates none."""
+def _indivisible(cut: ModelSplit, config: Mapping[str, Any]) -> Iterator[Issue]:
+    """Sizes of a model that the ranks do not divide. DTensor does not replicate heads."""
     dims, where = engine_dims(config), f" ({cut.asked_by})"
     if cut.by == "ulysses":
         yield from _heads(dims.heads, dims.groups, cut.ranks, where, "choose a size that divides the heads")

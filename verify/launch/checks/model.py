@@ -20,7 +20,7 @@ from ckptkit.verify.launch.options.arguments import Arguments
 from ckptkit.verify.launch.options.argv import options_of
 from ckptkit.verify.launch.options.tables import MODULES
 
-# Options that change what an argument of another name comes to.
+# The options that determine an argument, if not only the one of its name.
 _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
     "num_query_groups": ("num_query_groups", "group_query_attention"),
     "kv_channels": ("kv_channels", "hidden_size", "num_attention_heads"),
@@ -34,22 +34,22 @@ _DECIDED_BY: Mapping[str, tuple[str, ...]] = {
 
 
 def _job(subject: Subject) -> Job:
-    """A launch with model arguments and a config to hold them against. Raises NotApplicable for any other."""
+    """A launch with model arguments and a config to compare them with. Raises NotApplicable for any other."""
     engine_directory(subject)
     job = job_of(subject)
     if not (job.arguments.of_model or job.arguments.refused):
         raise NotApplicable("the launch gives no model arguments")
     if job.bridge:
-        how = "miles builds the model from config.json, not from the model arguments"
-        raise NotApplicable(f"--megatron-to-hf-mode bridge: {how}")
+        reason = "miles builds the model from config.json, not from the model arguments"
+        raise NotApplicable(f"--megatron-to-hf-mode bridge: {reason}")
     return job
 
 
 @check("CK718", applies_to=_job)
 def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Every argument that describes the model, with Megatron's defaults for those that are not given.
+    """Compares every argument that describes the model, Megatron's defaults included.
 
-    Where only some are given, or not all words are known, those alone are judged.
+    If the launch does not describe its model, or has unresolved words, only the given arguments are compared.
     """
     job, root = _job(subject), engine_directory(subject)
     given, config = job.arguments, engine_config(root)
@@ -62,20 +62,20 @@ def model_described(subject: Subject, tally: Tally) -> Iterator[Issue]:
         raise CannotCheck("--hf-checkpoint has no config.json that can be read", "CK714", "CK101")
     dims, args = _dims(config, given, tally), given.known
     expected = comparable_args(dims)
-    whole = given.describes_model and not given.anything
-    args = args if whole else {name: args.get(name, value) for name, value in expected.items()} | args
+    is_complete = given.describes_model and not given.anything
+    args = args if is_complete else {name: args.get(name, value) for name, value in expected.items()} | args
     args |= {name: expected.get(name) for name in given.unknown}
     args |= {"rope_scaling_factor": LLAMA3_FACTOR} if args.get("use_rope_scaling") and not dims.mla else {}
     tally.compared(compared(dims))
-    for name, want, found in mismatches(dims, args):
+    for name, expected_value, actual in mismatches(dims, args):
         if given.unknown.isdisjoint(_DECIDED_BY.get(name, (name,))):
-            yield _issue(name, want, found, given, root)
+            yield _issue(name, expected_value, actual, given, root)
     if code := [one.word.text for one in options_of(job.text.words) if one.name in MODULES]:
-        tally.note(f"{'; '.join(code)}: what this code builds is not judged, only the arguments are")
+        tally.note(f"{'; '.join(code)}: this code is not checked, only the arguments are")
 
 
 def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDims:
-    """The model of the release; without --mtp-num-layers a run has no such layers, whatever config.json says."""
+    """The model of the release, without the multi-token prediction layers that the launch does not train."""
     dims = engine_dims(config)
     if dims.mtp_layers and not given.value("mtp_num_layers", 0):
         tally.note(f"the launch trains without the {dims.mtp_layers} multi-token prediction layers of the release")
@@ -83,18 +83,19 @@ def _dims(config: Mapping[str, Any], given: Arguments, tally: Tally) -> ModelDim
     return dims
 
 
-def _issue(name: str, want: str, found: str, given: Arguments, root: object) -> Issue:
+def _issue(name: str, expected: str, actual: str, given: Arguments, root: object) -> Issue:
     deciding = [given.values[one] for one in _DECIDED_BY.get(name, (name,)) if one in given.values]
     places = ", ".join(dict.fromkeys(one.where for one in deciding))
     where = f"at {places}" if places else "by default, as the launch does not give it"
     file = deciding[0].file if deciding else None
-    return Issue(f"{name} = {want}, by {root}/config.json", f"{name} = {found}, {where}", _hint(name, given), file=file)
+    expected, actual = f"{name} = {expected}, by {root}/config.json", f"{name} = {actual}, {where}"
+    return Issue(expected, actual, _hint(name, given), file=file)
 
 
 def _hint(name: str, given: Arguments) -> str:
     if name == "rope_scaling_factor" and given.value("use_rope_scaling"):
-        known = "which slime, miles and Megatron-LM do not hand to the model: set it in the model provider"
-        return f"Megatron takes a factor of 8 whatever --rope-scaling-factor says, {known}"
+        reason = "slime, miles and Megatron-LM do not pass --rope-scaling-factor to the model, so its factor is 8"
+        return f"{reason}: set it in the model provider"
     if name in WITHOUT_FLAG and name not in given.values:
         return "Megatron-LM has no option for it (miles' fork has): set it on the model's config before it is built"
     option = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""CK719, CK721, CK724, CK746: the options of a launch: their names, their combinations, and what they ask for."""
+"""CK719, CK721, CK724, CK746: the options of a launch: their names, combinations, and requirements."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from ckptkit.verify.launch.options.names import engine_settings, nearest
 from ckptkit.verify.launch.options.tables import OPTIONS
 from ckptkit.verify.launch.words import UnresolvedWord, Word
 
-# Letters that may differ, in a short name and in a long one.
-_FEW, _MANY, _SHORT, _SHORTEST = 1, 2, len("ckpt-step"), 4
+# Letters that may differ in a name shorter than _LONG, and in a longer one; shorter names than _MIN are not compared.
+_FEW, _MANY, _LONG, _MIN = 1, 2, len("ckpt-step"), 4
 _MAX_NAMES = 2_000
-# Mappings whose names are those of another program, or the user's own.
-_FREE = re.compile(
+_FREE = re.compile(  # mappings with names of other programs, or of the user
     r"kwargs|env_vars|system_envs|^envs?$|override|runtime_env|^custom|^tools?$|domain|^rewards$|tags?$|^data$|"
     r"^defaults$|^hydra$|plugin|^agent|^wandb|^swanlab|additional_configs?|^nsight|interleave|^datasets?$"
 )
@@ -40,32 +39,31 @@ def _job(subject: Subject) -> Job:
 
 @check("CK721", applies_to=_job)
 def text_sound(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Line continuations, arrays that are set nowhere, and names that differ in a letter or two from a known one.
+    """Faults of the text, such as line continuations, and names that differ in one or two letters from a known one.
 
-    The finding names the release of which the known name is (`verify/launch/options/names`).
+    The finding gives the release of the known name (`verify/launch/options/names`).
     """
     job = _job(subject)
     tally.compared(len(job.text.words) + 1 + sum(not name.startswith("-") for name in job.written))
     yield from job.text.issues
-    own = job.stack.names()
-    known, seen = own.keys() | OPTIONS | engine_settings(), set[str]()
+    names = job.stack.names()
+    known, seen = names.keys() | OPTIONS | engine_settings(), set[str]()
     if len(job.written) > _MAX_NAMES:
-        what = f"only the first {_MAX_NAMES} were looked through for misspellings"
-        tally.note(f"{len(job.written)} different options: {what}")
+        tally.note(f"{len(job.written)} different options: only the first {_MAX_NAMES} were checked for misspellings")
     for name, word in islice(job.written.items(), _MAX_NAMES):
         for part in _parts(name):
             bare = part.strip("-")
-            if part in seen or part in known or len(bare) < _SHORTEST:
+            if part in seen or part in known or len(bare) < _MIN:
                 continue
             seen.add(part)
-            if (meant := nearest(part, own, _FEW if len(bare) < _SHORT else _MANY)) is not None:
-                what = name if part == name else f"{part} in {name}"
-                hint = f"write {meant}, as {own[meant]} has it: {job.stack.unknown}"
-                yield Issue(meant, f"{what} is not known, at {word.place}", hint, file=word.file, severity="warning")
+            if (meant := nearest(part, names, _FEW if len(bare) < _LONG else _MANY)) is not None:
+                actual = f"{name if part == name else f'{part} in {name}'} is not known, at {word.place}"
+                hint = f"write {meant}, as {names[meant]} has it: {job.stack.unknown}"
+                yield Issue(meant, actual, hint, file=word.file, severity="warning")
 
 
 def _parts(name: str) -> Iterator[str]:
-    """An option other than vLLM's, which have no list, or the parts of a dotted key up to a mapping with free names."""
+    """An option, except vLLM's, which have no list; or the parts of a key, up to a mapping with free names."""
     if name.startswith("-"):
         yield from () if name.startswith("--vllm-") else (name,)
         return
@@ -77,7 +75,7 @@ def _parts(name: str) -> Iterator[str]:
 
 
 def _combinations(subject: Subject) -> tuple[Issue, ...]:
-    """The combinations that the stack's reader found. Raises NotApplicable where no such rule is known."""
+    """The conflicting options. Raises NotApplicable for a launch without known rules."""
     if (issues := job_of(subject).combinations) is None:
         known = "slime, miles, ROLL or verl's main_ppo, the launches with known combinations of options"
         raise NotApplicable(f"the launch is not one of {known}")
@@ -86,18 +84,17 @@ def _combinations(subject: Subject) -> tuple[Issue, ...]:
 
 @check("CK746", applies_to=_combinations)
 def options_go_together(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Arithmetic of batches, rollouts of a run that resumes, adapters, and what only warns in a trainer's log."""
+    """Batch sizes, rollouts of a resumed run, adapters, and conflicts that a trainer only logs."""
     tally.compared()
     yield from _combinations(subject)
 
 
-# Backends of attention that do not share a sequence out over context parallel ranks.
-# Source: Transformer Engine's `get_attention_backend`; `local` is Megatron's own, which has no context parallelism.
-_WHOLE = ("unfused", "local")
+# Without context parallelism. Source: Transformer Engine's `get_attention_backend`; `local` is Megatron's own.
+_UNSPLIT = ("unfused", "local")
 
 
 def _described(subject: Subject) -> Arguments:
-    """The arguments of a launch that says what it trains. Raises NotApplicable for any other."""
+    """The arguments of a launch that describes its model. Raises NotApplicable for any other."""
     given = job_of(subject).arguments
     if not given.describes_model:
         raise NotApplicable("the launch gives no model arguments")
@@ -113,38 +110,35 @@ def switches_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _warning(given: Arguments, name: str, expected: str, actual: str, hint: str) -> Issue:
-    found = given.get(name)
-    where = f"at {found.where}" if found.word else "by default, as the launch does not give it"
-    return Issue(expected, f"{actual}, {where}", hint, file=found.file, severity="warning")
+    value = given.get(name)
+    where = f"at {value.where}" if value.word else "by default, as the launch does not give it"
+    return Issue(expected, f"{actual}, {where}", hint, file=value.file, severity="warning")
 
 
 def _dropout(given: Arguments) -> Iterator[Issue]:
     for name in ("attention_dropout", "hidden_dropout"):
-        value = given.value(name, 0.1)
-        if value:
-            option = f"--{name.replace('_', '-')} 0.0"
-            hint = f"give {option}, unless the training is meant to drop"
+        if value := given.value(name, 0.1):
+            hint = f"give --{name.replace('_', '-')} 0.0, unless the training is meant to drop"
             yield _warning(given, name, f"{name} = 0.0, as generation has none", f"{name} = {value}", hint)
 
 
 def _precision(given: Arguments, subject: Subject) -> Iterator[Issue]:
     root = job_of(subject).hf
     config = engine_config(root) if root else {}
-    text = config.get("text_config")
-    stated = config.get("dtype") or config.get("torch_dtype")
-    stated = stated or (text.get("dtype") or text.get("torch_dtype") if isinstance(text, dict) else None)
-    if given.value("fp16") and stated == "bfloat16":
+    parts = (part for part in (config, config.get("text_config")) if isinstance(part, dict))
+    dtype = next((one for part in parts for key in ("dtype", "torch_dtype") if (one := part.get(key))), None)
+    if given.value("fp16") and dtype == "bfloat16":
         hint = "leave --fp16 out: values beyond 65504 become infinite"
-        yield _warning(given, "fp16", "bfloat16, as config.json says", "float16", hint)
+        yield _warning(given, "fp16", "bfloat16, as in config.json", "float16", hint)
 
 
 def _attention(given: Arguments) -> Iterator[Issue]:
     backend, ranks = given.value("attention_backend", "auto"), given.value("context_parallel_size", 1) or 1
-    if backend in _WHOLE and ranks > 1:
-        message = f"attention_backend = {backend} with context_parallel_size = {ranks}"
-        hint = "take flash or fused, or --context-parallel-size 1"
-        expected = "a backend that shares a sequence out: flash, fused or auto"
-        yield _warning(given, "attention_backend", expected, message, hint)
+    if backend in _UNSPLIT and ranks > 1:
+        actual = f"attention_backend = {backend} with context_parallel_size = {ranks}"
+        hint = "choose flash or fused, or --context-parallel-size 1"
+        expected = "a backend with context parallelism: flash, fused or auto"
+        yield _warning(given, "attention_backend", expected, actual, hint)
 
 
 def _experts(given: Arguments) -> Iterator[Issue]:
@@ -152,24 +146,20 @@ def _experts(given: Arguments) -> Iterator[Issue]:
         return
     if (dtype := given.value("moe_router_dtype", "nothing")) not in (None, "fp32", "fp64"):
         actual = f"moe_router_dtype = {dtype}"
-        hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine does"
+        hint = "give --moe-router-dtype fp32: near ties in bfloat16 choose other experts than the engine"
         yield _warning(given, "moe_router_dtype", "moe_router_dtype = fp32", actual, hint)
     if given.lacks("moe_permute_fusion"):
-        # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of what is not
-        # deterministic on CUDA. How much it comes to was not measured.
-        hint = "give it: without it Megatron adds a token's experts up in an order that changes from run to run"
+        # Source: megatron-core `moe_utils.unpermute`, which calls scatter_add_, and torch's list of nondeterministic
+        # functions on CUDA. The size of the effect was not measured.
+        hint = "give it: without it Megatron adds up a token's experts in an order that changes from run to run"
         yield _warning(given, "moe_permute_fusion", "--moe-permute-fusion", "moe_permute_fusion = False", hint)
 
 
-# Options of slime and miles; Source: their `utils/arguments.py`.
-_TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"
+_TEMPLATE, _STOPS = "--apply-chat-template", "--rollout-stop-token-ids"  # of slime and miles: `utils/arguments.py`
 
 
 def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
-    """The word that asks for a template, and the ids to stop at.
-
-    Raises NotApplicable where a launch asks for neither.
-    """
+    """The word that requires a template, and the stop ids. Raises NotApplicable for a launch without both."""
     engine_directory(subject)
     options = options_of(job_of(subject).text.words)
     template, stops = last(options, _TEMPLATE), last(options, _STOPS)
@@ -181,7 +171,7 @@ def _asked(subject: Subject) -> tuple[Word | None, list[Word]]:
 
 @check("CK724", applies_to=_asked)
 def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`--apply-chat-template` against the templates of --hf-checkpoint, and stop ids against its vocabulary."""
+    """Compares --apply-chat-template with the templates of --hf-checkpoint, and stop ids with its vocabulary."""
     template, ids = _asked(subject)
     root = engine_directory(subject)
     files = SideFiles(root)
@@ -193,11 +183,9 @@ def template_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
             "a base model has none: give the instruct release, copy its chat_template.jinja, or leave the option out",
             file=root,
         )
-    config = engine_config(root)
-    vocabulary = language_part(config).get("vocab_size")
+    vocabulary = language_part(engine_config(root)).get("vocab_size")
     for word in ids:
-        known = word.text.isdecimal() and (not isinstance(vocabulary, int) or int(word.text) < vocabulary)
-        if not known:
+        if not word.text.isdecimal() or (isinstance(vocabulary, int) and int(word.text) >= vocabulary):
             yield Issue(
                 f"token ids below the vocab_size of config.json, {vocabulary}",
                 f"{_STOPS} {word.text}, at {word.place}",

@@ -1,4 +1,4 @@
-"""CK711 to CK714 and CK717: the paths of a launch hold what each side would load, and all its words are read."""
+"""CK711 to CK714 and CK717: every side finds its weights at the paths of a launch, and all words are read."""
 
 from __future__ import annotations
 
@@ -17,34 +17,33 @@ from ckptkit.verify.launch.checks.engine import engine_config, job_of
 from ckptkit.verify.launch.job import Job
 from ckptkit.verify.launch.sides import HF, LOAD, REF, STEP, PathIssue, Side
 
-# The fact that lists the words of a launch that matter and are not read.
-NOT_READ = "not read"
-# A line of `Job.unread` about a variable that nothing sets.
+NOT_READ = "not read"  # the fact that lists relevant words of a launch that are not read
+# A line of `Job.unread` about an unset variable.
 _UNSET = re.compile(r"(?P<words>.+): \$\{?(?P<name>\w+)\}? \(set neither in the script nor in the environment\)")
 
 
 def _sides(subject: Subject) -> Sequence[Side]:
-    """The sides of a launch. Raises NotApplicable where it names no path that is known."""
+    """The sides of a launch. Raises NotApplicable for a launch without a known path."""
     if not (sides := job_of(subject).sides):
         raise NotApplicable("the launch names no path that is known")
     return sides
 
 
 def _check_paths(code: str) -> None:
-    """Registers the check that reports what stacks found of such paths."""
+    """Registers the check that reports the path issues of this code."""
 
     def paths_found(subject: Subject, tally: Tally) -> Iterator[Issue]:
-        """What is wrong with a path, once for all sides that load it."""
+        """Issues of paths, once for all sides that load them."""
         sides = _sides(subject)
         tally.compared(len(sides))
-        found = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
-        yield from dict.fromkeys(issue for reported_by, issue in found if reported_by == code)
+        issues = [*(one for side in sides for one in side.issues), *_packed(job_of(subject))]
+        yield from dict.fromkeys(issue for reported_by, issue in issues if reported_by == code)
 
     check(code, applies_to=_sides)(paths_found)
 
 
 def _packed(job: Job) -> Iterator[PathIssue]:
-    """HF weights of four bits that a trainer would load, which builds its model for BF16; an adapter's base may be.
+    """HF weights of four bits that a trainer would load, which needs BF16. The base of an adapter may have them.
 
     Megatron-Bridge unpacks those of Kimi K2 and of gpt-oss (`kimi_bridge.py`, `gpt_oss_bridge.py`).
     """
@@ -66,17 +65,17 @@ for _code in (LOAD, REF, STEP, HF):
     _check_paths(_code)
 
 
-def _words(subject: Subject) -> Job:
+def _job(subject: Subject) -> Job:
     job = job_of(subject)
     if not (job.text.words or job.unread or job.written):
         raise NotApplicable("no launch arguments were given")
     return job
 
 
-@check("CK717", applies_to=_words)
+@check("CK717", applies_to=_job)
 def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Options that name a checkpoint, a parallel size or a file of settings, and overrides as Hydra has them."""
-    job = _words(subject)
+    """Options with a checkpoint, a parallel size or a file of settings, and Hydra overrides."""
+    job = _job(subject)
     tally.compared(len(job.text.words) or 1)
     for note in job.notes:
         tally.note(note)
@@ -87,7 +86,7 @@ def arguments_read(subject: Subject, tally: Tally) -> Iterator[Issue]:
 
 
 def _unread(lines: Sequence[str]) -> tuple[str, list[str]]:
-    """Why words were not read, a variable that is not set once; and a line for all words of a variable, or for each."""
+    """The reason why words are not read, and a line for each. The words of an unset variable are one line."""
     others = [line for line in lines if not _UNSET.fullmatch(line)]
     unset = by_key((match["name"], match["words"]) for match in map(_UNSET.fullmatch, lines) if match)
     if not unset:
@@ -95,6 +94,6 @@ def _unread(lines: Sequence[str]) -> tuple[str, list[str]]:
         return f"{others[0]}{more}", others
     names = ", ".join(f"${{{name}}}" for name in unset)
     more = f", and {len(others)} more" if others else ""
-    setting = " ".join(f"{name}=VALUE" for name in unset)
-    reason = f"{names} (set neither in the script nor in the environment){more}; set it first: export {setting}"
+    reason = f"{names} (set neither in the script nor in the environment){more}; set it first: export "
+    reason += " ".join(f"{name}=VALUE" for name in unset)
     return reason, [*(", ".join(words) for words in unset.values()), *others]

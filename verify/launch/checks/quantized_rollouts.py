@@ -1,4 +1,4 @@
-"""CK709, CK715, CK747: how training rounds and packs weights, and whether the engine can take them so."""
+"""CK709, CK715, CK747: whether the engine accepts weights as training rounds and packs them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from ckptkit.formats.hf.side_files import describe_quantization, quantization_of
 from ckptkit.quant.formats.compressed import stated_scheme
 from ckptkit.quant.online.served import served
 from ckptkit.verify.core.check import Tally, check
-from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.core.report import Severity
+from ckptkit.verify.core.issue import Issue, warning_if
 from ckptkit.verify.core.skip import CannotCheck, NotApplicable
 from ckptkit.verify.core.subject import Subject
 from ckptkit.verify.evidence.expected import is_quantized, weights_of
@@ -24,27 +23,23 @@ from ckptkit.verify.launch.options.argv import Option, last, options_of
 from ckptkit.verify.launch.sides import ENGINE
 from ckptkit.verify.launch.words import Word, at_places, first_file
 
-# What slime's fake quantization does whatever the config says. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
-_TRAINED = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
+# slime's fake quantization, for any config. Source: its `fake_int4_quant_cuda.cu`, Megatron patch.
+_FAKE_QUANTIZATION = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
 
-# The formats that slime or miles packs, and vime: `compressed-tensors` as INT4, `mxfp8` and NVFP4 by miles alone.
+# The formats that slime or miles packs, and vime: `compressed-tensors` as INT4, `mxfp8` and NVFP4 by miles only.
 _SENT = frozenset({"fp8", "compressed-tensors", "mxfp8", "nvfp4"})
 _SENT_TO_VLLM = frozenset({"fp8", "compressed-tensors"})
-# What both assert of `fp8`: key, value, what stands for a key that is not there, and what to do about another value.
+# The values that both assert for `fp8`: key, value, default, and the advice for another value.
 _ASSERTED = (
     ("activation_scheme", "dynamic", None, "give a checkpoint with dynamic activation scales"),
     ("fmt", "e4m3", "e4m3", 'give a checkpoint in block FP8 of e4m3; for float8_e4m3fn, its other name, write "e4m3"'),
 )
 _SGLANG_OPTION = "--sglang-quantization"
-# What verl sends in FP8 where it is told so, and in BF16 otherwise.
-_VERL_OPTION = "actor_rollout_ref.rollout.quantization"
+_VERL_OPTION = "actor_rollout_ref.rollout.quantization"  # with fp8 verl sends FP8, otherwise BF16
 
 
 def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
-    """The engine's directory and the arguments of a launch whose training rounds weights.
-
-    Raises NotApplicable for any other.
-    """
+    """The engine's directory and the arguments of a launch with INT4 training. Raises NotApplicable for any other."""
     root, options = engine_directory(subject), subject.arguments or LaunchArguments()
     if options.qat is False or (options.qat is None and options.qat_group is None):
         raise NotApplicable(f"{QAT_FLAG} is not set")
@@ -53,7 +48,7 @@ def _rounding(subject: Subject) -> tuple[Path, LaunchArguments]:
 
 @check("CK709", applies_to=_rounding)
 def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """Group size, bits and symmetry of `quantization_config` of `--hf-checkpoint` against the launch's variables."""
+    """Compares group size, bits and symmetry of `quantization_config` with the launch's variables."""
     root, options = _rounding(subject)
     config, where = engine_config(root), str(root / "config.json")
     if not config:
@@ -61,26 +56,27 @@ def training_rounds_alike(subject: Subject, tally: Tally) -> Iterator[Issue]:
     if not is_quantized(config):
         words = {name: word for name, word in _variables(subject).items() if name == QAT_FLAG}
         expected = f"an INT4 checkpoint, since {QAT_FLAG} is set{at_places(words)}"
-        actual = f"{describe_quantization(config)}: the engine serves BF16, and drops INT4 updates silently"
+        actual = f"{describe_quantization(config)}: the engine serves BF16, and silently drops INT4 updates"
         yield Issue(expected, actual, "give the INT4 checkpoint as --hf-checkpoint", file=first_file(words) or where)
         return
     weights, given = weights_of(config), _variables(subject)
-    for key, wanted in (_TRAINED | ({} if options.qat_group is None else {"group_size": options.qat_group})).items():
+    expected_values = _FAKE_QUANTIZATION | ({} if options.qat_group is None else {"group_size": options.qat_group})
+    for key, expected_value in expected_values.items():
         tally.compared()
-        if weights.get(key) != wanted:
-            make = f"make {QAT_GROUP} the group_size of the checkpoint"
-            hint = make if key == "group_size" else "quantize the checkpoint again with `ckptkit quantize`"
-            words = {name: word for name, word in given.items() if key == "group_size" or name == QAT_FLAG}
-            expected = f"{key} = {wanted}, as training rounds{at_places(words)}"
+        if weights.get(key) != expected_value:
+            is_group = key == "group_size"
+            hint = "quantize the checkpoint again with `ckptkit quantize`"
+            hint = f"set {QAT_GROUP} to the group_size of the checkpoint" if is_group else hint
+            words = {name: word for name, word in given.items() if is_group or name == QAT_FLAG}
+            expected = f"{key} = {expected_value}, as training rounds{at_places(words)}"
             yield Issue(expected, f"{key} = {weights.get(key)}", hint, file=first_file(words) or where)
 
 
 def _variables(subject: Subject) -> dict[str, Word]:
-    """The words of the launch that set the variables of INT4 training; those of an environment stand nowhere."""
-    text = job_of(subject).text
-    words = [*text.words, *text.environment.values()]
-    held = {name: word for name in (QAT_FLAG, QAT_GROUP) for word in words if name in word.text}
-    return held | {name: text.environment[name] for name in (QAT_FLAG, QAT_GROUP) if name in text.environment}
+    """The words of the launch that set the variables of INT4 training, without those of the environment."""
+    text, names = job_of(subject).text, (QAT_FLAG, QAT_GROUP)
+    words = {name: word for name in names for word in (*text.words, *text.environment.values()) if name in word.text}
+    return words | {name: text.environment[name] for name in names if name in text.environment}
 
 
 def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
@@ -93,50 +89,50 @@ def _updated(subject: Subject) -> tuple[Path, Mapping[str, Any]]:
     config = engine_config(root)
     content = quantization_of(config)
     if not isinstance(content, Mapping) or content.get("quant_method") != "compressed-tensors":
-        raise NotApplicable("--hf-checkpoint holds no INT4 weights of compressed-tensors")
+        raise NotApplicable("--hf-checkpoint has no INT4 weights of compressed-tensors")
     return root, config
 
 
 @check("CK715", applies_to=_updated)
 def updates_taken(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """What `OnlineQuantizer` refuses: INT4 Linear layers, zero points, layers packed in part, several groups."""
+    """Schemes that `OnlineQuantizer` refuses, such as zero points, partly packed layers and several groups."""
     root, config = _updated(subject)
     tally.compared()
     try:
         tally.compared(len(served(config, stated_scheme(config), root).packed))
     except CkptkitError as error:
-        expected = "INT4 weights that SGLang can take again at every update"
+        expected = "INT4 weights that SGLang can reload at every update"
         yield Issue(expected, error.message, error.hint or "quantize it again", file=root)
 
 
 def _sent(subject: Subject) -> tuple[Path, Mapping[str, Any] | None, Option | None]:
     """Directory and quantization of an engine that slime, miles, vime or verl updates, and SGLang's own option.
 
-    Raises NotApplicable for any other, and where neither says anything.
+    Raises NotApplicable for any other engine, and for one without quantization.
     """
     root, job = engine_directory(subject), job_of(subject)
     content = quantization_of(engine_config(root))
-    stated = content if isinstance(content, Mapping) and "quant_method" in content else None
-    if job.stack.name == "verl" and stated and job.sizes[ENGINE].server == "sglang":
-        return root, stated, None
+    quantization = content if isinstance(content, Mapping) and "quant_method" in content else None
+    if job.stack.name == "verl" and quantization and job.sizes[ENGINE].server == "sglang":
+        return root, quantization, None
     if not job.updates or job.stack.name != "slime":
-        raise NotApplicable("no trainer that is known to pack updates for the engine of this launch")
+        raise NotApplicable("the trainer of this launch is not known to pack updates for its engine")
     option = last(options_of(job.text.words), _SGLANG_OPTION) if subject.engine != "vllm" else None
-    if stated is None and option is None:
+    if quantization is None and option is None:
         raise NotApplicable("--hf-checkpoint is not quantized")
-    return root, stated, option
+    return root, quantization, option
 
 
 @check("CK747", applies_to=_sent)
 def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """`quant_method` of `--hf-checkpoint`, of FP8 the two keys that both trainers assert, and SGLang's own option.
+    """Checks `quant_method` of --hf-checkpoint, two keys of FP8 that both trainers assert, and SGLang's own option.
 
     Source: `megatron_to_hf/processors` of slime, miles and vime; verl `sglang_rollout.py` (update_weights).
     """
     root, content, option = _sent(subject)
     tally.compared()
     if job_of(subject).stack.name == "verl":
-        yield from _of_verl(job_of(subject), root, content)
+        yield from _verl_format(job_of(subject), root, content)
         return
     if content is None:
         if option is not None and option.known and option.value is not None:
@@ -147,29 +143,26 @@ def format_is_sent(subject: Subject, tally: Tally) -> Iterator[Issue]:
             file = first_file(places) or str(root / "config.json")
             yield Issue(expected, f"{option.value.text.lower()} {actual}", hint, file=file, severity="warning")
         return
-    server = subject.engine
-    where, method = str(root / "config.json"), content["quant_method"]
-    sent, packer = (_SENT_TO_VLLM, "vime") if server == "vllm" else (_SENT, "slime or miles")
-    if method not in sent and (server == "vllm" or content.get("quant_algo") != "NVFP4"):
-        expected = f"a quant_method that {packer} packs: " + ", ".join(sorted(sent))
-        actual = f"{shortened(method)}: {'vime' if server == 'vllm' else 'slime'} sends BF16 to it"
-        actual += "" if server == "vllm" else ", miles stops"
-        # slime names mxfp4 as what it passes through on purpose; whether the engine takes BF16 there was not run.
-        severity: Severity = "warning" if method == "mxfp4" else "error"
+    is_vllm, where, method = subject.engine == "vllm", str(root / "config.json"), content["quant_method"]
+    formats, packer = (_SENT_TO_VLLM, "vime") if is_vllm else (_SENT, "slime or miles")
+    if method not in formats and (is_vllm or content.get("quant_algo") != "NVFP4"):
+        expected = f"a quant_method that {packer} packs: " + ", ".join(sorted(formats))
+        actual = f"{shortened(method)}: {'vime sends BF16' if is_vllm else 'slime sends BF16 to it, miles stops'}"
         hint = "give a checkpoint in block FP8, INT4 or BF16"
-        yield Issue(expected, actual, hint, file=where, severity=severity)
-    for key, wanted, default, hint in _ASSERTED if method == "fp8" else ():
+        # slime passes mxfp4 through on purpose; whether the engine accepts BF16 then was not tested.
+        yield Issue(expected, actual, hint, file=where, severity=warning_if(method == "mxfp4"))
+    for key, expected_value, default, hint in _ASSERTED if method == "fp8" else ():
         tally.compared()
-        if (found := content.get(key, default)) != wanted:
-            actual = "not set" if found is None else shortened(found)
-            yield Issue(f"{key} = {wanted}, which slime and miles assert", actual, hint, file=where)
+        if (value := content.get(key, default)) != expected_value:
+            actual = "not set" if value is None else shortened(value)
+            yield Issue(f"{key} = {expected_value}, which slime and miles assert", actual, hint, file=where)
 
 
-def _of_verl(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterator[Issue]:
-    """An engine that is built as its quantized checkpoint says, and updated in BF16; a value not known is no fault."""
+def _verl_format(job: Job, root: Path, content: Mapping[str, Any] | None) -> Iterator[Issue]:
+    """An engine that is built for a quantized checkpoint, but updated in BF16. An unresolved value is no fault."""
     word = job.written.get(_VERL_OPTION)
     if content is None or (word is not None and word.text.lower() not in ("null", "none", "")):
         return
     expected = f"{_VERL_OPTION}=fp8, or a model in BF16"
-    actual = f"{shortened(content['quant_method'])} without it: SGLang is built so, and sent every update in BF16"
+    actual = f"{shortened(content['quant_method'])} without it: SGLang is built for it, but verl sends BF16 updates"
     yield Issue(expected, actual, "set it, or give the model in BF16", file=str(root / "config.json"))

@@ -1,4 +1,4 @@
-"""CK745: the engine of a launch has what it drafts with."""
+"""CK745: the engine of a launch has the draft model or layers that its speculative decoding requires."""
 
 from __future__ import annotations
 
@@ -24,193 +24,192 @@ from ckptkit.verify.launch.options.speculative import Speculation
 from ckptkit.verify.launch.words import UnresolvedWord
 from ckptkit.verify.quirks import quirks
 
-# What configs call the number of multi-token prediction layers.
+# Keys of the number of multi-token prediction layers.
 _KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules", "n_predict")
 _NAMES = re.compile(r"(?:.*\.)?mtp(?:_layers|_block)?\.")
 _HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def _speculation(subject: Subject) -> Speculation:
-    """What the launch says of drafting. Raises NotApplicable for one that does not draft."""
+    """The speculative decoding of the launch. Raises NotApplicable for a launch without it."""
     job = job_of(subject)
     if job.arguments.value("debug_train_only"):
         raise NotApplicable("the launch starts no engine")
     if job.speculation is None:
-        raise NotApplicable("the launch asks for no speculative decoding")
+        raise NotApplicable("the launch has no speculative decoding")
     anything = any(isinstance(word, UnresolvedWord) and word.anything for word in job.text.words)
     return replace(job.speculation, known=job.speculation.known and not anything)
 
 
 @check("CK745", applies_to=_speculation)
 def draft_there(subject: Subject, tally: Tally) -> Iterator[Issue]:
-    """A draft model where the method needs one, of a class and sizes that go with method and served model.
-
-    Without one, layers of the model's own.
+    """Checks the draft model, its class and sizes, or else the model's own draft layers.
 
     Source: SGLang `arg_groups/speculative_hook.py`, `configs/model_config.py` (_config_draft_model); vLLM
     `config/speculative.py` (SpeculativeConfig).
     """
-    found = _speculation(subject)
+    speculation = _speculation(subject)
     tally.compared()
-    if found.draft is not None:
-        draft = Path(found.draft)
-        # For vLLM also the name of a method, or of a module.
-        is_name = not draft.is_absolute() and (found.server == "vllm" or _HUB.fullmatch(str(draft)))
+    if speculation.draft is not None:
+        draft = Path(speculation.draft)
+        # vLLM also accepts the name of a method, or of a module.
+        is_name = not draft.is_absolute() and (speculation.server == "vllm" or _HUB.fullmatch(str(draft)))
         if draft.is_dir():
-            yield from _model(found, draft, subject) if found.known else ()
+            yield from _draft_model(speculation, draft, subject) if speculation.known else ()
         elif not is_name and "://" not in str(draft):
             yield Issue(f"the draft model {draft}", "no such directory", "check the path", file=draft)
-    elif found.known:
-        yield from _tokens(found, None)
-        yield from _without(found, subject)
+    elif speculation.known:
+        yield from _tokens(speculation, None)
+        yield from _draft_layers(speculation, subject)
 
 
-def _without(found: Speculation, subject: Subject) -> Iterator[Issue]:
-    """A method without a draft model of its own."""
-    where, registry = f"{found.method}, at {found.asked_by}", registries()[found.server]
-    if found.method in registry.needs_model:
-        option = '"model" of the draft' if found.server == "vllm" else "a draft model"
-        if found.server == "sglang" and job_of(subject).stack.one_model:
+def _draft_layers(speculation: Speculation, subject: Subject) -> Iterator[Issue]:
+    """A method without a draft model."""
+    method, server = speculation.method, speculation.server
+    where, registry = f"{method}, at {speculation.asked_by}", registries()[server]
+    if method in registry.needs_model:
+        option = '"model" of the draft' if server == "vllm" else "a draft model"
+        if server == "sglang" and job_of(subject).stack.one_model:
             option = "--sglang-speculative-draft-model-path"
-        hint = "give the draft model that was trained for it"
-        yield Issue(f"{option} with {found.method}", f"{where}, without it", hint)
+        yield Issue(f"{option} with {method}", f"{where}, without it", "give the draft model that was trained for it")
         return
     root = job_of(subject).hf
-    if found.method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
+    if method.upper() == "DSPARK" and root is not None and (config := engine_config(root)):
         if not any(key.startswith("dspark_") for key in (*config, *language_part(config))):
-            actual = f"{where}, with {root}: its config.json speaks of none"
+            actual = f"{where}, with {root}: its config.json has none"
             yield Issue("a model with layers of DSpark, or a draft model", actual, "give the draft model", file=root)
         return
-    if found.method not in registry.of_layers:
+    if method not in registry.of_layers:
         return
     config = engine_config(root) if root else {}
     if root is None or not config:
-        raise CannotCheck("there is no config.json of the engine's model that can be read", "CK714", "CK101")
-    stored = _stored(subject, root, config)
-    if stored is None and any(known.is_about("", config) for known in quirks("transformers", "unstated")):
-        raise CannotCheck(
-            "only the names of the weights tell whether this model has such layers, and there are none", "CK104"
-        )
-    if stored is False or (stored is None and not _stated(config)):
+        raise CannotCheck("the engine's model has no config.json that can be read", "CK714", "CK101")
+    has_layers = _has_layers(subject, root, config)
+    if has_layers is None and any(known.is_about("", config) for known in quirks("transformers", "unstated")):
+        raise CannotCheck("the model has such layers only by the names of its weights, which are missing", "CK104")
+    if has_layers is False or (has_layers is None and not _declares_layers(config)):
         expected = "a model with multi-token prediction layers, or a draft model"
-        lacks = "its files hold none" if stored is False else "its config.json speaks of none"
-        actual = f"{where}, with {root}: {lacks}"
+        actual = f"{where}, with {root}: its {'config.json has' if has_layers is None else 'files contain'} none"
         yield Issue(expected, actual, "give a draft model, or leave speculative decoding out", file=root)
 
 
-def _model(found: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
-    """A draft model against the method and the served model, by config.json and the names of its tensors."""
+def _draft_model(speculation: Speculation, draft: Path, subject: Subject) -> Iterator[Issue]:
+    """Compares a draft model with the method and the served model, by config.json and the names of its tensors."""
     require_own_files(draft)
     try:
         config = read_config(draft)
-        own = sizes_of(config)
-        fused = own.version != 3 or own.needs(FUSION)
+        sizes = sizes_of(config)
+        is_fused = sizes.version != 3 or sizes.needs(FUSION)
     except CkptkitError:
-        return  # which `verify DRAFT` judges
-    # Engines hand on states of three layers for EAGLE3 and of one for EAGLE, whatever the draft model reads.
-    named = {"EAGLE": 1, "EAGLE3": 3}.get(found.method.upper(), 0)
-    if named and own.version and fused and named != own.version:
-        right = "EAGLE3" if own.version == 3 else "EAGLE"
-        expected, actual = f"{right}, for a draft model of {right}", f"{found.method}, at {found.asked_by}"
+        return  # `verify DRAFT` reports it
+    # Engines pass hidden states of three layers for EAGLE3 and of one for EAGLE, for any draft model.
+    version = {"EAGLE": 1, "EAGLE3": 3}.get(speculation.method.upper(), 0)
+    if version and sizes.version and is_fused and version != sizes.version:
+        method = "EAGLE3" if sizes.version == 3 else "EAGLE"
+        expected, actual = (
+            f"{method}, for a draft model of {method}",
+            f"{speculation.method}, at {speculation.asked_by}",
+        )
         yield Issue(expected, actual, "no draft token is accepted: name the method of the draft model", file=draft)
     else:
-        layers = _stated(config) or bool(_stored(subject, draft, config))
-        yield from _class(found, draft, config, _names(subject, draft), layers)
-    yield from _tokens(found, config)
+        has_layers = _declares_layers(config) or bool(_has_layers(subject, draft, config))
+        yield from _class(speculation, draft, config, _names(subject, draft), has_layers)
+    yield from _tokens(speculation, config)
     root = job_of(subject).hf
     if root is not None and root != draft:
-        yield from _sizes(found, draft, config, engine_config(root))
+        yield from _sizes(speculation, draft, config, engine_config(root))
 
 
 def _class(
-    found: Speculation, draft: Path, config: Mapping[str, Any], names: Collection[str], layers: bool
+    speculation: Speculation, draft: Path, config: Mapping[str, Any], names: Collection[str], has_layers: bool
 ) -> Iterator[Issue]:
-    """A draft of a class that does not go with the method.
+    """A draft of a class that does not match the method: an error for a language model, else a warning.
 
-    `names`: of its tensors; empty where they cannot be told. `layers`: it has multi-token prediction layers. An error
-    for a language model, a warning where the engine may know more than is known here.
+    `names` of tensors are empty if unknown. `has_layers`: it has multi-token prediction layers.
     """
-    method, stated, sglang = found.method, class_of(config), found.server == "sglang"
-    registry = registries()[found.server]
-    nested, expected = config.get("speculators_model_type") is not None, f"a draft model for {method}"
-    if sglang and nested and config.get("model_type") is None:
+    method, class_name, is_sglang = speculation.method, class_of(config), speculation.server == "sglang"
+    registry = registries()[speculation.server]
+    is_nested, expected = config.get("speculators_model_type") is not None, f"a draft model for {method}"
+    if is_sglang and is_nested and config.get("model_type") is None:
         actual = "config.json of speculators, without model_type: SGLang, which reads it by transformers, stops"
         yield Issue(expected, actual, "serve it with vLLM, or convert it for SGLang", file=draft, severity="warning")
-    if not stated or nested or method not in registry.of_class or (layers and method != "EAGLE3"):
+    if not class_name or is_nested or method not in registry.of_class or (has_layers and method != "EAGLE3"):
         return
-    other = next((one for one in ("dspark", "dflash") if one in stated.lower() and one != method.lower()), None)
-    is_language_model = not is_draft(config) and all(stated not in one.drafts for one in registries().values())
+    other = next((one for one in ("dspark", "dflash") if one in class_name.lower() and one != method.lower()), None)
+    is_language_model = not is_draft(config) and all(class_name not in one.drafts for one in registries().values())
     if is_language_model and names and {FUSION, f"model.{FUSION}"}.isdisjoint(names):
-        actual = f"{stated}, a language model, whose files hold no {FUSION}"
-        hint = f"give a model that was trained for it, or name {'STANDALONE' if sglang else 'draft_model'}"
+        actual = f"{class_name}, a language model without {FUSION} in its files"
+        hint = f"give a model that was trained for it, or name {'STANDALONE' if is_sglang else 'draft_model'}"
         yield Issue(expected, actual, hint, file=draft)
-    elif is_language_model and sglang and (names or method == "EAGLE3"):
-        actual = f"{stated}, the class of a language model, which {registry.release} loads in place of a draft class"
-        named = f"{stated}Eagle{'3' if method == 'EAGLE3' else ''}"
-        hint = f"name the draft class in architectures, as {named} for {stated}"
+    elif is_language_model and is_sglang and (names or method == "EAGLE3"):
+        actual = f"{class_name}, the class of a language model, which {registry.release} loads instead of a draft class"
+        draft_class = f"{class_name}Eagle{'3' if method == 'EAGLE3' else ''}"
+        hint = f"name the draft class in architectures, as {draft_class} for {class_name}"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif other:
-        actual, hint = f"{stated}, the class of a draft model for {other}", f"name {other} as the method"
+        actual, hint = f"{class_name}, the class of a draft model for {other}", f"name {other} as the method"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
 
 
-def _sizes(found: Speculation, draft: Path, config: Mapping[str, Any], target: Mapping[str, Any]) -> Iterator[Issue]:
-    """Another width than the states of the target have; another vocabulary. Nothing for sizes that are not stated."""
+def _sizes(
+    speculation: Speculation, draft: Path, config: Mapping[str, Any], target: Mapping[str, Any]
+) -> Iterator[Issue]:
+    """A draft of another width of hidden states, or another vocabulary, than the target, if both configs have them."""
     try:
-        own, other = sizes_of(config), target_of(target)
-        wide = own.version and own.target_hidden != other.hidden
+        sizes, other = sizes_of(config), target_of(target)
+        is_other_width = sizes.version and sizes.target_hidden != other.hidden
     except CkptkitError:
         return
-    if wide:
-        expected = f"a draft model for states of width {other.hidden}, as the served model has them"
-        yield Issue(expected, f"{own.target_hidden}", "give the draft that was trained for this model", file=draft)
-    vocabulary = (own.config if own.version else language_part(config)).get("vocab_size")
-    if type(vocabulary) is not int or vocabulary == other.vocabulary or found.mixed:
+    if is_other_width:
+        expected = f"a draft model for hidden states of width {other.hidden}, as in the served model"
+        yield Issue(expected, f"{sizes.target_hidden}", "give the draft that was trained for this model", file=draft)
+    vocabulary = (sizes.config if sizes.version else language_part(config)).get("vocab_size")
+    if type(vocabulary) is not int or vocabulary == other.vocabulary or speculation.mixed:
         return
     expected, actual = f"a draft model with vocab_size {other.vocabulary}, as the served model", f"{vocabulary}"
-    engine = {"STANDALONE": "SGLang", "draft_model": "vLLM"}.get(found.method)
-    if own.version:
-        hint = "tokens of another tokenizer are not accepted, or lie beyond the embedding: check the draft's target"
+    engine = {"STANDALONE": "SGLang", "draft_model": "vLLM"}.get(speculation.method)
+    if sizes.version:
+        hint = "tokens of another tokenizer are rejected, or are outside the embedding: check the draft's target"
         yield Issue(expected, actual, hint, file=draft, severity="warning")
     elif engine and not is_draft(config):
         yield Issue(expected, actual, f"{engine} stops: give a draft of the same tokenizer", file=draft)
 
 
-def _tokens(found: Speculation, config: Mapping[str, Any] | None) -> Iterator[Issue]:
-    """No number of tokens for vLLM, which takes it from `n_predict` of a draft model alone."""
-    if found.server != "vllm" or found.tokens or found.method == "suffix":
+def _tokens(speculation: Speculation, config: Mapping[str, Any] | None) -> Iterator[Issue]:
+    """A missing number of draft tokens for vLLM, which has a default only in `n_predict` of a draft model."""
+    method = speculation.method
+    if speculation.server != "vllm" or speculation.tokens or method == "suffix":
         return
-    expected, actual = "num_speculative_tokens", f"{found.method}, at {found.asked_by}, without it"
-    hint = "stops: say how many tokens to draft"
-    if found.draft is None:
+    expected, actual = "num_speculative_tokens", f"{method}, at {speculation.asked_by}, without it"
+    hint = "stops: give the number of draft tokens"
+    if speculation.draft is None:
         yield Issue(expected, actual, f"vLLM {hint}")
         return
-    if config is None or found.method not in (*registries()["vllm"].of_class, "draft_model", "mtp"):
+    if config is None or method not in (*registries()["vllm"].of_class, "draft_model", "mtp"):
         return
-    by_itself = found.method == "draft_model" and is_draft(config)
-    if found.method == "mtp" or config.get("speculators_config") is not None:
+    is_separate = method == "draft_model" and is_draft(config)
+    if method == "mtp" or config.get("speculators_config") is not None:
         # A later release may look there.
         yield Issue(expected, actual, f"{registries()['vllm'].release} {hint}", severity="warning")
-    elif config.get("n_predict") is None and not by_itself:
+    elif config.get("n_predict") is None and not is_separate:
         yield Issue(expected, actual, f"vLLM {hint}")
 
 
-def _stated(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config")
-    places = [config, text] if isinstance(text, Mapping) else [config]
-    return any(isinstance(one.get(key), int) and one[key] > 0 for one in places for key in _KEYS)
+def _declares_layers(config: Mapping[str, Any]) -> bool:
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    return any(isinstance(part.get(key), int) and part[key] > 0 for part in parts for key in _KEYS)
 
 
 def _names(subject: Subject, root: Path) -> list[str]:
-    """The names of a model's tensors; empty where they cannot be told."""
+    """The names of a model's tensors, or [] if they cannot be read."""
     try:
         return list(subject.loaded.get(root, Subject(root)).hf_files.specs)
     except CkptkitError:
         return []
 
 
-def _stored(subject: Subject, root: Path, config: Mapping[str, Any]) -> bool | None:
-    """Whether the files hold such layers; None where their names cannot be told."""
+def _has_layers(subject: Subject, root: Path, config: Mapping[str, Any]) -> bool | None:
+    """Whether the files contain multi-token prediction layers, or None if their names cannot be read."""
     text = config.get("text_config")
     layers = next((one.get("num_hidden_layers") for one in (config, text or {}) if "num_hidden_layers" in one), None)
     names = _names(subject, root)

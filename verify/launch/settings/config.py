@@ -19,7 +19,7 @@ from ckptkit.core.printable import shortened
 from ckptkit.formats.hf.hub_cache import hub_model
 from ckptkit.verify.launch.settings.settings import Settings, SettingValue
 from ckptkit.verify.launch.settings.tree import NULL, Tree, flat_settings
-from ckptkit.verify.launch.words import UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.launch.words import UnresolvedWord, Word, changes_every_start
 
 _RESOLVER = re.compile(r"\s*([A-Za-z_][\w.]*):(.*)", re.DOTALL)
 # Values other than text, and numbers with the same spelling in Python.
@@ -176,7 +176,7 @@ class Config(Settings):
         try:
             self.find(key)
         except UnresolvedError as reason:
-            return is_new_at_start(str(reason))
+            return changes_every_start(str(reason))
         return False
 
     def first(self, *keys: str) -> str:

@@ -23,7 +23,7 @@ from ckptkit.verify.launch.shell.run import follow, run_substitution
 from ckptkit.verify.launch.shell.trainers import count_processes
 from ckptkit.verify.launch.shell.values import Gap, Shell, ShellValue, Start, Variable, clipped
 from ckptkit.verify.launch.stacks.slime import unread
-from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, is_new_at_start
+from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, changes_every_start
 
 _MAX_BYTES, _MAX_PROGRAM = 1_000_000, 300_000
 # Options with paths: relative to the program for `_OF_PROGRAM`, else to the working directory.

@@ -1,1 +1,1 @@
-"""What jobs of verl, NeMo-RL and ROLL load, by their settings: one file a stack, from settings to sides and sizes."""
+"""Readers of launches, one file per training stack: they return the sides and sizes of a job."""

@@ -1,4 +1,4 @@
-"""What a role loads of a directory that a setting gives, whichever stack it is of."""
+"""Sides that load the directory of a setting, for the stacks with settings."""
 
 from __future__ import annotations
 
@@ -11,39 +11,36 @@ from ckptkit.verify.launch.sides import HF, Side, hf_config_of, hf_directory, it
 
 
 def hf_side(role: str, settings: Config, key: str, why: str) -> Side | None:
-    """A side that loads the HF directory of a key; None where it is not known."""
+    """A side that loads the HF directory of a key, or None if that is unknown."""
     path = settings.model(key)
-    if path is None:
-        return None
-    return hf_directory(role, settings.cite(key), path, why, HF)
+    return None if path is None else hf_directory(role, settings.cite(key), path, why, HF)
 
 
 def teacher_sides(settings: Config, keys: re.Pattern[str]) -> list[Side]:
-    """What teachers load: one for every key that matches, without those that are turned off.
+    """A side for each enabled teacher, by the keys that match.
 
-    A teacher only scores what others generate. Nothing else of the launch depends on one that is downloaded at the
-    start, or whose architecture is not known here: a note says so.
+    No other role depends on a teacher, so one that is downloaded, or of an unsupported model_type, becomes a note.
     """
-    found: list[Side] = []
+    teachers: list[Side] = []
     for key in sorted(name for name in settings.names() if keys.search(name)):
         enabled = settings.text(f"{key.partition('.')[0]}.enabled")
         if not settings.has(key) or enabled.lower() == "false":
             continue
-        role = f"teacher {len(found) + 1}" if found else "teacher"
+        role = f"teacher {len(teachers) + 1}" if teachers else "teacher"
         quiet = settings.silent_copy()
         side = hf_side(role, quiet, key, key)
         config = hf_config_of(side.path) if side and side.path else None
-        if side and config and "not known" in config:
+        if side and config and config.unsupported_type:
             settings.notes.append(f"{settings.cite(key)} {side.path}: {config}; the {role} is not looked at")
         elif side:
-            found.append(side)
+            teachers.append(side)
         settings.notes += [f"{line} (the {role}, on which no other role depends)" for line in quiet.unread]
         settings.notes += quiet.notes
-    return found
+    return teachers
 
 
 def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> Side:
-    """A side for which verl loads a torch_dist directory itself, without a tracker."""
+    """A side for which verl loads a torch_dist directory without a tracker."""
     if (path / ".metadata").exists() and (path / "metadata.json").exists():
         return Side(role, "megatron", path, why)
     if iterations := iterations_in(path):
@@ -58,6 +55,6 @@ def torch_dist_side(role: str, place: str, path: Path, why: str, check: str) -> 
     return Side(role, None, None, f"verl stops: {path} is not a torch_dist directory", (issue,))
 
 
-def given(text: str) -> bool:
-    """Whether a value says something."""
+def is_set(text: str) -> bool:
+    """Whether a value is neither empty nor null."""
     return text.lower() not in ("", NULL, "none")

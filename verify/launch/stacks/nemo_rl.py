@@ -1,17 +1,18 @@
-"""What a job of NeMo-RL loads, by its YAML settings.
+"""Reads a job of NeMo-RL from its YAML settings.
 
 Source: NeMo-RL `models/megatron/setup.py` (validate_model_paths, setup_model_and_optimizer), `models/policy/utils.py`,
 `utils/checkpoint.py`, `algorithms/grpo.py`, as of 2026-08.
-- With Megatron, the policy loads `pretrained_checkpoint` where that is given, else a copy of `policy.model_name` that
-  NeMo-RL converted before. The copy is known by the model's name alone: it is not made again when the model changes.
-- `pretrained_checkpoint.format` is `megatron_bridge` (it needs run_config.yaml) or `megatron_lm` (metadata.json). The
-  path is the iteration, or the directory above it: then the tracker counts, else the last iteration by name.
-- The run resumes from the last `step_N` of `checkpointing.checkpoint_dir`, whatever `checkpointing.enabled` says. The
-  reference never does.
+- With Megatron, the policy loads `pretrained_checkpoint` if given, else a converted copy of `policy.model_name`.
+  NeMo-RL finds the copy by the model's name only, and does not convert again when the model changes.
+- `pretrained_checkpoint.format` is `megatron_bridge` (requires run_config.yaml) or `megatron_lm` (metadata.json). The
+  path is an iteration, or its parent: then the tracker chooses the iteration, else the last name.
+- The run resumes from the last `step_N` of `checkpointing.checkpoint_dir`, even without `checkpointing.enabled`. The
+  reference never resumes.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,29 +23,20 @@ from ckptkit.formats.detect import TRACKER, tracker_text
 from ckptkit.verify.launch.arguments import LaunchArguments
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.names import settings
-from ckptkit.verify.launch.options.speculative import speculation_from_settings
+from ckptkit.verify.launch.options.speculative import of_settings
+from ckptkit.verify.launch.options.tables import SIZES
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, Side, iterations_in, path_issue
 from ckptkit.verify.launch.stacks.directories import hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import (
-    NAMES,
-    GpuGroup,
-    GpuPlacement,
-    Gpus,
-    ModelSplit,
-    RolloutEngine,
-    Sizes,
-    places,
-)
+from ckptkit.verify.launch.stacks.sizes import Cut, GpuGroup, GpuPlacement, Gpus, RolloutEngine, Sizes, cite_all
 
 _MODEL = "policy.model_name"
 _MEGATRON = "policy.megatron_cfg"
 _DTENSOR = "policy.dtensor_cfg"
 _GENERATION = "policy.generation"
-_APART = "on_policy_distillation.non_colocated_teachers"
-# The file that makes a directory of this format an iteration.
-_MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}
+_OWN_NODES = "on_policy_distillation.non_colocated_teachers"
+_MARKS = {"megatron_bridge": "run_config.yaml", "megatron_lm": "metadata.json"}  # files of an iteration, by format
 _STATE = "latest_train_state.pt"
 _STEP = re.compile(r"step_\d+")
 _ELSEWHERE = re.compile(
@@ -57,58 +49,52 @@ _TEACHERS = re.compile(r"^teacher\.model_name$|^on_policy_distillation\.teacher_
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
     settings = launch.settings
-    settings.report_unchecked(_ELSEWHERE)
+    settings.report_unread(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     megatron = settings.switch(f"{_MEGATRON}.enabled")
-    # Where a pretrained checkpoint is given, the one that counts first.
     pretrained = ("checkpointing.pretrained_checkpoint", "policy.pretrained_checkpoint")
-    prefixes = [one for one in pretrained if not settings.lacks(f"{one}.path")]
+    prefix = next((one for one in pretrained if not settings.lacks(f"{one}.path")), None)
     if megatron:
-        start = _given(settings, prefixes[0]) if prefixes else _converted(settings)
+        start = _pretrained(settings, prefix) if prefix else _converted(settings)
     else:
         start = hf_side("actor", settings, _MODEL, f"{_MODEL}, without Megatron")
-    # GRPO and its kin load a reference for a KL penalty, DPO always.
+    # DPO always loads a reference, other algorithms for a KL penalty.
     penalty = "reference_policy_kl_penalty"
     has_reference = settings.has(f"dpo.{penalty}") or settings.above_zero(f"loss_fn.{penalty}")
     roles = ["actor", *(["reference"] if has_reference else [])]
-    sides: list[Side] = []
-    resumed = False
-    # Weights of pretrained_checkpoint need not be those of the model that gives config and tokenizer.
-    copied = megatron and start is not None and start.is_megatron and not prefixes
-    if start:
-        actor = _resumed(settings, start, megatron)
-        resumed = actor is not start
-        sides += [actor, *(replace(start, role=role) for role in roles[1:])]
+    actor = _resume(settings, start, megatron) if start else None
+    sides = [actor, *(replace(start, role=role) for role in roles[1:])] if start else []
+    # Weights of pretrained_checkpoint may belong to another model than config and tokenizer.
+    is_copy = megatron and start is not None and start.is_megatron and not prefix
     engine = _engine(settings)
-    sizes, arguments, cuts = None, engine.sizes, [] if megatron else list(_dtensor(settings, roles))
+    sizes, arguments, cuts = None, engine.sizes, list[Cut]()
     if megatron:
-        # NeMo-RL stops where one is not given.
-        _missing(settings, *(f"{_MEGATRON}.{NAMES[short]}" for short in ("tp", "pp", "cp", "ep", "etp")))
+        _report_missing(settings, *(f"{_MEGATRON}.{name}" for name in SIZES.values()))
         sizes = Sizes.read(settings, _MEGATRON)
         arguments = sizes.arguments(engine.sizes, settings, _MEGATRON)
+    else:
+        cuts = [cut for cut in _dtensor(settings, roles) if cut.ranks > 1]
     return Job(
         STACK,
         sides=tuple(filter(None, (*sides, engine.side, *teachers))),
         hf=settings.model(_MODEL),
         hf_option=_MODEL,
-        adapter=None if megatron else _trained(settings.silent_copy()),
+        adapter=None if megatron else _adapter(settings.silent_copy()),
         sizes=dict.fromkeys(roles, arguments) | {ENGINE: engine.sizes},
-        sharing=(("actor", ENGINE),) if copied and not resumed else (),
-        placement=GpuPlacement(
-            tuple(_groups(settings, roles, sizes)), cuts=(*(cut for cut in cuts if cut.ranks > 1), *engine.cuts)
-        ),
+        sharing=(("actor", ENGINE),) if is_copy and actor is start else (),
+        placement=GpuPlacement(tuple(_groups(settings, roles, sizes)), cuts=(*cuts, *engine.cuts)),
         speculation=speculation_from_settings(settings, f"{_GENERATION}.vllm_kwargs", engine.sizes.server),
     )
 
 
-def _trained(settings: Config) -> TrainedAdapter | None:
+def _adapter(settings: Config) -> TrainedAdapter | None:
     """The adapter of a policy without Megatron. Source: NeMo-RL 7ea279a `dtensor_policy_worker_v2.py`."""
     prefix = f"{_DTENSOR}.lora_cfg"
     if not settings.is_on(f"{prefix}.enabled"):
         return None
     targets = settings.listed(f"{prefix}.target_modules", "all linear layers")
-    is_served = settings.has(f"{_GENERATION}.backend")
-    engine = "NeMo-RL merges it into the weights that it sends" if is_served else "no engine is started"
+    has_engine = settings.has(f"{_GENERATION}.backend")
+    engine = "NeMo-RL merges it into the weights that it sends" if has_engine else "no engine is started"
     return TrainedAdapter(settings.text(f"{prefix}.dim"), targets, engine, settings.cite(f"{prefix}.enabled"))
 
 
@@ -125,71 +111,65 @@ def _dtensor(settings: Config, roles: Sequence[str]) -> Iterator[ModelSplit]:
         yield ModelSplit(role, "dtensor", ranks or 1, settings.cite(key))
 
 
-def _given(settings: Config, prefix: str) -> Side | None:
+def _pretrained(settings: Config, prefix: str) -> Side | None:
     key = f"{prefix}.path"
     word, layout = settings.get(key).word, settings.get(f"{prefix}.format").word
     if word is None or not settings.get(f"{prefix}.format").known:
         return None
-    path, place, stated = Path(word.text), settings.cite(key), layout.text if layout else ""
-    mark = _MARKS.get(stated)
+    path, place, format_name = Path(word.text), settings.cite(key), layout.text if layout else ""
+    mark = _MARKS.get(format_name)
     if mark is None:
-        actual, hint = stated or "no such setting", "say which of the two it is"
+        actual, hint = format_name or "no such setting", "set it to one of the two"
         expected = f"{prefix}.format that is {' or '.join(_MARKS)}"
         issue = path_issue(place, path, expected, actual, hint, check=LOAD)
         return Side("actor", None, None, f"NeMo-RL stops: {prefix}.format is {actual}", (issue,))
-    found, why = _iteration(path, mark)
-    if found and (found / mark).exists():
-        return Side("actor", "megatron", found, f"{why} of {key}")
-    actual = "no such directory" if not path.exists() else f"no {mark} in {found or path}"
-    other = next((name for name, one in _MARKS.items() if one != mark and found and (found / one).exists()), None)
+    iteration, why = _iteration(path, mark)
+    if iteration and (iteration / mark).exists():
+        return Side("actor", "megatron", iteration, f"{why} of {key}")
+    actual = "no such directory" if not path.exists() else f"no {mark} in {iteration or path}"
+    other = next((name for name, one in _MARKS.items() if iteration and (iteration / one).exists()), None)
     hint = f"this is a checkpoint for {prefix}.format={other}" if other else "check the path"
-    expected = f"an iteration with {mark}, which {stated} needs"
+    expected = f"an iteration with {mark}, which {format_name} requires"
     issue = path_issue(place, path, expected, actual, hint, check=LOAD)
     return Side("actor", None, None, f"NeMo-RL stops: {actual}", (issue,))
 
 
 def _iteration(path: Path, mark: str) -> tuple[Path | None, str]:
-    """The iteration that NeMo-RL takes of a directory, and by what."""
+    """The iteration that NeMo-RL chooses in a directory, and the reason."""
     if (path / mark).exists():
         return path, "the directory"
     if (path / TRACKER).is_file():
         text = tracker_text(path)
         name = text if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() and len(text) < 10 else text
-        return path / name, f"the tracker says {name}:"
+        return path / name, f"{name} (by the tracker)"
     names = [name for name in iterations_in(path) if name != "release"]
-    return (path / names[-1], f"no tracker, so the last iteration, {names[-1]},") if names else (None, "")
+    return (path / names[-1], f"{names[-1]} (the last one, as there is no tracker)") if names else (None, "")
 
 
 def _converted(settings: Config) -> Side | None:
-    """The HF model, or the copy of it that NeMo-RL converted before."""
+    """The HF model, or the copy that NeMo-RL converted before."""
     model = settings.get(_MODEL).word
     if not settings.get(_MODEL).known or model is None:
         return hf_side("actor", settings, _MODEL, "--hf-checkpoint, which NeMo-RL converts at the start")
-    environment = settings.environment
-    own, home = (environment.get(name, "").strip() for name in ("NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"))
-    cache = Path(own) if own else Path(home or Path.home() / ".cache" / "huggingface") / "nemo_rl"
+    folder, home = (settings.environment.get(one, "").strip() for one in ("NRL_MEGATRON_CHECKPOINT_DIR", "HF_HOME"))
+    cache = Path(folder) if folder else Path(home or Path.home() / ".cache" / "huggingface") / "nemo_rl"
     name = f"model_{model.text.replace('/', '_')}" if Path(model.text).exists() else model.text
     copy = cache / name / "iter_0000000"
     if not copy.exists() or settings.switch(f"{_MEGATRON}.force_reconvert_from_hf"):
         return hf_side("actor", settings, _MODEL, f"{_MODEL}, which NeMo-RL converts at the start")
     side = Side("actor", "megatron", copy, f"the copy of {_MODEL} that NeMo-RL converted before")
-    if not (newer := _newer(Path(model.text), copy)):
+    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=math.inf)
+    files = (path for pattern in ("config.json", "*.safetensors") for path in Path(model.text).glob(pattern))
+    if (newer := next((path for path in files if path.stat().st_mtime > made), None)) is None:
         return side
-    expected = f"the converted copy, {copy}, made after the files of the model"
+    expected = f"the converted copy, {copy}, newer than the files of the model"
     hint = f"set {_MEGATRON}.force_reconvert_from_hf=True, which converts it again"
-    actual = f"{newer.name} is newer: NeMo-RL loads the copy all the same"
+    actual = f"{newer.name} is newer, but NeMo-RL loads the copy"
     return replace(side, issues=(path_issue(settings.cite(_MODEL), newer, expected, actual, hint, "warning", LOAD),))
 
 
-def _newer(model: Path, copy: Path) -> Path | None:
-    """A file of the model that was written after the copy was; None where there is none."""
-    made = max((path.stat().st_mtime for path in copy.iterdir() if path.is_file()), default=0.0)
-    files = [*model.glob("config.json"), *model.glob("*.safetensors")]
-    return next((path for path in files if path.stat().st_mtime > made), None) if made else None
-
-
-def _resumed(settings: Config, start: Side, megatron: bool) -> Side:
-    """The actor after its last step, where there is one; `start` itself otherwise."""
+def _resume(settings: Config, start: Side, megatron: bool) -> Side:
+    """The actor at its last step, or `start` itself if there is no step."""
     key = "checkpointing.checkpoint_dir"
     word = None if settings.is_new(key) else settings.get(key).word
     root = Path(word.text) if word else None
@@ -201,58 +181,58 @@ def _resumed(settings: Config, start: Side, megatron: bool) -> Side:
         return start
     weights = steps[-1] / "policy" / "weights"
     if not megatron:
-        settings.unread.append(f"{weights}: its settings without Megatron are not looked at")
+        settings.unread.append(f"{weights}: not read, as the run has no Megatron")
         return start
     if not ((weights / _STATE).exists() or (weights / TRACKER).exists()):
-        actual = f"no {_STATE} in it, so the run goes on at {steps[-1].name} with the weights of its start"
-        hint = "the save was cut short: restore its files, or move this step elsewhere: the one before it then counts"
+        actual = f"no {_STATE} in it, so the run continues at {steps[-1].name} with its initial weights"
+        hint = "the save is incomplete: restore its files, or move this step away, so that the step before it counts"
         issue = path_issue(settings.cite(key), weights, "the weights of the last step", actual, hint, check=STEP)
         return replace(start, issues=(*start.issues, issue))
     names = [name for name in iterations_in(weights) if name != "release"]
     if names and (weights / names[-1] / ".metadata").exists():
         return Side("actor", "megatron", weights / names[-1], f"{steps[-1].name} is the last of {key}", start.issues)
-    hint = "restore its files, or move this step elsewhere, so that the one before it counts"
+    hint = "restore its files, or move this step away, so that the step before it counts"
     issue = path_issue(settings.cite(key), weights, "an iteration of torch_dist", "none in it", hint, check=STEP)
-    return Side("actor", None, None, f"NeMo-RL stops: {weights} holds no iteration", (*start.issues, issue))
+    return Side("actor", None, None, f"NeMo-RL stops: {weights} contains no iteration", (*start.issues, issue))
 
 
 def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iterator[GpuGroup]:
-    """The GPUs of every role: a reward model and teachers have theirs, training and generation share or part the rest.
+    """The GPUs of every role. Training and generation share, or split, the GPUs that reward model and teachers leave.
 
-    On one node, be it all that is left of several, generation takes GPUs of it, else whole nodes. The teacher of
-    distillation and the value model share those of training.
+    A split gives generation complete nodes, or GPUs of the only remaining node. The teacher of distillation and the
+    value model share the GPUs of training.
 
     Source: NeMo-RL 7ea279a `algorithms/grpo.py`, `distillation.py`, `ppo.py` (setup), `opd.py` (TeacherResourceConfig).
     """
     keys = ("cluster.num_nodes", "cluster.gpus_per_node")
     nodes, each = (settings.size(key, None) for key in keys)
-    rewards = _reward_model(settings, alone=nodes == 1)
+    rewards = _reward_model(settings, is_single_node=nodes == 1)
     if nodes is None or each is None or rewards is None:
-        _missing(settings, *keys)
+        _report_missing(settings, *keys)
         return
     left = Gpus(nodes * each, f"{settings.cite(keys[0])} {nodes} x {settings.cite(keys[1])} {each}", each)
     if rewards:
-        left = left.less(rewards if nodes == 1 else rewards * each, "for the reward model")
+        left = left.subtract(rewards if nodes == 1 else rewards * each, "for the reward model")
     for alias in _teachers(settings):
-        own = [f"{_APART}.teacher_overrides.{alias}", f"{_APART}.default_teacher_cfg"]
-        names = [settings.first(*(f"{one}.{name}" for one in own)) for name in ("num_nodes", "gpus_per_node")]
+        prefixes = [f"{_OWN_NODES}.teacher_overrides.{alias}", f"{_OWN_NODES}.default_teacher_cfg"]
+        names = [settings.first(*(f"{one}.{name}" for one in prefixes)) for name in ("num_nodes", "gpus_per_node")]
         gpus, role = Gpus.read(settings, *names), f"teacher of {alias}"
         if gpus.count is None or gpus.node is None:
             return
-        etp = settings.size(settings.first(*(f"{one}.{NAMES['etp']}" for one in (*own, _MEGATRON))), None)
-        yield replace(Sizes.read(settings, *own), etp=etp).group(role, gpus)
+        etp = settings.size(settings.first(*(f"{one}.{SIZES['etp']}" for one in (*prefixes, _MEGATRON))), None)
+        yield replace(Sizes.read(settings, *prefixes), etp=etp).group(role, gpus)
         if gpus.node > each:
             products = (("gpus_per_node", (gpus.node,)),)
             yield GpuGroup(f"node of the {role}", Gpus(each, settings.cite(keys[1])), products, settings.cite(names[1]))
-        left = left.less(gpus.count // gpus.node * each, f"for the {role}")
+        left = left.subtract(gpus.count // gpus.node * each, f"for the {role}")
     train = generate = left
     if not settings.switch(f"{_GENERATION}.colocated.enabled", True):
-        is_one = (left.count or 0) <= each
-        key = f"{_GENERATION}.colocated.resources.{'gpus_per_node' if is_one else 'num_nodes'}"
+        is_single = (left.count or 0) <= each
+        key = f"{_GENERATION}.colocated.resources.{'gpus_per_node' if is_single else 'num_nodes'}"
         if (count := settings.number(key)) is None:
             return
-        generate = Gpus(count if is_one else count * each, f"{settings.cite(key)} {count}", each)
-        train = left.less(generate.count or 0, f"for generation by {generate.source}")
+        generate = Gpus(count if is_single else count * each, f"{settings.cite(key)} {count}", each)
+        train = left.subtract(generate.count or 0, f"for generation by {generate.source}")
     yield from (sizes.group(role, train) for role in roles if sizes)
     for cut in () if sizes else _dtensor(settings, roles):
         context = settings.size(f"{_DTENSOR}.context_parallel_size") or 1
@@ -264,9 +244,9 @@ def _groups(settings: Config, roles: Sequence[str], sizes: Sizes | None) -> Iter
 
 
 def _teachers(settings: Config) -> list[str]:
-    """The names of agents whose teachers have nodes of their own; agents with the same one share it."""
+    """The agents with teachers on separate nodes. Agents with the same teacher are one."""
     opd = "on_policy_distillation"
-    if not (settings.switch(f"{opd}.enabled") and settings.switch(f"{_APART}.enabled")):
+    if not (settings.switch(f"{opd}.enabled") and settings.switch(f"{_OWN_NODES}.enabled")):
         return []
     models = f"{opd}.teacher_model_by_agent_name"
     aliases = [name.removeprefix(f"{models}.") for name in settings.names(models)]
@@ -276,11 +256,11 @@ def _teachers(settings: Config) -> list[str]:
 
 
 def _engines(settings: Config, gpus: Gpus, trained: Sizes | None) -> Iterator[GpuGroup]:
-    """What must divide the GPUs of generation.
+    """The divisors of the GPUs of generation.
 
-    Megatron takes the policy's sizes for those that mcore_generation_config does not give, and no context parallelism
-    where it shares GPUs. vLLM spreads experts over tensor x data parallel ranks, and has an engine of at most a node
-    inside of one. Source: NeMo-RL `models/generation/megatron/config.py`, `models/generation/vllm/vllm_generation.py`.
+    Megatron uses the policy's sizes for those that mcore_generation_config does not give, and no context parallelism
+    on shared GPUs. vLLM spreads experts over tensor x data parallel ranks, and puts an engine of at most a node inside
+    one node. Source: NeMo-RL `models/generation/megatron/config.py`, `models/generation/vllm/vllm_generation.py`.
     """
     backend = settings.text(f"{_GENERATION}.backend")
     if backend == "megatron":
@@ -300,7 +280,7 @@ def _engines(settings: Config, gpus: Gpus, trained: Sizes | None) -> Iterator[Gp
         elif spread and ep:
             products.append(("ep x pp", (ep, pp)))
         is_inside = backend == "vllm" and tp * pp <= (gpus.node or 0) and len(products) == 1
-        yield GpuGroup(ENGINE, gpus, tuple(products), places(settings, keys), is_engine=is_inside)
+        yield GpuGroup(ENGINE, gpus, tuple(products), cite_all(settings, keys), is_engine=is_inside)
 
 
 def _engine_keys(backend: str) -> list[str]:
@@ -310,26 +290,26 @@ def _engine_keys(backend: str) -> list[str]:
     return [f"{_GENERATION}.{backend}_cfg.{name}" for name in names]
 
 
-def _reward_model(settings: Config, alone: bool) -> int | None:
-    """The nodes of a reward model that data asks for, or its GPUs of the only node; None where not known."""
+def _reward_model(settings: Config, is_single_node: bool) -> int | None:
+    """The nodes of a reward model, or its GPUs on a single node. 0 if the data needs none, None if unknown."""
     names = [key for key in settings.names("data") if key.endswith("env_name")]
     if all(settings.text(key) != "reward_model" for key in names):
         return 0
-    return settings.number(f"env.reward_model.resources.{'gpus_per_node' if alone else 'num_nodes'}")
+    return settings.number(f"env.reward_model.resources.{'gpus_per_node' if is_single_node else 'num_nodes'}")
 
 
-def _missing(settings: Config, *keys: str) -> None:
+def _report_missing(settings: Config, *keys: str) -> None:
     for key in keys:
         if settings.get(key).known and not settings.has(key):
             settings.unread.append(f"{key} is not given, and NeMo-RL has no default for it")
 
 
 def _engine(settings: Config) -> RolloutEngine:
-    """The engine, whose GPUs `_engines` has."""
+    """The engine, without its GPUs: see `_engines`."""
     backend = settings.text(f"{_GENERATION}.backend")
     if not backend or backend == "megatron":
         return RolloutEngine(sizes=LaunchArguments(server=backend or None))
-    key, why = _MODEL, f"{backend} takes config and tokenizer from {_MODEL}, its weights come from the actor"
+    key, why = _MODEL, f"{backend} loads config and tokenizer from {_MODEL}, and gets its weights from the actor"
     config = f"{_GENERATION}.{backend}_cfg"
     if backend == "sglang" and settings.has(f"{config}.model_path"):
         key, why = f"{config}.model_path", f"sglang loads {config}.model_path first"
@@ -343,20 +323,19 @@ def _engine(settings: Config) -> RolloutEngine:
 
 
 def _packs_all(settings: Config) -> bool:
-    """Whether vLLM is sent all Linear layers and experts in FP8 blocks of 128 x 128, by `precision: fp8`."""
+    """Whether `precision: fp8` packs all Linear layers and experts in FP8 blocks of 128 x 128."""
     prefix = f"{_GENERATION}.vllm_cfg"
     quiet = settings.silent_copy()
     layers = [quiet.text(f"{prefix}.num_{end}_layers_in_bf16", "0") for end in ("first", "last")]
-    left_out = any(True for _ in settings.names(f"{prefix}.quantization_ignored_layer_kws"))
-    plain = quiet.text(f"{prefix}.precision") == "fp8" and quiet.is_off(f"{prefix}.is_mx")
-    return plain and layers == ["0", "0"] and not left_out
+    is_plain = quiet.text(f"{prefix}.precision") == "fp8" and quiet.is_off(f"{prefix}.is_mx")
+    return is_plain and layers == ["0", "0"] and not any(settings.names(f"{prefix}.quantization_ignored_layer_kws"))
 
 
 STACK = Stack(
     "NeMo-RL",
     read,
     partial(settings, "nemo-rl"),
-    "NeMo-RL passes over it in a file, and stops at it on the command line",
+    "NeMo-RL ignores it in a file, and stops at it on the command line",
     fits=_fits,
     models=frozenset({_MODEL, f"{_GENERATION}.sglang_cfg.model_path"}),
 )

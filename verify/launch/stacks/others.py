@@ -1,4 +1,4 @@
-"""Programs that train whose launches are not read: a launch of one is refused by its name, with what can be done."""
+"""Training programs that preflight does not read. It refuses their launches by name, with an alternative."""
 
 from __future__ import annotations
 
@@ -13,17 +13,12 @@ _READ = "slime, miles, vime, Relax, Megatron-LM, verl, NeMo-RL and ROLL"
 
 @dataclass(frozen=True)
 class OtherStack:
-    """A program that trains, and how its launches are told apart.
-
-    command: what only a command that starts it has.
-    keys: sets of keys, of which a file of its settings has one at least as a whole.
-    model: the option or setting that names the model.
-    """
+    """A training program that preflight does not read, and the marks of its launches."""
 
     name: str
-    command: re.Pattern[str]
-    keys: tuple[frozenset[str], ...]
-    model: str
+    command: re.Pattern[str]  # matches only commands that start it
+    keys: tuple[frozenset[str], ...]  # a file of its settings has all keys of one of these sets
+    model: str  # the option or setting that names the model
 
     def refusal(self, source: object) -> CkptkitError:
         """The error for a launch of this program."""
@@ -34,8 +29,7 @@ class OtherStack:
         return CkptkitError(f"{source} is a launch of {self.name}; preflight reads those of {_READ}", hint)
 
 
-# By the commands and files of their public documentation, as of 2026-11.
-_OTHERS = (
+_OTHERS = (  # source: the public documentation of each, as of 2026-11
     OtherStack(
         "ms-swift",
         re.compile(
@@ -66,12 +60,12 @@ _OTHERS = (
 _COMMENT = re.compile(r"(?:^|\s)#.*")
 
 
-def started_by(text: str) -> OtherStack | None:
-    """The program that a script, or the words of a command, start; None for any that is not of these."""
+def find_stack_by_command(text: str) -> OtherStack | None:
+    """The program that a script or a command starts, or None if it is not one of these."""
     text = "\n".join(_COMMENT.sub("", line) for line in text.replace("\\\n", " ").splitlines())
     return next((one for one in _OTHERS if one.command.search(text)), None)
 
 
-def set_up_by(keys: Collection[str]) -> OtherStack | None:
-    """The program that a file with these keys is for; None for any that is not of these."""
-    return next((one for one in _OTHERS if any(every <= set(keys) for every in one.keys)), None)
+def find_stack_by_settings(keys: Collection[str]) -> OtherStack | None:
+    """The program of a settings file with these keys, or None if it is not one of these."""
+    return next((one for one in _OTHERS if any(required <= set(keys) for required in one.keys)), None)

@@ -1,11 +1,11 @@
-"""What a job of ROLL loads, by its YAML settings.
+"""Reads a job of ROLL from its YAML settings.
 
 Source: ROLL `configs/base_config.py`, `configs/worker_config.py`, `pipeline/base_worker.py` and mcore_adapter's
 `models/model_factory.py` (from_pretrained), `checkpointing.py`, as of 2026-08.
-- All roles load `pretrain` as soon as one of actor_train, actor_infer and reference has no `model_args.
-  model_name_or_path` of its own. The critic loads `reward_pretrain`.
-- It must be an HF directory. Where mca_config.json lies in it, Megatron weights beside it count instead: those of
-  `iter_0000001/dist_model`, or files of one rank each where all sizes are those of the run.
+- All roles load `pretrain` if one of actor_train, actor_infer and reference has no `model_args.model_name_or_path`. The
+  critic loads `reward_pretrain`.
+- It must be an HF directory. If it contains mca_config.json, ROLL loads its Megatron weights instead: those of
+  `iter_0000001/dist_model`, or files of one rank each if all sizes are those of the run.
 - The GPUs of a role are its `device_mapping`.
 """
 
@@ -26,26 +26,23 @@ from ckptkit.verify.launch.options.speculative import speculation_from_settings
 from ckptkit.verify.launch.options.tables import numbers
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, LOAD, STEP, PathIssue, Side, path_issue
-from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides
-from ckptkit.verify.launch.stacks.sizes import GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, places
+from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides
+from ckptkit.verify.launch.stacks.sizes import GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, cite_all
 from ckptkit.verify.launch.words import UnresolvedWord
 
 _ROLES = {"actor": "actor_train", "reference": "reference", ENGINE: "actor_infer", "critic": "critic"}
 _OWN = "model_args.model_name_or_path"
 _MCA = "mca_config.json"
-# Where the sizes of a role are.
 _SIZES = {role: f"{worker}.strategy_args.strategy_config" for role, worker in _ROLES.items()}
 _ELSEWHERE = re.compile(
     r"^(?!teacher\.).*\.model_args\.(?:adapter_name_or_path|model_config_kwargs)|"
     r"^actor_train\.strategy_args\.strategy_config\.additional_configs"
 )
-
-
 _TEACHERS = re.compile(rf"^teacher\.(?:[^.]+\.)?{re.escape(_OWN)}$")
 
 
-def _of_distillation(settings: Config) -> Config:
-    """The settings with the names that ROLL itself gives to the roles of on-policy distillation.
+def _map_distillation(settings: Config) -> Config:
+    """The settings with ROLL's own role names for those of on-policy distillation.
 
     Source: ROLL `configs/base_config.py` (_handle_opd_mapping), `examples/start_onpolicy_distill_pipeline.py`.
     """
@@ -57,17 +54,16 @@ def _of_distillation(settings: Config) -> Config:
     teacher = tree.get("teacher")
     if isinstance(teacher, dict) and (pure or settings.switch("use_opd")):
         first = teacher if "model_args" in teacher else next(iter(teacher.values()), None)
-        # It is built in place of the reference, from a model of its own.
-        tree["reference"] = (
-            {"model_args": first["model_args"]} if isinstance(first, dict) and "model_args" in first else {}
-        )
+        # ROLL builds it instead of the reference, from another model.
+        arguments = first.get("model_args") if isinstance(first, dict) else None
+        tree["reference"] = {} if arguments is None else {"model_args": arguments}
     return replace(settings, tree=tree)
 
 
 def read(launch: Launch) -> Job:
     """The job of a launch. Raises CkptkitError for values that are not numbers or truth values."""
-    settings = _of_distillation(launch.settings)
-    settings.report_unchecked(_ELSEWHERE)
+    settings = _map_distillation(launch.settings)
+    settings.report_unread(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     is_gae = settings.text("adv_estimator", "gae") == "gae"
     critic = ["critic"] if is_gae and settings.has("critic.strategy_args.strategy_name") else []
@@ -76,9 +72,9 @@ def read(launch: Launch) -> Job:
     megatron = [role for role, name in strategies.items() if name.startswith("megatron")]
     sides = {role: _loaded(settings, role, _key(settings, role), role in megatron) for role in roles}
     if first := sides["actor"]:
-        first = replace(first, issues=(*first.issues, *_lost(settings)))
-        sides["actor"] = _resumed(settings, first)
-    same = first and sides["actor"] is first and sides.get("reference")
+        first = replace(first, issues=(*first.issues, *_replaced_models(settings)))
+        sides["actor"] = _resume(settings, first)
+    is_shared = first and sides["actor"] is first and sides.get("reference")
     engine = _engine(settings)
     sizes = {role: Sizes.read(settings, _SIZES[role]) for role in megatron}
     groups = [size.group(role, _devices(settings, _ROLES[role])) for role, size in sizes.items()]
@@ -94,37 +90,33 @@ def read(launch: Launch) -> Job:
         hf_option=_key(settings, "actor"),
         models={"critic": settings.model(_key(settings, "critic"))} if critic else {},
         sizes=dict.fromkeys((*roles, ENGINE), engine.sizes) | arguments,
-        sharing=(("actor", "reference"),) if same else (),
-        combinations=tuple(_adapters(settings.silent_copy(), engine.sizes.server)),
-        placement=GpuPlacement((*groups, *engine.groups), tuple(_renumbered(launch)), (*shared, *engine.cuts)),
-        adapter=_trained(settings.silent_copy(), engine.sizes.server),
+        sharing=(("actor", "reference"),) if is_shared else (),
+        combinations=tuple(_adapter_issues(settings.silent_copy(), engine.sizes.server)),
+        placement=GpuPlacement((*groups, *engine.groups), tuple(_visible_devices(launch)), (*shared, *engine.cuts)),
+        adapter=_adapter(settings.silent_copy(), engine.sizes.server),
         speculation=speculation_from_settings(settings, _SIZES[ENGINE], engine.sizes.server),
     )
 
 
-def _adapters(settings: Config, server: str | None) -> Iterator[Issue]:
-    """An adapter that only one of trainer and engine has. Either has one by `lora_target`, of rank 8 by default.
-
-    Source: ROLL `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`.
-    """
+def _adapter_issues(settings: Config, server: str | None) -> Iterator[Issue]:
+    """An adapter that only trainer or engine has. Source: ROLL `configs/model_args.py`, `vllm_strategy.py`."""
     keys = [f"{role}.model_args.lora_target" for role in ("actor_train", "actor_infer")]
-    trains, serves = (given(settings.text(key)) if settings.get(key).known else None for key in keys)
+    trains, serves = (is_set(settings.text(key)) if settings.get(key).known else None for key in keys)
     if trains and serves is False and server == "vllm":
-        hint = "ROLL sends the adapter to an engine that has no place for it: give actor_infer the same LoRA settings"
+        hint = "ROLL sends the adapter to an engine without LoRA layers: give actor_infer the same LoRA settings"
         yield settings.issue(keys, f"{keys[1]} with {keys[0]}", hint)
     elif serves and trains is False:
-        hint = "ROLL sends complete weights to an engine with layers that wait for an adapter: give both or neither"
+        hint = "ROLL sends complete weights to an engine with LoRA layers: give both or neither"
         yield settings.issue(keys[::-1], f"{keys[0]} with {keys[1]}", hint)
 
 
 def _reference(settings: Config) -> bool:
-    """Whether there is one: for a KL term, whose coefficient is 0.2 where none is given; never with LoRA."""
-    if given(settings.text("actor_train.model_args.lora_target")):
+    """Whether there is a reference: for a KL term, with a coefficient of 0.2 by default. Never with LoRA."""
+    has_lora = is_set(settings.text("actor_train.model_args.lora_target"))
+    if has_lora or not settings.has("reference.strategy_args.strategy_name"):
         return False
-    if not settings.has("reference.strategy_args.strategy_name"):
-        return False
-    wanted = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
-    return wanted or settings.above_zero("init_kl_coef", 0.2)
+    is_enabled = any(settings.switch(key) for key in ("use_kl_loss", "enable_reference"))
+    return is_enabled or settings.above_zero("init_kl_coef", 0.2)
 
 
 def _one_of_three_missing(settings: Config) -> bool:
@@ -132,134 +124,122 @@ def _one_of_three_missing(settings: Config) -> bool:
 
 
 def _key(settings: Config, role: str) -> str:
-    """The key whose model a role loads."""
-    own = f"{_ROLES[role]}.{_OWN}"
+    """The key of the model that a role loads."""
+    key = f"{_ROLES[role]}.{_OWN}"
     if role == "critic":
-        return own if settings.has(own) else "reward_pretrain"
-    return "pretrain" if _one_of_three_missing(settings) else own
+        return key if settings.has(key) else "reward_pretrain"
+    return "pretrain" if _one_of_three_missing(settings) else key
 
 
-def _lost(settings: Config) -> list[PathIssue]:
-    """Models of a role that `pretrain` replaces, because another role has none of its own."""
+def _replaced_models(settings: Config) -> Iterator[PathIssue]:
+    """Models of roles that `pretrain` replaces, because another of the three roles has no model."""
     if not _one_of_three_missing(settings):
-        return []
-    pretrain, found = settings.text("pretrain", "null"), []
+        return
+    pretrain = settings.text("pretrain", "null")
     for role in ("actor", "reference", ENGINE):
         key = f"{_ROLES[role]}.{_OWN}"
         word = settings.get(key).word
         if word and word.text != pretrain:
             expected = f"the model that the {role} loads"
-            why = "since another role has none of its own"
-            actual = f"{word.text}, which ROLL replaces by pretrain = {pretrain}, {why}"
+            actual = f"{word.text}, but ROLL loads pretrain = {pretrain}, since another role has no model"
             hint = "give all three of actor_train, actor_infer and reference, or only pretrain"
-            found.append(path_issue(settings.cite(key), Path(word.text), expected, actual, hint, check=LOAD))
-    return found
+            yield path_issue(settings.cite(key), Path(word.text), expected, actual, hint, check=LOAD)
 
 
 def _loaded(settings: Config, role: str, key: str, megatron: bool) -> Side | None:
-    """What a role loads of the directory of a key, before anything is resumed."""
+    """The side of a role at the start of a run, by the directory of a key."""
     side = hf_side(role, settings, key, key)
     if side is None or side.path is None or not megatron or not (side.path / _MCA).exists():
         return side
-    dist = side.path / "iter_0000001" / "dist_model"
+    return _dist_model(settings, key, side, side.path, f"{key} has {_MCA}, so ROLL loads its Megatron weights")
+
+
+def _dist_model(settings: Config, key: str, side: Side, path: Path, why: str) -> Side:
+    """The side with the Megatron weights in a directory, or `side` itself if these are files of one rank each."""
+    dist = path / "iter_0000001" / "dist_model"
     if (dist / "metadata.json").exists():
-        return Side(role, "megatron", dist, f"{_MCA} in {key}, so ROLL takes the Megatron weights beside it")
-    settings.unread.append(
-        f"{settings.cite(key)} {side.path}: whether its files of one rank each count is not looked at"
-    )
+        return replace(side, kind="megatron", path=dist, why=why)
+    settings.unread.append(f"{settings.cite(key)} {path}: its files of one rank each are not read")
     return side
 
 
-def _resumed(settings: Config, start: Side) -> Side:
-    """The actor after the checkpoint that it goes on from, where there is one; `start` itself otherwise."""
+def _resume(settings: Config, start: Side) -> Side:
+    """The actor at the checkpoint that it resumes from, or `start` itself without one."""
     key = "resume_from_checkpoint"
-    word = settings.get(key).word
+    word, place = settings.get(key).word, settings.cite(key)
     if word is None or word.text.lower() == "false":
         return start
     if word.text.lower() == "true":
-        settings.unread.append(
-            f"{settings.cite(key)} true: the last step is looked for when the job starts; give its path"
-        )
+        settings.unread.append(f"{place} true: ROLL chooses the last step when the job starts; give its path")
         return start
-    path, place = Path(word.text), settings.cite(key)
-    expected = f"a directory with {TRACKER}"
+    path = Path(word.text)
     if not (path / TRACKER).is_file():
         actual = "no tracker in it" if path.is_dir() else "no such directory"
-        issue = path_issue(place, path, expected, actual, "choose a checkpoint that is there", check=STEP)
+        expected = f"a directory with {TRACKER}"
+        issue = path_issue(place, path, expected, actual, "choose an existing checkpoint", check=STEP)
         return Side("actor", None, None, f"ROLL stops: cannot resume from {path}: {actual}", (*start.issues, issue))
-    dist = path / "iter_0000001" / "dist_model"
-    if (dist / "metadata.json").exists():
-        return Side("actor", "megatron", dist, f"to resume: {key}", start.issues)
-    settings.unread.append(f"{place} {path}: files of one rank each are not looked at")
-    return start
+    return _dist_model(settings, key, start, path, f"to resume: {key}")
 
 
 def _devices(settings: Config, worker: str) -> Gpus:
-    """How many GPUs `device_mapping` names. It is Python, of which lists and ranges are understood."""
+    """The number of GPUs in `device_mapping`, which is Python: lists and ranges are supported."""
     key = f"{worker}.device_mapping"
     if not settings.get(key).known:
         return Gpus()
     if (word := settings.get(key).word) is None:
-        count = sum(1 for _ in settings.names(key))
+        count = len(list(settings.names(key)))
         if not count:
             settings.unread.append(f"{key} is not given, so the number of GPUs is not known")
         return Gpus(count or None, key)
     try:
-        devices = numbers(word.text)
-        return Gpus(len(devices), f"{settings.cite(key)} {word.text}")
+        return Gpus(len(numbers(word.text)), f"{settings.cite(key)} {word.text}")
     except (TypeError, ValueError):
         settings.unread.append(f"{settings.cite(key)} {word.text}: only lists and ranges are understood")
         return Gpus()
 
 
-def _renumbered(launch: Launch) -> Iterator[Issue]:
-    """Devices that a script leaves to the job, where `device_mapping` counts those of a node from 0 all the same.
-
-    Source: ROLL 8eb27cc `distributed/scheduler/resource_manager.py` (allocate_placement_group).
-    """
+def _visible_devices(launch: Launch) -> Iterator[Issue]:
+    """CUDA_VISIBLE_DEVICES must count from 0. Source: ROLL 8eb27cc `resource_manager.py` (allocate_placement_group)."""
     word = launch.text.environment.get("CUDA_VISIBLE_DEVICES", UnresolvedWord(""))
     devices = word.text.replace(" ", "").split(",")
     if isinstance(word, UnresolvedWord) or devices == list(map(str, range(len(devices)))) or not devices[0].isdecimal():
         return
     expected = f"CUDA_VISIBLE_DEVICES that counts from 0, as device_mapping does: 0 to {len(devices) - 1}"
-    hint = (
-        "leave it out, and choose GPUs by device_mapping: ROLL sets it for each worker, to the first GPUs of the node"
-    )
+    hint = "leave it out, and choose GPUs by device_mapping: ROLL sets it for each worker to the node's first GPUs"
     yield Issue(expected, f"{word.text} ({word.place})", hint, file=word.file)
 
 
-def _trained(settings: Config, server: str | None) -> TrainedAdapter | None:
+def _adapter(settings: Config, server: str | None) -> TrainedAdapter | None:
     """The adapter. Source: ROLL 8eb27cc `configs/model_args.py`, `distributed/strategy/vllm_strategy.py`."""
     trains, serves = (f"{role}.model_args" for role in ("actor_train", "actor_infer"))
-    if not given(settings.listed(f"{trains}.lora_target")):
+    if not is_set(settings.listed(f"{trains}.lora_target")):
         return None
-    most = settings.text(f"{serves}.lora_rank", "8")
-    engine = f"sent as it is to vllm, started with enable_lora and max_lora_rank {most}"
-    if server != "vllm" or not given(settings.listed(f"{serves}.lora_target")):
+    max_rank = settings.text(f"{serves}.lora_rank", "8")
+    engine = f"sent unmerged to vllm, started with enable_lora and max_lora_rank {max_rank}"
+    if server != "vllm" or not is_set(settings.listed(f"{serves}.lora_target")):
         engine = f"{server or 'the engine'} is started without it"
     rank, target = settings.text(f"{trains}.lora_rank", "8"), f"{trains}.lora_target"
     return TrainedAdapter(rank, settings.listed(target), engine, settings.cite(target))
 
 
 def _engine(settings: Config) -> RolloutEngine:
-    """The engine; none where nothing is generated."""
+    """The engine, without a side if nothing is generated."""
     prefix = _ROLES[ENGINE]
     name = settings.text(f"{prefix}.strategy_args.strategy_name")
     if not name:
         return RolloutEngine()
     key = _key(settings, ENGINE)
     dummy = settings.text(f"{_SIZES[ENGINE]}.load_format") == "dummy"
-    weights = "its weights come from the actor" if dummy else "its first weights too"
-    why = f"{name} takes config and tokenizer from {key}, {weights}"
+    weights = "gets its weights from the actor" if dummy else "its first weights"
+    why = f"{name} loads config and tokenizer from {key}, and {weights}"
     engine = RolloutEngine(hf_side(ENGINE, settings, key, why), LaunchArguments(server=name))
     keys = [f"{_SIZES[ENGINE]}.{one}_parallel_size" for one in ("tensor", "pipeline")]
     if name != "vllm":
         keys = [f"{prefix}.num_gpus_per_worker"]
-    tp, *rest = (settings.size(one) for one in keys)
-    pp = rest[0] if rest else 1
+    tp, pp = settings.size(keys[0]), settings.size(keys[1]) if keys[1:] else 1
     if tp is None or pp is None:
         return engine
-    group = GpuGroup(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), places(settings, keys))
+    group = GpuGroup(ENGINE, _devices(settings, prefix), (("tp x pp", (tp, pp)),), cite_all(settings, keys))
     return replace(engine, groups=(group,)).cut(tp, pp, None, settings.cite(keys[0]), plain=False)
 
 
@@ -267,28 +247,29 @@ STACK = Stack(
     "ROLL",
     read,
     partial(settings, "roll"),
-    "ROLL passes over a setting that it does not know",
+    "ROLL ignores an unknown setting",
     fits=lambda tree: not tree.keys().isdisjoint({"actor_train", "actor_infer", "student_train"}),
     models=frozenset({"pretrain", *(f"{_ROLES[role]}.{_OWN}" for role in ("actor", "reference", ENGINE))}),
-    # Those of `examples/config`, of environments and of DeepSpeed: no path and no size of a role.
+    # Files of `examples/config` without paths and sizes of a role.
     own=re.compile(r"(?:vl_|step_)?(?:traj_)?envs(?:_gem_\w+)?|deepspeed_zero\d?(?:_\w+)?"),
 )
 
 
-# Pipelines that generate nothing. Source: ROLL `pipeline/sft/sft_config.py`, `pipeline/distill/distill_config.py`.
-# sft_train loads `pretrain`, whatever its own model says. A student and a teacher load `student_pretrain` and
-# `teacher_pretrain` as soon as one of the two has no model of its own.
-
-
 def read_supervised(launch: Launch) -> Job:
-    """The job of fine-tuning or distillation. Raises CkptkitError for values that are not numbers or truth values."""
+    """The job of fine-tuning or distillation. Raises CkptkitError for values that are not numbers or truth values.
+
+    sft_train loads `pretrain`, even if it has its own model. A student and a teacher load `student_pretrain` and
+    `teacher_pretrain` unless both have their own model.
+
+    Source: ROLL `pipeline/sft/sft_config.py`, `pipeline/distill/distill_config.py`.
+    """
     settings = launch.settings
-    if any(True for _ in settings.names("sft_train")):
+    if any(settings.names("sft_train")):
         workers, keys = {"actor": "sft_train"}, {"actor": "pretrain"}
     else:
         workers = {"actor": "student", "teacher": "teacher"}
-        own = all(settings.has(f"{one}.{_OWN}") for one in workers.values())
-        keys = {role: f"{one}.{_OWN}" if own else f"{one}_pretrain" for role, one in workers.items()}
+        has_models = all(settings.has(f"{one}.{_OWN}") for one in workers.values())
+        keys = {role: f"{one}.{_OWN}" if has_models else f"{one}_pretrain" for role, one in workers.items()}
     sides: list[Side] = []
     sizes: dict[str, LaunchArguments] = {}
     groups: list[GpuGroup] = []
@@ -298,13 +279,12 @@ def read_supervised(launch: Launch) -> Job:
         if role == "teacher":
             sides += teacher_sides(settings, re.compile(rf"^{re.escape(key)}$"))
         elif side := _loaded(settings, role, key, megatron):
-            sides.append(_resumed(settings, side))
+            sides.append(_resume(settings, side))
         if megatron:
             size = Sizes.read(settings, f"{prefix}.strategy_config")
             sizes[role] = size.arguments(LaunchArguments(), settings, f"{prefix}.strategy_config")
             groups.append(size.group(role, _devices(settings, workers[role])))
-    placement = GpuPlacement(tuple(groups))
-    key = keys["actor"]
+    key, placement = keys["actor"], GpuPlacement(tuple(groups))
     hf = settings.model(key)
     return Job(SUPERVISED, sides=tuple(sides), hf=hf, hf_option=key, sizes=sizes, placement=placement)
 

@@ -1,4 +1,4 @@
-"""The parallel sizes of a role, the GPUs that it has, and whether the one divides the other."""
+"""The parallel sizes and GPUs of each role, and whether they divide each other."""
 
 from __future__ import annotations
 
@@ -16,54 +16,43 @@ from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.sides import ENGINE, Side
 from ckptkit.verify.launch.words import Word, at_places, first_file, places_of
 
-# The settings of a role's sizes.
-NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}
+NAMES = SIZES | {"vpp": "virtual_pipeline_model_parallel_size"}  # settings, by short name
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """How many GPUs a role has, None where that is not known, and where it is written.
+    """The GPUs of a role."""
 
-    node: GPUs of one node.
-    first: the position of the first of them, counted from the first GPU of the first node.
-    """
-
-    count: int | None = None
-    source: str = ""
-    node: int | None = None
-    first: int = 0
+    count: int | None = None  # None if unknown
+    source: str = ""  # the settings that give `count`, for messages
+    node: int | None = None  # GPUs of one node
+    first: int = 0  # the index of the first one among all GPUs of the job
 
     @staticmethod
     def read(settings: Config, nodes: str, each: str) -> Gpus:
-        """The nodes under one key times the GPUs of each under another, 8 where that is not given."""
-        sizes = settings.size(nodes), settings.size(each, 8)
-        if sizes[0] is None or sizes[1] is None:
+        """Reads the number of nodes, and of GPUs per node, which is 8 by default."""
+        count, node = settings.size(nodes), settings.size(each, 8)
+        if count is None or node is None:
             return Gpus()
-        source = f"{settings.cite(nodes)} {sizes[0]} x {settings.cite(each)} {sizes[1]}"
-        return Gpus(sizes[0] * sizes[1], source, sizes[1])
+        return Gpus(count * node, f"{settings.cite(nodes)} {count} x {settings.cite(each)} {node}", node)
 
-    def less(self, count: int, what: str) -> Gpus:
-        """Those that are left when another role has taken `count` of them; none at all if it takes more."""
+    def subtract(self, count: int, reason: str) -> Gpus:
+        """The GPUs that remain without `count` GPUs of another role, at least 0."""
         left = None if self.count is None else max(self.count - count, 0)
-        return replace(self, count=left, source=f"{self.source}, less {count} {what}")
+        return replace(self, count=left, source=f"{self.source}, less {count} {reason}")
 
 
 @dataclass(frozen=True)
 class GpuGroup:
-    """The GPUs of one role, and products of sizes that must divide them, by their names: `tp x pp x cp`.
-
-    source: where the sizes are written, in `file` where that is known.
-    is_engine: each product is an engine, which must have whole nodes or a part of one.
-    is_inside: such an engine cannot have more than one node.
-    """
+    """The GPUs of one role, and the products of sizes that must divide them, by name: `tp x pp x cp`."""
 
     role: str
     gpus: Gpus = Gpus()
     products: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    source: str = ""
+    source: str = ""  # the places of the sizes
     file: Path | None = None
-    is_engine: bool = False
-    is_inside: bool = False
+    is_engine: bool = False  # each product is an engine, of complete nodes or of a part of one node
+    is_inside: bool = False  # the engine cannot have more than one node
 
     def issues(self) -> Iterator[Issue]:
         """Products that do not divide the GPUs, or an engine that does not fit on its nodes."""
@@ -80,20 +69,19 @@ class GpuGroup:
                 hint = f"make the GPUs a multiple of {least}, or choose other sizes"
                 yield Issue(expected, f"{count} GPUs: {self.gpus.source}", hint, file=self.file)
             elif node and self.is_inside and ranks > node:
-                expected = f"engines inside of a node of {node} GPUs, as data parallel ranks must be{source}"
-                yield Issue(
-                    expected, f"{names} = {ranks} GPUs", "choose sizes that a node has room for", file=self.file
-                )
-            elif node and (found := across_nodes(ranks, node, count, self.gpus.first)):
+                expected = f"engines inside a node of {node} GPUs, as data parallel ranks must be{source}"
+                hint = "choose sizes that fit on a node"
+                yield Issue(expected, f"{names} = {ranks} GPUs", hint, file=self.file)
+            elif node and (crossing := across_nodes(ranks, node, count, self.gpus.first)):
                 expected = f"engines that fit on nodes of {node} GPUs{source}"
-                hint = "choose sizes that divide a node, or whole nodes"
-                yield Issue(expected, f"{found}: {self.gpus.source}", hint, file=self.file)
+                hint = "choose sizes that divide a node, or complete nodes"
+                yield Issue(expected, f"{crossing}: {self.gpus.source}", hint, file=self.file)
 
 
 def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | None:
-    """Which engine of `engine` GPUs does not fit on nodes of `node` GPUs; None where all `total // engine` of them do.
+    """Describes the first engine of `engine` GPUs that does not fit on nodes of `node` GPUs, or None if all do.
 
-    Engines follow one another from the GPU `offset` on, each in equal parts on whole nodes or inside of one.
+    The engines are consecutive from the GPU `offset` on. Each must occupy complete nodes, or a part of one node.
     """
     if engine > node and engine % node:
         return f"{engine} GPUs for an engine, {engine // node} nodes and {engine % node} more GPUs"
@@ -106,65 +94,47 @@ def across_nodes(engine: int, node: int, total: int, offset: int = 0) -> str | N
 
 @dataclass(frozen=True)
 class ModelSplit:
-    """How a role shares a model out otherwise than Megatron does: over `ranks` ranks.
-
-    by: an engine's tensor parallel ranks, Ulysses' ranks of a sequence, or DTensor's tensor parallel ranks.
-    asked_by: the option or setting that gives the ranks.
-
-    Of an engine alone:
-    ep: ranks that experts are spread over.
-    attention: ranks that heads are spread over, where these are not all.
-    dense: ranks that share the layers without experts; None where they are not known.
-    plain_experts: no size but these two cuts experts.
-    online_fp8: it packs what it is sent in FP8 blocks of 128 by 128, whatever the checkpoint says.
-    redundant: experts that are held twice.
-    ep_option: what to change for `ep`.
-    words: the sizes as the launch writes them; `file` is its file.
-    """
+    """The ranks that share a model without Megatron: of an engine, of Ulysses (a sequence), or of DTensor."""
 
     role: str
     by: Literal["sglang", "vllm", "ulysses", "dtensor"]
-    ranks: int
-    asked_by: str
+    ranks: int  # all tensor parallel ranks, or those of a sequence
+    asked_by: str  # the option or setting that gives `ranks`
+    # Of engines only:
     ep: int = 1
-    attention: int | None = None
-    dense: int | None = None
-    plain_experts: bool = True
-    online_fp8: bool = False
-    redundant: int = 0
-    ep_option: str = "ep_size"
-    words: Mapping[str, Word] = field(default_factory=dict)
+    attention: int | None = None  # the ranks of attention heads, or None for all
+    dense: int | None = None  # the ranks of layers without experts, or None if unknown
+    plain_experts: bool = True  # only `ranks` and `ep` cut experts
+    online_fp8: bool = False  # it packs the weights that it gets in FP8 blocks of 128 by 128, without a config
+    redundant: int = 0  # experts with a second copy
+    ep_option: str = "ep_size"  # the option that gives `ep`
+    words: Mapping[str, Word] = field(default_factory=dict)  # the words that give the sizes
     file: Path | None = None
 
     @staticmethod
     def ulysses(settings: Config, role: str, *keys: str) -> Iterator[ModelSplit]:
-        """The ranks that share a sequence by the first of these keys that has a value; nothing for a single one."""
+        """The ranks that share a sequence, by the first key with a value, if they are several."""
         key = settings.first(*keys)
         if (ranks := settings.size(key)) and ranks > 1:
             yield ModelSplit(role, "ulysses", ranks, settings.cite(key))
 
     def group(self, gpus: Gpus, name: str) -> GpuGroup:
-        """The GPUs that these ranks, which the stack calls so, must divide."""
+        """The GPUs that these ranks must divide. `name` is the stack's name of the ranks."""
         return GpuGroup(self.role, gpus, ((name, (self.ranks,)),), self.asked_by)
 
 
 @dataclass(frozen=True)
 class GpuPlacement:
-    """How the sizes of a job go with its GPUs.
+    """The GPUs and sizes of a job."""
 
-    groups: the GPUs of each role or group of engines, and what must divide them.
-    issues: more that is wrong with sizes.
-    cuts: how engines and trainers without Megatron share a model out.
-    """
-
-    groups: tuple[GpuGroup, ...] = ()
-    issues: tuple[Issue, ...] = ()
-    cuts: tuple[ModelSplit, ...] = ()
+    groups: tuple[GpuGroup, ...] = ()  # of each role or group of engines
+    issues: tuple[Issue, ...] = ()  # other faults of sizes
+    cuts: tuple[ModelSplit, ...] = ()  # of engines, and of trainers without Megatron
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Megatron's sizes of a role; None where they are not known, of `etp` and `vpp` also where they are not given."""
+    """Megatron's sizes of a role, None if unknown. `etp` and `vpp` are None also if not given."""
 
     tp: int | None = 1
     pp: int | None = 1
@@ -177,16 +147,16 @@ class Sizes:
 
     @staticmethod
     def read(settings: Config, *prefixes: str) -> Sizes:
-        """Those that `settings` have under the first of these prefixes that has one."""
+        """Reads each size under the first of these prefixes that has it."""
         keys = {short: settings.first(*(f"{one}.{name}" for one in prefixes)) for short, name in NAMES.items()}
         tp, pp, cp, ep = (settings.size(keys[short]) for short in ("tp", "pp", "cp", "ep"))
         etp, vpp = (settings.size(keys[short], None) for short in ("etp", "vpp"))
         if not settings.get(keys["etp"]).known:
             tp = None
-        return Sizes(tp, pp, cp, ep, etp, vpp, places(settings, list(keys.values())))
+        return Sizes(tp, pp, cp, ep, etp, vpp, cite_all(settings, list(keys.values())))
 
     def group(self, role: str, gpus: Gpus) -> GpuGroup:
-        """What must divide the GPUs. Source: megatron-core `initialize_model_parallel`; etp is tp where not given."""
+        """The divisors of the GPUs. Source: megatron-core `initialize_model_parallel`, where etp is tp by default."""
         etp = self.tp if self.etp is None else self.etp
         products = []
         if self.tp and self.pp and self.cp:
@@ -197,7 +167,7 @@ class Sizes:
         return GpuGroup(role, gpus, tuple(products), self.source, self.file)
 
     def arguments(self, engine: LaunchArguments, settings: Config, prefix: str) -> LaunchArguments:
-        """Those of a trainer beside this rollout engine, and how `settings` under this prefix cut its pipeline."""
+        """The sizes of a trainer with this rollout engine, and the pipeline settings under this prefix."""
         sizes = replace(engine, tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp or self.tp or 1, vpp=self.vpp)
         return replace(
             sizes,
@@ -211,48 +181,41 @@ class Sizes:
 
 @dataclass(frozen=True)
 class RolloutEngine:
-    """The rollout engine of a job: what it loads, its sizes, the GPUs that they must divide, how it cuts a model."""
+    """The rollout engine of a job: its weights, its sizes, the GPUs that they must divide, and its cut of the model."""
 
     side: Side | None = None
     sizes: LaunchArguments = field(default_factory=LaunchArguments)
     groups: tuple[GpuGroup, ...] = ()
     cuts: tuple[ModelSplit, ...] = ()
 
+    @property
+    def server(self) -> Server | None:
+        """vLLM or SGLang, or None for another engine."""
+        name = self.sizes.server
+        return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
+
     def cut(
         self, tp: int, pp: int, ep: int | None, asked_by: str, *, plain: bool = True, fp8: bool = False
     ) -> RolloutEngine:
-        """With sizes that are known, `tp` by the setting `asked_by`.
-
-        plain: no more than these sizes cut experts. fp8: it packs what it is sent in FP8.
-        """
-        sizes = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep)
-        if (server := server_named(self.sizes.server)) is None or tp < 2:
-            return replace(self, sizes=sizes)
-        cut = ModelSplit(ENGINE, server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8)
-        return replace(self, sizes=sizes, cuts=(cut,))
+        """The engine with these sizes. `plain` is `Cut.plain_experts`, `fp8` is `Cut.online_fp8`."""
+        sizes, cuts = replace(self.sizes, engine=tp * pp, engine_pp=pp, engine_ep=ep), self.cuts
+        if self.server and tp > 1:
+            cuts = (Cut(ENGINE, self.server, tp, asked_by, ep or 1, dense=tp, plain_experts=plain, online_fp8=fp8),)
+        return replace(self, sizes=sizes, cuts=cuts)
 
 
-def server_named(name: str | None) -> Server | None:
-    """The engine that a stack calls so; None for another one."""
-    return "vllm" if name == "vllm" else "sglang" if name == "sglang" else None
-
-
-def places(settings: Config, keys: Sequence[str]) -> str:
-    """Where these keys are written, those alone that are."""
+def cite_all(settings: Config, keys: Sequence[str]) -> str:
+    """Those of the keys that have a value, with their places."""
     return ", ".join(settings.cite(key) for key in keys if settings.has(key))
 
 
-# The GPUs of a launch by options, of slime, miles, vime, Relax or Megatron-LM.
 _JOB = ("actor_num_nodes", "actor_num_gpus_per_node")
 _RANKS = tuple(SIZES.values())
 _VLLM_PP = "vllm_pipeline_parallel_size"
 _ENGINE = ("rollout_num_gpus_per_engine", "sglang_pp_size", _VLLM_PP, "sglang_ep_size", "sglang_dp_size")
-# Without --rollout-num-gpus, engines are counted by one of these, or there are none.
-_NO_NUMBER = (
-    *("colocate", "debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs"),
-    "custom_config_path",
-)
-_NUMBER = "give the number of GPUs of the engines, or --colocate: without a number the trainer stops at the start"
+# Options without local engines, and options that replace --rollout-num-gpus.
+_NO_ENGINES = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
+_NO_NUMBER = ("colocate", "custom_config_path", *_NO_ENGINES)
 
 
 def option_placement(
@@ -260,7 +223,7 @@ def option_placement(
 ) -> GpuPlacement | None:
     """The GPUs of trainer and engines of a launch by options, or None if it counts none.
 
-    `ranks`: the processes that torchrun or its like starts, where the launch counts no nodes itself.
+    `ranks`: the processes that torchrun, deepspeed or accelerate starts. They count if the launch gives no nodes.
 
     Source: Megatron-LM `validate_args`; SGLang `ServerArgs`; slime 624b824 and miles 31f1ca9: `ray/placement_group.py`
     (_get_placement_group_layout), `utils/arguments.py`, `backends/sglang_utils/sglang_config.py`, `ray/rollout`
@@ -273,31 +236,29 @@ def option_placement(
     sizes = _OptionSizes(given, words, ranks, is_miles)
     is_counted = ranks is not None or not set(_JOB).isdisjoint(given.known)
     groups = (*([sizes.trainer()] if is_counted else []), *sizes.engines())
-    number = sizes.number() if is_counted else ()
+    number = sizes.rollout_number() if is_counted else ()
     issues = (*sizes.vocabulary(), *number, *sizes.engine_sizes(), *sizes.shared_nodes())
-    cut = sizes.cut()
-    return GpuPlacement(groups, issues, (cut,) if cut else ())
+    return GpuPlacement(groups, issues, tuple(filter(None, [sizes.cut()])))
 
 
 class _OptionSizes:
-    """The sizes of a launch; None for one that is given and not known."""
+    """The sizes of a launch by options, None for one that is unresolved."""
 
     def __init__(self, given: Arguments, words: Sequence[Word], ranks: Word | None, is_miles: bool) -> None:
         self.given, self.ranks, self.is_miles = given, ranks, is_miles
         of = self._size
         self.actor_nodes, self.each = of("actor_num_nodes", 1), of("actor_num_gpus_per_node", 8)
-        self.world = None if self.actor_nodes is None or self.each is None else self.actor_nodes * self.each
+        self.world = self.actor_nodes * self.each if self.actor_nodes and self.each else None
         self.world = int(ranks.text) if ranks else self.world
         self.node = of("num_gpus_per_node", 8)
         self.tp, self.pp, self.cp, self.ep = (of(SIZES[name], 1) for name in ("tp", "pp", "cp", "ep"))
         self.etp = of(SIZES["etp"], self.tp)
-        self.engine = of("rollout_num_gpus_per_engine", 1)
-        self.server = server_of(words)
+        self.engine, self.server = of("rollout_num_gpus_per_engine", 1), server_of(words)
         self.engine_pp = of(_VLLM_PP if self.server == "vllm" else "sglang_pp_size", 1)
         self.engine_ep, self.engine_dp = of("sglang_ep_size", 1), of("sglang_dp_size", 1)
         self.vllm_dp = of("vllm_data_parallel_size", 1)
         self.dp_attention = bool(given.value("sglang_enable_dp_attention"))
-        # Every backend but none makes SGLang spread experts over all ranks of an engine.
+        # With any backend except "none" SGLang spreads experts over all ranks of an engine.
         if given.has("sglang_moe_a2a_backend") and given.value("sglang_moe_a2a_backend") != "none":
             self.engine_ep = self.tp_of_engine
         self.plain_experts = not given.has("sglang_moe_dp_size") or given.value("sglang_moe_dp_size") == 1
@@ -305,7 +266,7 @@ class _OptionSizes:
         self.shares_nodes = bool(given.value("colocate"))
         self.redundant = of("sglang_ep_num_redundant_experts", 0) or 0
         self.file = words[0].file if words else None
-        self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts by roles
+        self.is_relax = any(word.text.partition("=")[0] == "--resource" for word in words)  # counts GPUs by roles
 
     def _size(self, name: str, default: int | None) -> int | None:
         value: int | None = self.given.value(name, default)
@@ -317,39 +278,36 @@ class _OptionSizes:
         return Issue(f"{expected}{at_places(words)}", actual, hint, file=first_file(words) or self.file)
 
     def trainer(self) -> GpuGroup:
-        """The trainer's GPUs."""
         words = self.given.words((*_JOB, *_RANKS))
         source = f"processes started at {self.ranks.place}" if self.ranks else " x ".join(_JOB)
-        places, file = places_of(words), first_file(words) or self.file
-        ep = self.ep if self.etp else None  # an etp that is not known is not that of tp
-        sizes = Sizes(self.tp, self.pp, self.cp, ep, self.etp, source=places, file=file)
+        ep = self.ep if self.etp else None  # `Sizes.group` would replace an unresolved etp by tp
+        sizes = Sizes(self.tp, self.pp, self.cp, ep, self.etp, None, places_of(words), first_file(words) or self.file)
         return sizes.group("actor", Gpus(self.world, source))
 
     def vocabulary(self) -> Iterator[Issue]:
-        """Rows of the embedding, which Megatron pads by itself to a multiple of TP unless it is told how many."""
+        """Rows of the embedding. Megatron pads them to a multiple of TP unless the launch gives their number."""
         rows = self.given.value("padded_vocab_size")
         if rows and self.tp and rows % self.tp:
             expected = f"padded_vocab_size that divides by TP = {self.tp}"
+            actual = f"padded_vocab_size = {rows}, at {self.given.get('padded_vocab_size').where}"
             hint = "leave --padded-vocab-size out, so that Megatron pads by --make-vocab-size-divisible-by x TP"
-            yield self.issue(
-                expected, f"padded_vocab_size = {rows}, at {self.given.get('padded_vocab_size').where}", hint
-            )
+            yield self.issue(expected, actual, hint)
 
-    def number(self) -> Iterator[Issue]:
-        """Engines with GPUs of their own whose number is missing: slime and miles add None to the trainer's GPUs.
+    def rollout_number(self) -> Iterator[Issue]:
+        """A missing number of GPUs for separate engines: slime and miles add None to the trainer's GPUs, and stop.
 
         With 0 slime starts a router only, and miles waits for engines that it never starts.
         """
         name = "rollout_num_gpus"
         is_missing = self.given.lacks(name) or (self.is_miles and self.given.value(name) == 0)
         if is_missing and not (self.ranks or self.is_relax) and all(map(self.given.lacks, _NO_NUMBER)):
-            expected = f"--{name.replace('_', '-')} above 0 without --colocate"
-            yield self.given.issue((name, *_JOB), expected, _NUMBER)
+            hint = "give the number of GPUs of the engines, or --colocate: the trainer stops at the start without it"
+            yield self.given.issue((name, *_JOB), "--rollout-num-gpus above 0 without --colocate", hint)
 
     def engines(self) -> Iterator[GpuGroup]:
-        """The rollout's GPUs on nodes of `num_gpus_per_node`, by which slime and miles compute where an engine is.
+        """The rollout's GPUs on nodes of `num_gpus_per_node`, from which slime and miles compute an engine's node.
 
-        vime takes the trainer's number instead where they share GPUs.
+        vime uses the trainer's number instead if they share GPUs.
         """
         given, total, name = self.given, self._rollout(), _ENGINE[0]
         first = 0 if self.shares_nodes or given.value("debug_rollout_only") else self.world
@@ -360,14 +318,14 @@ class _OptionSizes:
         prefill = given.value("prefill_num_servers", 0)
         is_known = total and self.engine and {"vllm_config", "sglang_config"}.isdisjoint(given.values)
         if is_known and self.engine and prefill is not None:
-            left = gpus.less(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
+            left = gpus.subtract(prefill * self.engine, "for prefill_num_servers") if prefill else gpus
             yield replace(group, gpus=replace(left, first=gpus.first + prefill * self.engine))
 
     def engine_sizes(self) -> Iterator[Issue]:
-        """Sizes of an engine that must divide one another."""
+        """Sizes of an engine that must divide each other."""
         names = ("rollout_num_gpus", *_JOB, *_ENGINE)
         if self.engine and self.engine_pp and self.engine % self.engine_pp:
-            name = "vllm_pipeline_parallel_size" if self.server == "vllm" else "sglang_pp_size"
+            name = _VLLM_PP if self.server == "vllm" else "sglang_pp_size"
             expected = f"rollout_num_gpus_per_engine that divides by {name} = {self.engine_pp}"
             actual = f"rollout_num_gpus_per_engine = {self.engine}"
             yield self.issue(expected, actual, "the trainer stops: change one of them", names)
@@ -383,7 +341,7 @@ class _OptionSizes:
                 yield self.issue(expected, f"{tp} ranks", hint, names)
 
     def shared_nodes(self) -> Iterator[Issue]:
-        """Engines on the trainer's nodes, whose size the launch gives twice."""
+        """Two different sizes of the nodes that engines and trainer share."""
         names, node, each = ("num_gpus_per_node", "colocate", *_JOB), self.node, self.each
         is_read = not (self.given.anything or self.ranks or "rollout_external_engine_addrs" in self.given.values)
         shared = self.shares_nodes and self.server != "vllm" and self.engine and is_read
@@ -394,38 +352,26 @@ class _OptionSizes:
             yield self.issue(expected, f"num_gpus_per_node = {node}{default}", hint, names)
 
     def _rollout(self) -> int | None:
-        """The GPUs of local engines, or None if there are none, or how many is not known."""
-        elsewhere = ("debug_train_only", "load_debug_rollout_data", "rollout_external_engine_addrs")
-        if not all(map(self.given.lacks, elsewhere)):
+        """The number of GPUs of local engines, or None without such engines, or if it is unknown."""
+        if not all(map(self.given.lacks, _NO_ENGINES)):
             return None
         given = self.given.value("rollout_num_gpus", 0)
-        if self.shares_nodes and (given == 0 or self.is_miles):
-            return self.world
-        return given or None
+        return self.world if self.shares_nodes and (given == 0 or self.is_miles) else given or None
 
     @property
     def tp_of_engine(self) -> int | None:
-        """The tensor parallel size of an engine; None where it is not known, as with vLLM's data parallel ranks."""
-        if self.vllm_dp != 1:
+        """The tensor parallel size of an engine, or None if unknown, as with vLLM's data parallel ranks."""
+        if self.vllm_dp != 1 or not self.engine or not self.engine_pp:
             return None
-        return max(self.engine // self.engine_pp, 1) if self.engine and self.engine_pp else None
+        return max(self.engine // self.engine_pp, 1)
 
     def cut(self) -> ModelSplit | None:
-        """How an engine shares a model out over its ranks; None where that is not known, or they do not divide."""
+        """The engine's cut of a model, or None if it is unknown, or if the sizes do not divide."""
         tp, ep = self.tp_of_engine, self.engine_ep
         if tp is None or ep is None or tp % ep or (self.dp_attention and (not self.engine_dp or tp % self.engine_dp)):
             return None
-        return ModelSplit(
-            ENGINE,
-            self.server or "sglang",
-            tp,
-            "--rollout-num-gpus-per-engine",
-            ep,
-            attention=tp // (self.engine_dp or 1) if self.dp_attention else tp,
-            dense=self.dense_tp,
-            plain_experts=self.plain_experts,
-            redundant=self.redundant,
-            ep_option="--sglang-ep-size",
-            words=self.given.words(_ENGINE),
-            file=self.file,
-        )
+        attention = tp // (self.engine_dp or 1) if self.dp_attention else tp
+        server, option = self.server or "sglang", "--rollout-num-gpus-per-engine"
+        cut = Cut(ENGINE, server, tp, option, ep, attention, self.dense_tp, self.plain_experts)
+        words = self.given.words(_ENGINE)
+        return replace(cut, redundant=self.redundant, ep_option="--sglang-ep-size", words=words, file=self.file)

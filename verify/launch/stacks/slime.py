@@ -1,25 +1,24 @@
-"""What a job of slime, miles, vime, Relax or Megatron-LM loads, by the options of its launch.
+"""Reads a job of slime, miles, vime, Relax or Megatron-LM from the options of its launch.
 
-And which of its options do not go together: samples, updates or an adapter are lost, mostly in silence.
+It also finds options that conflict: then samples, updates or an adapter are lost, mostly silently.
 
 Source: slime 624b824 `utils/arguments.py` (slime_validate_args, parse_megatron_role_args), `train_async.py`,
 `utils/dp_schedule.py`, `backends/megatron_utils/arguments.py` and `checkpoint.py`; miles 31f1ca9 `utils/arguments.py`
 (miles_validate_args), `utils/dp_schedule.py`, `ray/rollout/rollout_data_conversion.py`, `backends/fsdp_utils/actor.py`
 and `checkpoint.py`; Megatron `training/checkpointing.py`.
-- `--load` counts as Megatron only with a tracker file in it, as HF only with a supported config.json; otherwise the
-  actor silently takes `--ref-load` instead.
+- `--load` is a Megatron checkpoint only if it has a tracker file, and HF only if it has a supported config.json.
+  Otherwise the actor silently loads `--ref-load` instead.
 - Megatron reads the tracker: `release`, or a number N for `iter_N`. `--ckpt-step N` replaces a number; 0 means none.
-  The reference takes the same step, unless `--ref-ckpt-step` gives it another.
-- miles takes an HF directory from `--ref-load` alone (or `--hf-checkpoint`, which stands for it in mode bridge), and
-  only with `--megatron-to-hf-mode bridge`. slime has no such option. Of `--load` it passes over one silently.
-- miles' FSDP trainer builds actor and reference from HF directories, whatever the mode, and loads an iteration of its
-  own from `--load` where there is one.
-- Without a tracker slime and miles stop: with an assertion where the directory is empty or absent, else because it is
-  no HF directory. Only of a directory called `iter_NNNNNNN` they take Megatron's word, which prints a warning and
-  trains from random weights, as Megatron-LM's own scripts do of any directory.
+  The reference uses the same step, unless `--ref-ckpt-step` is given.
+- miles loads an HF directory only from `--ref-load` (by default `--hf-checkpoint`), and only with
+  `--megatron-to-hf-mode bridge`. It silently ignores one in `--load`. slime has no such option.
+- miles' FSDP trainer builds actor and reference from HF directories in any mode, and loads its own iteration from
+  `--load` if there is one.
+- Without a tracker slime and miles stop: with an assertion if the directory is empty or missing, else because it is
+  not an HF directory. They pass a directory called `iter_NNNNNNN` to Megatron, which prints a warning and trains from
+  random weights, as Megatron-LM's own scripts do with any directory.
 - Paths are options, or in files of settings: `--custom-config-path`, for all roles, and `--megatron-config-path`, for
-  one. Such settings are set after the options were judged: a path in them is loaded as it is, and nothing stands in
-  for it.
+  one. slime sets these after it has checked the options: it loads such a path without a fallback.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ckptkit.formats.detect import ITERATION, TRACKER, is_legacy, tracked_iterat
 from ckptkit.formats.hf.hub_cache import HubModel, hub_model
 from ckptkit.storage.tree import ForeignFileError
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.launch.arguments import LaunchArguments, launch_arguments
+from ckptkit.verify.launch.arguments import launch_arguments
 from ckptkit.verify.launch.checks.engine import engine_config
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.arguments import Arguments, parse_arguments
@@ -47,24 +46,13 @@ from ckptkit.verify.launch.options.speculative import speculation_from_options
 from ckptkit.verify.launch.options.tables import GPUS, READ, SIZES, option_of
 from ckptkit.verify.launch.settings.overrides import is_override
 from ckptkit.verify.launch.settings.tree import NULL, Tree, read_yaml
-from ckptkit.verify.launch.sides import (
-    ENGINE,
-    PathIssue,
-    Side,
-    hf_config_of,
-    hf_directory,
-    is_hf,
-    is_trained,
-    iterations_in,
-    path_issue,
-)
+from ckptkit.verify.launch.sides import ENGINE, PathIssue, Side, hf_config_of, hf_directory, iterations_in, path_issue
 from ckptkit.verify.launch.stacks.sizes import option_placement
 from ckptkit.verify.launch.words import LaunchText, UnresolvedWord, Word, known_words
 
 # Models with a wrapper that miles converts in mode raw. Source: miles 31f1ca9 `megatron_to_hf/__init__.py`.
 _RAW_WRAPPERS = frozenset({"kimi_vl", "kimi_k25", "qwen3_5", "qwen3_5_moe", "qwen3_6", "qwen3_6_moe", "inkling"})
-_CUTS = ("tp", "pp", "ep", "etp")
-# A launch that gives one of these is of slime, miles or vime.
+# The options that mark a launch of slime, miles or vime.
 _TRAINERS = frozenset(
     {
         *("rollout_batch_size", "actor_num_nodes", "actor_num_gpus_per_node", "rollout_num_gpus_per_engine"),
@@ -74,7 +62,7 @@ _TRAINERS = frozenset(
 
 
 def read(launch: Launch) -> Job:
-    """The job of a launch by options. Raises CkptkitError where nothing is given, and for values that are not read."""
+    """The job of a launch by options. Raises CkptkitError if nothing is given, and for values of a wrong kind."""
     text = launch.text
     files = _role_files(text.words)
     given = parse_arguments(text.words, files.common)
@@ -84,68 +72,56 @@ def read(launch: Launch) -> Job:
         hint = "give at least one of --hf-checkpoint, --load and --ref-load, or a launch script"
         raise CkptkitError("nothing to look at", hint)
     sides, unread = (*_trainers(paths, bool(text.words)), *_rollout(paths)), _unread(launch, paths)
-    sizes = _sizes(launch, given, whole=bool(text.words) and not unread)
-    updates = bool(sizes.qat or paths.load or paths.ref_load)
+    sizes = launch_arguments(given, text.words, launch.environment)
+    tp, pp, ep = (getattr(sizes, name) or size for name, size in launch.given.sizes.items())
+    # Megatron's default of etp is tp.
+    sizes = replace(sizes, tp=tp, pp=pp, ep=ep, etp=sizes.etp or (tp if text.words and not unread else None))
     return Job(
         STACK,
         text,
-        next((path for path in (paths.hf, paths.load, paths.ref_load) if path), Path()),
+        paths.hf or paths.load or paths.ref_load or Path(),
         sides,
         paths.hf,
         sizes=dict.fromkeys(["actor", *(side.role for side in sides)], sizes),
-        sizes_at={name: word for name in _CUTS if (word := given.get(SIZES[name]).word)},
+        sizes_at={name: word for name in ("tp", "pp", "ep", "etp") if (word := given.get(SIZES[name]).word)},
         sharing=_sharing(paths, sides),
         placement=option_placement(given, text.words, text.ranks, _is_miles(text)),
         speculation=speculation_from_options(given, text.words),
-        adapter=_trained(given),
-        updates=updates,
+        adapter=_adapter(given),
+        updates=bool(sizes.qat or paths.load or paths.ref_load),
         arguments=given,
-        written=_written(text),
-        combinations=_combinations(text, paths, _resumed(paths, sides)),
+        written=_first_words(text),
+        combinations=_combinations(text, paths, sides),
         unread=unread,
         notes=_notes(paths, sides),
         replaced=paths.replaced,
     )
 
 
-def _sizes(launch: Launch, given: Arguments, whole: bool) -> LaunchArguments:
-    """The sizes of every role: preflight's own where the words give none.
-
-    Megatron's default of etp is tp; where the launch was not read as a whole, nobody knows.
-    """
-    found = launch_arguments(given, launch.text.words, launch.environment)
-    tp, pp, ep = (getattr(found, name) or size for name, size in launch.options.sizes.items())
-    return replace(found, tp=tp, pp=pp, ep=ep, etp=found.etp or (tp if whole else None))
-
-
-def _written(text: LaunchText) -> dict[str, Word]:
-    """The options that a launch writes, and where each stands first."""
-    found: dict[str, Word] = {}
+def _first_words(text: LaunchText) -> dict[str, Word]:
+    """Every resolved option of a launch, and its first word."""
+    words: dict[str, Word] = {}
     for option in options_of(text.words):
         if not isinstance(option.word, UnresolvedWord):
-            found.setdefault(option.name, option.word)
-    return found
+            words.setdefault(option.name, option.word)
+    return words
 
 
-def _resumed(paths: _Paths, sides: Sequence[Side]) -> int:
-    """The iteration of `--load` that the actor goes on from; 0 where it starts anew, as from `--ref-load`."""
-    actor = next((side for side in sides if side.role == "actor" and is_trained(side)), None)
-    return int(actor.path.name[5:]) if actor and actor.path and actor.path.parent == paths.load else 0
-
-
-def _combinations(text: LaunchText, paths: _Paths, resumed: int) -> tuple[Issue, ...] | None:
-    """Options that do not go together. slime judges the words before --custom-config-path sets anything."""
+def _combinations(text: LaunchText, paths: _Paths, sides: Sequence[Side]) -> tuple[Issue, ...] | None:
+    """Options that conflict. slime checks them before it reads --custom-config-path."""
     given = parse_arguments(text.words)
     if _TRAINERS.isdisjoint(given.values):
         return None
-    sequence = _sequence(given, paths.hf, _is_miles(text))
-    raw = _raw(given, paths.hf) if _is_miles(text) else ()
+    config, is_miles = engine_config(paths.hf) if paths.hf else {}, _is_miles(text)
+    trained = [side.path for side in sides if side.role == "actor" and side.is_trained and side.path]
+    resumed = next((int(path.name[5:]) for path in trained if path.parent == paths.load), 0)
     samples = (*_batches(given), *_micro_batches(given), *_advantages(given), *_rollouts(given, resumed))
-    return (*samples, *_adapter(given), *_switches(given, text.program_name), *sequence, *raw)
+    models = (*_sequence(given, config, is_miles), *(_raw(given, config) if is_miles else ()))
+    return (*samples, *_adapter_issues(given), *_switches(given, text.program_name), *models)
 
 
 def _is_miles(text: LaunchText) -> bool:
-    """Whether the program is in a directory of miles, or an option is given that of these trainers only miles has."""
+    """Whether the program is in a directory of miles, or an option is given that only miles has."""
     if "miles" in text.program.split("/")[:-1]:
         return True
     miles, *others = (names(one).every for one in ("miles", "slime", "megatron-lm", "sglang-router"))
@@ -164,118 +140,99 @@ STACK = Stack(
 )
 
 
-# What a launch loads, as fields of `_Paths`; those that preflight has an option for, and others.
+# The paths of a launch, as fields of `_Paths`: those with an option of preflight, and all.
 _OWN = {"hf": "--hf-checkpoint", "load": "--load", "ref_load": "--ref-load"}
 _PATHS = _OWN | {"critic": "--critic-load", "teacher": "--opd-teacher-load"}
 _STEPS = {"ckpt_step": "--ckpt-step", "ref_step": "--ref-ckpt-step", "teacher_step": "--opd-teacher-ckpt-step"}
 _CUSTOM, _MEGATRON = "--custom-config-path", "--megatron-config-path"
-# Other settings that change what is loaded, or how it is cut.
+# Other settings that change the loaded weights, or their cut.
 _FILE_MATTERS = re.compile(r"parallel_size|checkpoint|ckpt|load$|layout|num_layers|mtp_num|lora|virtual_pipeline")
 _FILE_HARMLESS = re.compile(
     r"recompute|no_load|finetune|save|exit_on_missing|activation|"
     r"^(?:load|ref_load|hf_checkpoint|critic_load|opd_teacher_load|(?:ref_|opd_teacher_)?ckpt_step)$"  # read
 )
-_ROLES = ("actor", "critic")
 
 
 @dataclass(frozen=True)
 class _RoleFiles:
-    """What these files say: settings of every role, and those of one. `read` are the options whose files were read.
-
-    `unread` has a line for every setting that matters and is not looked at.
-    """
+    """The settings of --custom-config-path, for every role, and of --megatron-config-path, for one."""
 
     common: Mapping[str, Word] = field(default_factory=dict)
     roles: Mapping[str, Mapping[str, Word]] = field(default_factory=dict)
-    read: frozenset[str] = frozenset()
-    unread: tuple[str, ...] = ()
+    read: frozenset[str] = frozenset()  # the options of files that were read
+    unread: tuple[str, ...] = ()  # a line for every relevant setting that is not read
 
     def get(self, role: str, name: str) -> Word | None:
-        """What a setting gives to a role; None where no file gives it anything."""
+        """The value of a setting for a role, or None if no file has it."""
         return self.roles.get(role, {}).get(name, self.common.get(name))
 
     def step(self, role: str, name: str) -> int | None:
-        """The iteration that a setting gives. Raises CkptkitError where it is not a number."""
+        """The iteration in a setting. Raises CkptkitError if it is not a number."""
         word = self.get(role, name)
         return _iteration(name, word) if word else None
 
 
 def _iteration(name: str, word: Word) -> int:
-    """The iteration that a word gives. Raises CkptkitError where it is not a number."""
+    """The iteration in a word. Raises CkptkitError if it is not a number."""
     if not (word.text.isdecimal() and len(word.text) < 10):
         raise CkptkitError(f"{word.place}: {name} {word.text} is not a number", "give the iteration as a number")
     return int(word.text)
 
 
 def _role_files(words: Sequence[Word]) -> _RoleFiles:
-    """The files that a launch names, as far as they are there. Raises CkptkitError for one that cannot be read."""
+    """The existing files of settings of a launch. Raises CkptkitError for one that cannot be read."""
     options = options_of(words)
-    custom, megatron = (_named(options, option) for option in (_CUSTOM, _MEGATRON))
-    common = _settings(read_yaml(custom)) if custom else {}
-    roles = dict(_of_roles(megatron)) if megatron else {}
-    every = [(name, word) for name, word in common.items() if option_of(name) not in READ]
-    every += [pair for role in roles.values() for pair in role.items()]
-    matters = [(name, word) for name, word in every if _FILE_MATTERS.search(name) and not _FILE_HARMLESS.search(name)]
-    unread = [f"{word.place}: {name}: {word.text}: not looked at" for name, word in matters]
-    read = frozenset(option for option, path in ((_CUSTOM, custom), (_MEGATRON, megatron)) if path)
-    return _RoleFiles(common, roles, read, tuple(dict.fromkeys(unread)))
-
-
-def _named(options: Sequence[Option], name: str) -> Path | None:
-    """The file of an option; None where it is not given, or not there: then it is listed as not read."""
-    option = last(options, name)
-    found = Path(option.value.text) if option and option.value else None
-    return found if found and found.is_file() else None
+    given = {name: last(options, name) for name in (_CUSTOM, _MEGATRON)}
+    paths = {name: Path(option.value.text) for name, option in given.items() if option and option.value}
+    files = {name: path for name, path in paths.items() if path.is_file()}  # `_unread` lists missing ones
+    common = _settings(read_yaml(files[_CUSTOM])) if _CUSTOM in files else {}
+    roles = dict(_settings_by_role(files[_MEGATRON])) if _MEGATRON in files else {}
+    pairs = [(name, word) for name, word in common.items() if option_of(name) not in READ]
+    pairs += [pair for role in roles.values() for pair in role.items()]
+    matters = [(name, word) for name, word in pairs if _FILE_MATTERS.search(name) and not _FILE_HARMLESS.search(name)]
+    unread = [f"{word.place}: {name}: {word.text}: not read" for name, word in matters]
+    return _RoleFiles(common, roles, frozenset(files), tuple(dict.fromkeys(unread)))
 
 
 def _settings(tree: Tree | None) -> dict[str, Word]:
-    """The single values of a mapping; a null sets nothing that is loaded."""
+    """The single values of a mapping, without null."""
     pairs = tree.items() if isinstance(tree, dict) else ()
     return {name: value for name, value in pairs if isinstance(value, Word) and value.text != NULL}
 
 
-def _of_roles(path: Path) -> Iterator[tuple[str, dict[str, Word]]]:
-    """The overrides of every role. Raises CkptkitError where slime stops: at another form, or a role that is twice."""
+def _settings_by_role(path: Path) -> Iterator[tuple[str, dict[str, Word]]]:
+    """The overrides of each role. Raises CkptkitError where slime stops: without a list, and for a repeated role."""
     entries = read_yaml(path).get("megatron")
     if not isinstance(entries, list):
         raise CkptkitError(f"{path} has no list `megatron`", "write `megatron: [{role: actor, overrides: {...}}]`")
     seen: set[str] = set()
     for entry in entries:
         role = entry.get("role") if isinstance(entry, dict) else None
-        if not isinstance(entry, dict) or not isinstance(role, Word) or role.text not in _ROLES:
+        if not isinstance(entry, dict) or not isinstance(role, Word) or role.text not in ("actor", "critic"):
             continue
         if role.text in seen:
-            raise CkptkitError(f"{role.place}: the role {role.text} stands twice", "give every role one entry")
+            raise CkptkitError(f"{role.place}: the role {role.text} has two entries", "give every role one entry")
         seen.add(role.text)
         yield role.text, _settings(entry.get("overrides") or entry.get("args"))
 
 
 @dataclass(frozen=True)
 class _Paths:
-    """The paths and iterations of a launch: those that preflight is given, else those of its words.
+    """The paths and iterations of a launch, from preflight's own options or from its words."""
 
-    hub: the name on a model hub that --hf-checkpoint gives; `hf` is then its snapshot in the local cache, or None.
-    ref_step: the iteration of the reference, where it has an option of its own.
-    critic, teacher: what a critic, and a teacher of on-policy distillation, load.
-    files: what files of settings give to single roles.
-    mode: how miles loads and sends weights, raw or bridge; None where the launch does not say it, or is slime's.
-    fsdp: whether miles trains by FSDP instead of Megatron.
-    replaced: a note for each option of preflight that contradicts the words.
-    """
-
-    hf: Path | None = None
+    hf: Path | None = None  # for a model of a hub its snapshot in the local cache, or None
     hub: HubModel | None = None
     load: Path | None = None
     ref_load: Path | None = None
     ckpt_step: int | None = None
     ref_step: int | None = None
     critic: Path | None = None
-    teacher: Path | None = None
+    teacher: Path | None = None  # of on-policy distillation
     teacher_step: int | None = None
     files: _RoleFiles = field(default_factory=_RoleFiles)
-    mode: str | None = None
-    fsdp: bool = False
-    replaced: tuple[str, ...] = ()
+    mode: str | None = None  # miles' mode of loading and sending weights, raw or bridge
+    fsdp: bool = False  # miles trains with FSDP instead of Megatron
+    replaced: tuple[str, ...] = ()  # a note for each option of preflight that contradicts the words
 
     @property
     def bridge(self) -> bool:
@@ -284,71 +241,66 @@ class _Paths:
 
     @property
     def named(self) -> frozenset[str]:
-        """The options whose path or iteration is known."""
-        known = {option for name, option in (_PATHS | _STEPS).items() if getattr(self, name) is not None}
-        return frozenset({*known, *(["--hf-checkpoint"] if self.hub else [])})
+        """The options with a known path or iteration."""
+        known = [option for name, option in (_PATHS | _STEPS).items() if getattr(self, name) is not None]
+        return frozenset([*known, *(["--hf-checkpoint"] if self.hub else [])])
 
     @staticmethod
     def read(launch: Launch, files: _RoleFiles, mode: str | None, fsdp: bool = False) -> _Paths:
-        """Those of a launch. Raises CkptkitError for an iteration that is not a number."""
+        """Reads the paths of a launch. Raises CkptkitError for an iteration that is not a number."""
         options, given, notes, paths = options_of(launch.text.words), launch.options, list[str](), dict[str, Any]()
-        # Those that preflight is given count before those of the words.
+        # Preflight's own options override the words.
         hf, chosen = given.hf_checkpoint, {"load": given.load, "ref_load": given.ref_load, "ckpt_step": given.ckpt_step}
         for name, option in (_PATHS | _STEPS).items():
             word = _last_value(options, option)
-            found: Any = word and (Path(word.text) if name in _PATHS else _iteration(option, word))
+            written: Any = word and (Path(word.text) if name in _PATHS else _iteration(option, word))
             value: Any = (Path(hf) if hf else None) if name == "hf" else chosen.get(name)
-            if word and value is not None and os.path.abspath(str(found)) != os.path.abspath(str(value)):
-                notes.append(f"{option} {value} was looked at, although {word.place} says {word.text}")
-            paths[name] = found if value is None else value
-        # `./org/model` is a path, and Path forgets that.
-        written = _last_value(options, "--hf-checkpoint")
-        hub = hub_model(str(hf or (written.text if written else "")), launch.environment)
+            if word and value is not None and os.path.abspath(str(written)) != os.path.abspath(str(value)):
+                notes.append(f"{option} {value} was looked at, although {word.place} has {word.text}")
+            paths[name] = written if value is None else value
+        # `./org/model` is a path, but Path removes the dot.
+        word = _last_value(options, "--hf-checkpoint")
+        hub = hub_model(str(hf or (word.text if word else "")), launch.environment)
         paths["hf"] = hub.path if hub else paths["hf"]
         return _Paths(**paths, hub=hub, files=files, mode=mode, fsdp=fsdp, replaced=tuple(notes))
 
 
 def _last_value(options: Sequence[Option], name: str) -> Word | None:
-    """The value of an option; None where it is not given, or could not be told."""
+    """The value of an option, or None if not given or unresolved."""
     option = last(options, name)
     return option.value if option and option.known else None
 
 
 def _unread(launch: Launch, paths: _Paths) -> tuple[str, ...]:
-    """A line for everything among the words that matters and is not read, or not known."""
+    """A line for each relevant part of the launch that is not read, or unresolved."""
     words, hub = [word.text for word in known_words(launch.text.words)], paths.hub
     lines = [line for line in unread(words, paths.named) if line.partition(" ")[0] not in paths.files.read]
     download = [f"--hf-checkpoint {hub.name}: {hub.why}"] if hub and hub.path is None else []
     resumed = _iteration_of_fsdp(paths.load, paths.ckpt_step) if paths.fsdp and paths.load else None
-    saved = [f"--load {paths.load}: what FSDP saved in {resumed.name} is not looked at"] if resumed else []
+    saved = [f"--load {paths.load}: FSDP's files in {resumed.name} are not read"] if resumed else []
     if paths.fsdp and paths.teacher:
-        saved.append(f"--opd-teacher-load {paths.teacher}: not looked at, since FSDP trains")
+        saved.append(f"--opd-teacher-load {paths.teacher}: not read, since FSDP trains")
     return (*download, *lines, *saved, *paths.files.unread, *launch.text.unresolved)
 
 
 def _notes(paths: _Paths, sides: Sequence[Side]) -> tuple[str, ...]:
-    """Remarks on what these sides load."""
-    notes = []
-    if paths.mode is None and not paths.fsdp and any(side.is_hf and side.role != ENGINE for side in sides):
-        notes.append("slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only")
-    if paths.critic:
-        notes.append("--critic-load is an option of miles; slime passes over it and reads --megatron-config-path")
-    return tuple(notes)
+    """Notes on options that only slime or only miles has."""
+    loads_hf = paths.mode is None and not paths.fsdp and any(side.is_hf and side.role != ENGINE for side in sides)
+    bridge = "slime loads the HF directory itself; miles does so with --megatron-to-hf-mode bridge only"
+    critic = "--critic-load is an option of miles; slime ignores it and reads --megatron-config-path"
+    return (*([bridge] if loads_hf else []), *([critic] if paths.critic else []))
 
 
 def _sharing(paths: _Paths, sides: Sequence[Side]) -> tuple[tuple[str, str], ...]:
-    """The roles that hold the same weights: all of a run that does not resume.
-
-    A run that resumes has weights of its own: an iteration in --load. Its reference still has the engine's first ones.
-    """
-    found = {side.role: side for side in sides if side.path}
-    actor, reference = found.get("actor"), found.get("reference")
-    further = reference is not None and is_trained(reference)
+    """The roles with the same weights. A resumed actor differs, but its reference has the engine's first weights."""
+    loaded = {side.role: side for side in sides if side.path}
+    actor, reference = loaded.get("actor"), loaded.get("reference")
+    is_reference_trained = reference is not None and reference.is_trained
     resumes = paths.load is not None and actor and actor.path and actor.path.parent == paths.load
-    if actor and is_trained(actor) and (resumes or (reference and reference.path != actor.path)):
-        return () if further else (("reference", ENGINE),)
-    apart = further and reference and actor and reference.path != actor.path
-    return (*(() if apart else (("actor", "reference"),)), ("actor", ENGINE))
+    differ = actor and reference and reference.path != actor.path
+    if actor and actor.is_trained and (resumes or differ):
+        return () if is_reference_trained else (("reference", ENGINE),)
+    return (*(() if is_reference_trained and differ else (("actor", "reference"),)), ("actor", ENGINE))
 
 
 def _rollout(paths: _Paths) -> list[Side]:
@@ -359,214 +311,173 @@ def _rollout(paths: _Paths) -> list[Side]:
 
 
 def _download(hub: HubModel, role: str) -> Side:
-    """A side whose weights are downloaded at the start."""
-    return Side(role, None, None, f"--hf-checkpoint {hub.name} is {hub.why}", elsewhere=True)
+    """A side that downloads its weights at the start."""
+    return Side(role, None, None, f"--hf-checkpoint {hub.name} is {hub.why}", is_remote=True)
 
 
 def _trainers(paths: _Paths, words: bool) -> Iterator[Side]:
-    """Actor, reference, critic and teacher, as far as the launch gives them something to load."""
-    if paths.fsdp:
-        yield from _of_fsdp(paths)
+    """Actor, reference, critic and teacher, if the launch gives them weights."""
+    if paths.fsdp:  # miles refuses a critic then
+        if paths.hf:
+            yield _fsdp_actor(paths.hf, paths.load, paths.ckpt_step)
+        elif paths.hub:
+            yield _download(paths.hub, "actor")
+        if paths.ref_load:
+            yield hf_directory("reference", "--ref-load", paths.ref_load, "--ref-load")
         return
     load, ref_load, mode = paths.load, paths.ref_load, paths.mode
     fallback = ref_load or (paths.hf if paths.bridge else None)
-    # Whoever falls back to the reference takes its step, and lends it to roles without one; not in mode bridge.
+    # An actor that falls back to the reference uses its step, as do roles without a step, except in mode bridge.
     falls_back = load is None or not (load / TRACKER).exists()
     shared = paths.ref_step if falls_back and paths.ref_step is not None and not paths.bridge else paths.ckpt_step
     if paths.bridge and paths.hub and fallback is None and falls_back:
         yield _download(paths.hub, "actor")
     elif load or ref_load or (fallback and words) or paths.files.get("actor", "load"):
         option = "--ref-load" if ref_load else "--hf-checkpoint"
-        chosen = fallback is not None and _takes_step(fallback) and shared == paths.ckpt_step
-        side = _actor(load, fallback, shared, option, mode, None if chosen else paths.ckpt_step)
-        yield _of_file(paths, "actor", "load", "--load", shared) or side
+        is_used = fallback is not None and _takes_step(fallback) and shared == paths.ckpt_step
+        side = _actor(load, fallback, shared, option, mode, None if is_used else paths.ckpt_step)
+        yield _side_of_file(paths, "actor", "load", "--load", shared) or side
     others = (
         ("reference", "ref_load", "--ref-load", ref_load, paths.ref_step),
         ("critic", "load", "--critic-load", paths.critic, None),
         ("teacher", "", "--opd-teacher-load", paths.teacher, paths.teacher_step),
     )
-    for role, name, option, path, own in others:
-        step = shared if own is None else own
-        if found := _of_file(paths, role, name, option, step):
-            yield found
+    for role, name, option, path, role_step in others:
+        step = shared if role_step is None else role_step
+        if file_side := _side_of_file(paths, role, name, option, step):
+            yield file_side
         elif path:
             yield _trainer(role, option, path, step, None if role == "critic" else mode)
 
 
-def _of_fsdp(paths: _Paths) -> Iterator[Side]:
-    """Actor and reference of miles' FSDP trainer. miles refuses a critic beside it."""
-    if paths.hf:
-        yield _fsdp_actor(paths.hf, paths.load, paths.ckpt_step)
-    elif paths.hub:
-        yield _download(paths.hub, "actor")
-    if paths.ref_load:
-        yield hf_directory("reference", "--ref-load", paths.ref_load, "--ref-load")
-
-
-def _of_file(paths: _Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
-    """The side whose path a file of settings gives; None where none does. The actor's file gives the reference's."""
-    files, of = paths.files, "actor" if role == "reference" else role
-    word = files.get(of, name)
+def _side_of_file(paths: _Paths, role: str, name: str, option: str, step: int | None) -> Side | None:
+    """The side with a path in a file of settings, or None. The reference's path is a setting of the actor."""
+    files, owner = paths.files, "actor" if role == "reference" else role
+    word = files.get(owner, name)
     if word is None or (role == "critic" and "critic" not in files.roles):
         return None
-    own = files.step(of, "ref_ckpt_step") if role == "reference" else None
-    steps = [own, files.step(of, "ckpt_step"), step]
-    first = next((one for one in steps if one is not None), None)
-    side = _trainer(role, option, Path(word.text), first, paths.mode)
+    ref_step = files.step(owner, "ref_ckpt_step") if role == "reference" else None
+    steps = [ref_step, files.step(owner, "ckpt_step"), step]
+    side = _trainer(role, option, Path(word.text), next((one for one in steps if one is not None), None), paths.mode)
     return replace(side, why=f"{side.why} ({name} at {word.place})")
 
 
 _SIZE = re.compile(r"--(?:.*-)?(?:parallel-size|(?:tp|pp|ep|etp|vpp)(?:-size)?)")
-# Sizes that cut no weight, and those that slime and miles overwrite by --rollout-num-gpus-per-engine.
-_HARMLESS = frozenset(
-    {
-        *("--context-parallel-size", "--sglang-data-parallel-size", "--sglang-moe-data-parallel-size"),
-        *("--sglang-tp-size", "--sglang-tensor-parallel-size"),
-    }
-)
+# Sizes that do not cut weights, and those that --rollout-num-gpus-per-engine overwrites.
+_HARMLESS = re.compile(r"--(?:context-parallel|sglang-(?:(?:moe-)?data-parallel|tp|tensor-parallel))-size")
 _OTHER_PATHS = frozenset({"--pretrained-checkpoint", "--lora-adapter-path"})
-_FILES = frozenset(
-    {
-        *("--config", "--config-path", "--config-name", "--custom-config-path", "--megatron-config-path"),
-        *("--sglang-config", "--yaml-cfg"),
-    }
-)
+_FILES = re.compile(r"--(?:config(?:-path|-name)?|(?:custom|megatron)-config-path|sglang-config|yaml-cfg)")
 
 
 def overrides(words: Sequence[str]) -> list[str]:
-    """The words that have the form of a Hydra override of a configuration of no stack that is known."""
+    """The words with the form of a Hydra override, for a configuration of an unknown stack."""
     return [word for word in words if is_override(word) and ("." in word.partition("=")[0] or word[0] in "+~")]
 
 
 def unread(words: Sequence[str], given: frozenset[str]) -> list[str]:
-    """A line for everything among the words of a launch that matters and is not read.
-
-    `given`: options for paths that preflight was given itself.
-    """
-    lines: dict[str, None] = {}
+    """A line for each relevant word that is not read. `given`: options with a known path or iteration."""
+    lines = []
     for option in options_of([Word(word) for word in words]):
         name = option.name
         shown = f"{name} {option.value.text}" if option.value else name
         usual = name.replace("_", "-")
         if usual in {*_OWN.values(), "--ckpt-step"} - given:
-            lines[f"{shown}: give it to preflight itself, before --"] = None
+            lines.append(f"{shown}: give it to preflight itself, before --")
         elif usual in _OTHER_PATHS or usual in {*_PATHS.values(), *_STEPS.values()} - given:
-            lines[f"{shown}: its checkpoint is not looked at; verify it by itself"] = None
-        elif usual in _FILES:
-            lines[f"{shown}: the settings of this file are not read"] = None
-        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and usual not in _HARMLESS:
-            lines[f"{shown}: no parallel size that is read"] = None
-    lines |= {f"{word}: an override of a configuration file": None for word in overrides(words)}
-    return list(lines)
+            lines.append(f"{shown}: its checkpoint is not checked; run `ckptkit verify` on it")
+        elif _FILES.fullmatch(usual):
+            lines.append(f"{shown}: the settings of this file are not read")
+        elif name not in READ and name not in GPUS and _SIZE.fullmatch(usual) and not _HARMLESS.fullmatch(usual):
+            lines.append(f"{shown}: this parallel size is not read")
+    return list(dict.fromkeys([*lines, *(f"{word}: an override of a configuration file" for word in overrides(words))]))
 
 
-_VERL = " (verl loads it itself: say so behind --, by its use_dist_checkpointing and dist_checkpointing_path)"
+_VERL = " (for verl, which loads it directly, give use_dist_checkpointing and dist_checkpointing_path behind --)"
 
 
 def _actor(
-    load: Path | None,
-    ref_load: Path | None,
-    step: int | None,
-    option: str = "--ref-load",
-    mode: str | None = None,
-    lost: int | None = None,
+    load: Path | None, ref_load: Path | None, step: int | None, option: str, mode: str | None, lost: int | None
 ) -> Side:
-    """The actor: `--load`, or `ref_load`, which `option` gives, where that holds no checkpoint.
+    """The actor: `--load`, or `ref_load`, the path of `option`, if `--load` has no checkpoint.
 
-    `mode` is that of `--megatron-to-hf-mode`, which miles has and slime has not. `lost`: the iteration of --ckpt-step
-    that only `--load` could have.
+    `mode` is the value of miles' `--megatron-to-hf-mode`. `lost` is a --ckpt-step that only `--load` could have.
     """
     if load and (load / TRACKER).exists():
         return _trainer("actor", "--load", load, step)
-    if load and is_hf(load):
-        if mode is None:
-            return Side("actor", "hf", load, f"--load has no tracker but {hf_config_of(load)}")
-        if ref_load and load.absolute() != ref_load.absolute():
-            return _passed_over(load, ref_load, step, option, mode)
-    issues = tuple(_empty_load(load, ref_load, lost)) if load and not is_hf(load) else ()
+    config = hf_config_of(load) if load else None
+    if load and config and mode is None:
+        return Side("actor", "hf", load, f"--load has no tracker but {config}")
+    issues = tuple(_empty_load(load, ref_load, lost)) if load and not config else ()
     if ref_load is None:
-        why = f"--load {load} holds no checkpoint and --ref-load is not given, so slime and miles stop"
+        why = f"--load {load} has no checkpoint and --ref-load is not given, so slime and miles stop"
         return Side("actor", None, None, why, issues)
+    why = f"--load {load} has no checkpoint, so {option} is loaded" if load else "--load is not given"
+    if load and config and load.absolute() != ref_load.absolute():
+        actual = f"an HF directory without a tracker: miles silently loads {option} {ref_load} instead"
+        hint = f"give {load} as --ref-load, and leave --load out"
+        issues = (path_issue("--load", load, f"{TRACKER}, without which miles ignores it", actual, hint),)
+        why = f"--load {load} has no tracker, so {option} is loaded"
     side = _trainer("actor", option, ref_load, step, mode)
-    why = f"--load {load} holds no checkpoint, so {option} is taken" if load else "--load is not given"
     return replace(side, why=f"{why}; {side.why}", issues=(*issues, *side.issues))
 
 
-def _passed_over(load: Path, ref_load: Path, step: int | None, option: str, mode: str) -> Side:
-    """The actor of miles where `--load` is an HF directory, which it takes only from `--ref-load`."""
-    side = _trainer("actor", option, ref_load, step, mode)
-    actual = f"an HF directory without a tracker: miles takes {option} {ref_load} instead, silently"
-    hint = f"give {load} as --ref-load, and leave --load out"
-    issue = path_issue("--load", load, f"{TRACKER}, without which miles passes over it", actual, hint)
-    why = f"--load {load} has no tracker, so {option} is taken; {side.why}"
-    return replace(side, why=why, issues=(issue, *side.issues))
-
-
 def _trainer(role: str, option: str, root: Path, step: int | None, mode: str | None = None) -> Side:
-    """The reference, or whichever `role` loads the iteration that Megatron finds in `root`, or `root` itself as HF.
-
-    miles loads HF directories in `mode` bridge only.
-    """
+    """The side that loads Megatron's iteration in `root`, or `root` as HF, which miles does in bridge mode only."""
     if not (root / TRACKER).exists():
-        if mode == "raw" and is_hf(root):
+        if mode == "raw" and hf_config_of(root):
             hint = "convert it with `ckptkit convert`, or give --megatron-to-hf-mode bridge"
             issue = path_issue(option, root, f"a directory with {TRACKER}", "an HF directory, in mode raw", hint)
-            why = f"miles stops: {option} {root} is an HF directory, which it takes in mode bridge only"
+            why = f"miles stops: {option} {root} is an HF directory, which it loads in mode bridge only"
             return Side(role, None, None, why, (issue,))
         return _untracked(role, option, root, step)
     if step and _takes_step(root):
         return _chosen_step(role, root, step, option)
     try:
         path = tracked_iteration(root)
-    except ForeignFileError:  # which Megatron follows
+    except ForeignFileError:
         raise
     except CkptkitError as error:
         issue = path_issue(option, root / TRACKER, "a tracker that names a directory", error.message, error.hint or "")
         return Side(role, None, None, f"Megatron stops: {error.message}", (issue,))
-    why = f"the tracker of {option} says {path.name}"
+    why = f"the tracker of {option} names {path.name}"
     if not step:
         return Side(role, "megatron", path, why)
-    # Megatron's name of `release` has no number in it.
-    hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} if that iteration is meant"
-    actual = f"release, which Megatron loads whatever --ckpt-step {step} says"
-    issue = path_issue("--ckpt-step", root / TRACKER, "a tracker that says an iteration", actual, hint, "warning")
+    hint = f"leave --ckpt-step out, or write {step} into {root / TRACKER} to load that iteration"
+    actual = f"release, which Megatron loads in spite of --ckpt-step {step}"
+    issue = path_issue("--ckpt-step", root / TRACKER, "a tracker with an iteration", actual, hint, "warning")
     issues = (issue,) if option == "--load" else ()
-    return Side(role, "megatron", path, f"{why}, next to which step {step} has no effect", issues)
+    return Side(role, "megatron", path, f"{why}, so step {step} has no effect", issues)
 
 
 def _takes_step(root: Path) -> bool:
-    """Whether `--ckpt-step` chooses an iteration of a directory. Megatron loads release/ whatever the step is."""
+    """Whether `--ckpt-step` chooses an iteration of a directory. Megatron loads release/ with any step."""
     return (root / TRACKER).exists() and tracker_text(root) != "release"
 
 
 def _iteration_of_fsdp(load: Path, step: int | None) -> Path | None:
-    """The iteration in `--load` that miles' FSDP trainer goes on from; None where it passes over `--load`."""
+    """The iteration in `--load` that miles' FSDP trainer resumes from, or None if it ignores `--load`."""
     number = str(step) if step is not None else tracker_text(load) if (load / TRACKER).exists() else ""
     iteration = load / f"iter_{int(number):07d}" if number.isdecimal() else None
     return iteration if iteration and (iteration / "model").is_dir() else None
 
 
 def _fsdp_actor(hf: Path, load: Path | None, step: int | None) -> Side:
-    """The actor of miles' FSDP trainer: `--hf-checkpoint`, over which an iteration of its own in `--load` is loaded."""
+    """The actor of miles' FSDP trainer: `--hf-checkpoint`, then an FSDP iteration in `--load`."""
     why = "FSDP builds the model from --hf-checkpoint"
     side = replace(hf_directory("actor", "--hf-checkpoint", hf, why), why=why, issues=())
     if load is None or (resumed := _iteration_of_fsdp(load, step)):
-        return replace(side, why=f"{why}, and goes on from {resumed}" if load else why)
-    if not load.is_dir() or not any(load.iterdir()):
-        found = tuple(_empty_load(load, hf, step))
-    else:
-        hint = "give it as --hf-checkpoint, if it is a model in HF format that the run is meant to start from"
+        return replace(side, why=f"{why}, and resumes from {resumed}" if load else why)
+    issues = tuple(_empty_load(load, hf, step))
+    if load.is_dir() and any(load.iterdir()):
+        hint = "give it as --hf-checkpoint, if it is the HF model that the run should start from"
         expected = f"{TRACKER} and the iteration of FSDP that it names"
-        found = (path_issue("--load", load, expected, "none: FSDP passes over it silently, or stops", hint),)
-    issues = () if load.resolve() == hf.resolve() else found
-    return replace(side, why=f"{why}; --load {load} holds no iteration of FSDP", issues=issues)
+        issues = (path_issue("--load", load, expected, "none: FSDP silently ignores it, or stops", hint),)
+    issues = () if load.resolve() == hf.resolve() else issues
+    return replace(side, why=f"{why}; --load {load} has no iteration of FSDP", issues=issues)
 
 
 def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator[PathIssue]:
-    """What is wrong with a `--load` without a checkpoint: nothing if it is empty or absent, as at a first start.
-
-    `step`: the iteration that the launch requires of it, which no first run has.
-    """
+    """Issues with a `--load` without a checkpoint. It may be empty or missing unless the launch requires a `step`."""
     inside = sorted(entry.name for entry in load.iterdir()) if load.is_dir() else []
     expected = f"{TRACKER} or a supported config.json"
     absent = "an empty directory" if load.is_dir() else "no such directory"
@@ -574,7 +485,7 @@ def _empty_load(load: Path, ref_load: Path | None, step: int | None) -> Iterator
         chosen = f" --ckpt-step {int(load.name[5:])}" if ITERATION.fullmatch(load.name) else ""
         yield _iteration_given("--load", load, expected, chosen)
     elif iterations := iterations_in(load):
-        hint = f"write `release` or the number into {load / TRACKER}, if that save is whole"
+        hint = f"write `release` or the number into {load / TRACKER}, if that save is complete"
         actual = f"{', '.join(iterations)} but no tracker: the last save did not finish"
         yield path_issue("--load", load, expected, actual, hint)
     elif inside:
@@ -594,45 +505,45 @@ def _iteration_given(option: str, path: Path, expected: str, step: str = "") -> 
 
 
 def _untracked(role: str, option: str, root: Path, step: int | None) -> Side:
-    """A directory without a tracker: HF, or nothing that a trainer loads."""
-    expected, random = f"a directory with {TRACKER}", False
+    """The side of a directory without a tracker: HF, or a directory that no trainer loads."""
+    expected, is_random = f"a directory with {TRACKER}", False
     if ITERATION.fullmatch(root.name) or (root / ".metadata").exists() or is_legacy(root):
         issue = _iteration_given(option, root, expected)
-        random = bool(ITERATION.fullmatch(root.name)) and not step
-    elif is_hf(root):
-        return Side(role, "hf", root, f"{option} has no tracker but {hf_config_of(root)}")
+        is_random = bool(ITERATION.fullmatch(root.name)) and not step
+    elif config := hf_config_of(root):
+        return Side(role, "hf", root, f"{option} has no tracker but {config}")
     else:
         actual = "no tracker in it" if root.exists() else "no such directory"
         issue = path_issue(option, root, expected, actual, "check the path")
-    why = "Megatron finds no tracker and only prints a warning" if random else _stops(root)
-    return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), random)
+    why = "Megatron finds no tracker and only prints a warning" if is_random else _stop_reason(root)
+    return Side(role, None, None, f"{option} {root} has no tracker; {why}", (issue,), is_random)
 
 
-def _stops(root: Path) -> str:
+def _stop_reason(root: Path) -> str:
     if not root.is_dir() or not any(root.iterdir()):
-        return "slime and miles stop, since it is empty or not there"
+        return "slime and miles stop, since it is empty or missing"
     if ITERATION.fullmatch(root.name):
-        return "Megatron stops, since it holds no iterations"
-    stops = "slime and miles stop, since they read it as an HF directory"
-    return f"{stops}; Megatron-LM itself would start from random weights"
+        return "Megatron stops, since it contains no iterations"
+    reason = "slime and miles stop, since they read it as an HF directory"
+    return f"{reason}; Megatron-LM itself would start from random weights"
 
 
 def _chosen_step(role: str, root: Path, step: int, option: str) -> Side:
     path = root / f"iter_{step:07d}"
     if path.is_dir():
         return Side(role, "megatron", path, f"--ckpt-step {step} of {option}")
-    there = ", ".join(iterations_in(root)) or "nothing"
-    hint = "choose an iteration that is there, or leave --ckpt-step out"
-    issue = path_issue("--ckpt-step", root, f"{path.name}/", f"only {there}", hint)
-    return Side(role, None, None, f"Megatron stops: {path} is not there", (issue,))
+    actual = f"only {', '.join(iterations_in(root)) or 'nothing'}"
+    hint = "choose an existing iteration, or leave --ckpt-step out"
+    issue = path_issue("--ckpt-step", root, f"{path.name}/", actual, hint)
+    return Side(role, None, None, f"Megatron stops: {path} is missing", (issue,))
 
 
-# Options with which a rollout may have other samples than a number of each prompt, or the batch another size.
+# Options that may change the number of samples per prompt, or the size of the batch.
 _OTHER_SAMPLES = (
     *("rollout_function_path", "custom_generate_function_path", "custom_convert_samples_to_train_data_path"),
     *("use_dynamic_global_batch_size", "rollout_data_postprocess_path", "lora_rank", "data_source_path"),
 )
-# Options with which an advantage is more than a reward less the mean of its group.
+# Options that may change the advantage from a reward minus the mean of its group.
 _OTHER_ADVANTAGES = (
     *("use_opd", "disable_rewards_normalization", "custom_advantage_function_path", "rollout_function_path"),
     *("custom_reward_post_process_path", "custom_convert_samples_to_train_data_path"),
@@ -640,14 +551,14 @@ _OTHER_ADVANTAGES = (
 
 
 def _switches(given: Arguments, program: str) -> Iterator[Issue]:
-    """Ways of training that do not go together. `program`: the file that starts the trainer, empty if not known."""
+    """Switches that conflict. `program`: the file that starts the trainer, or "" if unknown."""
     if given.has("colocate") and program == "train_async.py":
         expected = "no --colocate with train_async.py, which generates and trains at once"
         yield given.issue(("colocate",), expected, "the trainer stops: leave --colocate out, or start train.py")
-    mixture = given.value("num_experts") and given.value("train_backend", "megatron") == "megatron"
-    mixture = mixture and given.lacks("debug_rollout_only")
-    if mixture and given.value("moe_token_dispatcher_type") == "allgather":
-        hint = "slime only logs that it takes alltoall instead, for sequences of many lengths"
+    is_moe = given.value("num_experts") and given.value("train_backend", "megatron") == "megatron"
+    is_moe = is_moe and given.lacks("debug_rollout_only")
+    if is_moe and given.value("moe_token_dispatcher_type") == "allgather":
+        hint = "slime only logs that it uses alltoall instead, for sequences of different lengths"
         expected = "--moe-token-dispatcher-type alltoall or flex"
         yield given.issue(("moe_token_dispatcher_type",), expected, hint, "warning")
 
@@ -670,8 +581,8 @@ def _batches(given: Arguments) -> Iterator[Issue]:
             expected = f"global_batch_size that divides rollout_batch_size x n_samples_per_prompt = {product}"
             hint = f"the last {rollout % batch} samples of every rollout are not trained on"
             yield given.issue(names[:3], expected, hint, "warning")
-    over = given.value("over_sampling_batch_size")
-    if over and prompts and over < prompts:
+    oversampled = given.value("over_sampling_batch_size")
+    if oversampled and prompts and oversampled < prompts:
         expected = "over_sampling_batch_size of at least rollout_batch_size"
         pair = ("over_sampling_batch_size", "rollout_batch_size")
         yield given.issue(pair, expected, "the trainer stops: change one of them")
@@ -686,8 +597,8 @@ def _micro_batches(given: Arguments) -> Iterator[Issue]:
     sizes = [given.value(f"{one}_parallel_size", 1) for one in ("tensor_model", "pipeline_model", "context")]
     if not (batch and micro and nodes and each and all(sizes)):
         return
-    ranks, rest = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
-    if not rest and ranks and batch % (ranks * micro):
+    ranks, remainder = divmod(nodes * each, sizes[0] * sizes[1] * sizes[2])
+    if not remainder and ranks and batch % (ranks * micro):
         product = f"{ranks} x {micro} = {ranks * micro}"
         expected = f"global_batch_size that divides by data parallel ranks x micro_batch_size = {product}"
         hint = "the trainer stops in its first step: change one of them, or give --use-dynamic-batch-size"
@@ -709,63 +620,60 @@ def _advantages(given: Arguments) -> Iterator[Issue]:
 
 
 def _rollouts(given: Arguments, resumed: int) -> Iterator[Issue]:
-    """How many rollouts a run has. One that resumes goes on behind `resumed`; a critic may have loaded another."""
+    """The number of rollouts. A run that resumes continues behind `resumed`; a critic may have another iteration."""
     if given.has("num_rollout") and given.has("num_epoch"):
         hint = "--num-epoch is ignored, which the trainer only logs"
         yield given.issue(("num_rollout", "num_epoch"), "one of --num-rollout and --num-epoch", hint, "warning")
     rollouts, others = given.value("num_rollout"), ("start_rollout_id", "finetune", "debug_rollout_only")
     has_critic = given.value("advantage_estimator", "grpo") in ("ppo", None)
     if resumed and rollouts and rollouts <= resumed + 1 and all(map(given.lacks, others)) and not has_critic:
-        expected = f"--num-rollout above {resumed + 1}, as --load goes on from iteration {resumed}"
-        hint = "the run ends without a step of training, as if it were done: --num-rollout counts from the first start"
+        expected = f"--num-rollout above {resumed + 1}, as --load resumes from iteration {resumed}"
+        hint = "the run ends without a training step: --num-rollout counts from the first start"
         yield given.issue(("num_rollout", "start_rollout_id"), expected, hint, "warning")
 
 
-def _adapter(given: Arguments) -> Iterator[Issue]:
+def _adapter_issues(given: Arguments) -> Iterator[Issue]:
     trains = given.value("lora_rank", 0) or given.has("lora_adapter_path") or given.has("multi_lora_n_adapters")
     if given.has("lora_train_only") and trains:
-        hint = "the engine generates with the base model, which is not the policy that is trained: leave it out"
+        hint = "the engine generates with the base model instead of the trained policy: leave it out"
         names, expected = ("lora_train_only", "lora_rank"), "an engine with the adapter of --lora-rank"
         yield given.issue(names, expected, hint, "warning")
-    plain = given.value("lora_rank", 0) == 0 and all(map(given.lacks, ("lora_adapter_path", "multi_lora_n_adapters")))
+    is_full = given.value("lora_rank", 0) == 0 and all(map(given.lacks, ("lora_adapter_path", "multi_lora_n_adapters")))
     for name in ("sglang_enable_lora", "sglang_lora_paths", "vllm_enable_lora"):
-        if plain and given.has(name):
-            hint = "the trainer sends whole weights to layers that wait for an adapter: leave the engine's option out"
+        if is_full and given.has(name):
+            hint = "the trainer sends complete weights to LoRA layers: leave the engine's option out"
             yield given.issue((name, "lora_rank"), f"--lora-rank with --{name.replace('_', '-')}", hint)
 
 
-def _trained(given: Arguments) -> TrainedAdapter | None:
+def _adapter(given: Arguments) -> TrainedAdapter | None:
     """The adapter of miles. Source: miles 31f1ca9 `utils/lora.py`, `backends/sglang_utils/sglang_engine.py`."""
     rank, names = given.value("lora_rank", 0), ("lora_rank", "lora_adapter_path", "multi_lora_n_adapters")
     if not rank and not any(map(given.has, names[1:])):
         return None
-    engine = f"sent as it is to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
+    engine = f"sent unmerged to SGLang, started with enable_lora and max_lora_rank {max(rank or 0, 1)}"
     engine = "the engine generates without it, by --lora-train-only" if given.has("lora_train_only") else engine
     asked_by = next(given.cite(name) for name in names if given.has(name))
     return TrainedAdapter(str(rank or ""), given.value("target_modules") or "", engine, asked_by)
 
 
-def _raw(given: Arguments, hf: Path | None) -> Iterator[Issue]:
-    """A model with a wrapper that miles sends in mode raw, which is its default, and has no raw converter for."""
-    config = engine_config(hf) if hf else {}
+def _raw(given: Arguments, config: Mapping[str, Any]) -> Iterator[Issue]:
+    """A model with a wrapper that miles sends in mode raw, its default, although it has no raw converter for it."""
     is_wrapped = config.keys() & {"text_config", "vision_config"} and config.get("model_type") not in _RAW_WRAPPERS
-    if is_wrapped and given.value("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only"):
+    is_raw = given.value("megatron_to_hf_mode", "raw") == "raw" and given.lacks("debug_rollout_only")
+    if is_wrapped and is_raw and given.value("train_backend", "megatron") == "megatron":
         expected = f"--megatron-to-hf-mode bridge with {config.get('model_type')}"
-        why = "miles has no raw converter for this model and stops at the first update"
-        hint = f"{why}: give --megatron-to-hf-mode bridge"
-        if given.value("train_backend", "megatron") == "megatron":
-            yield given.issue(("megatron_to_hf_mode",), expected, hint)
+        hint = "miles has no raw converter for it and stops at the first update: give --megatron-to-hf-mode bridge"
+        yield given.issue(("megatron_to_hf_mode",), expected, hint)
 
 
-def _sequence(given: Arguments, hf: Path | None, is_miles: bool) -> Iterator[Issue]:
-    """Contiguous parts of the tokens are for DeepSeek's sparse attention; other attention takes them in zigzag order.
+def _sequence(given: Arguments, config: Mapping[str, Any], is_miles: bool) -> Iterator[Issue]:
+    """--allgather-cp splits tokens into contiguous parts. Only DeepSeek's sparse attention, or miles, supports them.
 
-    Before slime stopped at it, tokens were scrambled silently. miles trains other models with contiguous parts too.
+    Older slime silently scrambled the tokens.
     """
-    config = engine_config(hf) if hf else {}
     ranks, is_sparse = given.value("context_parallel_size", 1) or 1, "index_topk" in language_part(config)
     model = None if is_sparse or is_miles or given.has("debug_rollout_only") else class_of(config)
     if model and ranks > 1 and given.has("allgather_cp"):
         expected = f"no --allgather-cp with context_parallel_size above 1 for {model}"
-        hint = "tokens would be in another order than this attention takes them: leave --allgather-cp out"
+        hint = "the tokens would be in a wrong order for this attention: leave --allgather-cp out"
         yield given.issue(("allgather_cp", "context_parallel_size"), expected, hint)

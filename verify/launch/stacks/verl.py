@@ -1,13 +1,13 @@
-"""What a job of verl loads, by its Hydra settings.
+"""Reads a job of verl from its Hydra settings.
 
 Source: verl `workers/engine/megatron/transformer_impl.py`, `workers/engine_workers.py`, `trainer/ppo/` (need_critic,
 need_reference_policy, _load_checkpoint), `utils/checkpoint/` and the YAML files of `trainer/config/`, as of 2026-08.
-- The actor loads `model.path` through a bridge, or, with `use_dist_checkpointing`, the torch_dist directory of
-  `dist_checkpointing_path` itself; trackers there mean nothing.
-- The reference exists for a KL term only. It takes its sizes from the actor, but not `use_dist_checkpointing`.
+- The actor loads `model.path` through a bridge, or, with `use_dist_checkpointing`, the torch_dist directory
+  `dist_checkpointing_path`, without a tracker.
+- The reference exists for a KL term only. It inherits the actor's sizes, but not `use_dist_checkpointing`.
 - The rollout engine has config and tokenizer from `model.path`, its weights from the actor (`load_format: dummy`).
-- `resume_mode: auto` follows the tracker of `default_local_dir` to `global_step_N`. Where either is missing, the run
-  starts from the beginning silently. Source: `trainer/ppo/ray_trainer.py` (_load_checkpoint).
+- `resume_mode: auto` follows the tracker of `default_local_dir` to `global_step_N`. If either is missing, the run
+  silently starts from the beginning. Source: `trainer/ppo/ray_trainer.py` (_load_checkpoint).
 """
 
 from __future__ import annotations
@@ -19,37 +19,26 @@ from pathlib import Path
 
 from ckptkit.formats.detect import TRACKER, tracker_text
 from ckptkit.verify.core.issue import Issue
-from ckptkit.verify.launch.arguments import LaunchArguments
+from ckptkit.verify.launch.arguments import LaunchArguments, Server
 from ckptkit.verify.launch.job import Job, Launch, Stack, TrainedAdapter
 from ckptkit.verify.launch.options.speculative import Speculation, speculation_from_settings
 from ckptkit.verify.launch.settings.config import Config
 from ckptkit.verify.launch.settings.tree import Tree
 from ckptkit.verify.launch.sides import ENGINE, LOAD, REF, STEP, PathIssue, Side, path_issue
-from ckptkit.verify.launch.stacks.directories import given, hf_side, teacher_sides, torch_dist_side
-from ckptkit.verify.launch.stacks.sizes import (
-    NAMES,
-    GpuGroup,
-    GpuPlacement,
-    Gpus,
-    ModelSplit,
-    RolloutEngine,
-    Sizes,
-    places,
-    server_named,
-)
+from ckptkit.verify.launch.stacks.directories import hf_side, is_set, teacher_sides, torch_dist_side
+from ckptkit.verify.launch.stacks.sizes import NAMES, GpuGroup, GpuPlacement, Gpus, ModelSplit, RolloutEngine, Sizes, cite_all
 
 _AR = "actor_rollout_ref"
 _MODEL = f"{_AR}.model.path"
 _CRITIC_MODEL = "critic.model.path"
 _RANKS = (f"{_AR}.model.lora.rank", f"{_AR}.model.lora_rank")  # of an adapter, by the new and the old name
-# Keys of one role: where its weights come from, and where its Megatron settings stand.
+# The keys of the model and of the Megatron settings of each role, and the check of its path.
 _ROLES = {
     "actor": (_MODEL, f"{_AR}.actor.megatron", LOAD),
     "reference": (_MODEL, f"{_AR}.ref.megatron", REF),
     "critic": (_CRITIC_MODEL, "critic.megatron", LOAD),
 }
-# What changes a model, or loads another one, and is not read.
-_ELSEWHERE = re.compile(
+_ELSEWHERE = re.compile(  # settings that change a model, or load another one, and are not read
     r"^(?:actor_rollout_ref|critic)\.model\.(?:lora_adapter_path|lora\.adapter_path|hf_config_path|override_config\.model)|"
     r"\.dist_checkpointing_prefix$|\.override_mcore_model_config\.|"
     r"\.override_transformer_config\.(?:num_layers|mtp_num_layers|hidden_size|ffn_hidden_size|num_attention_heads|"
@@ -59,10 +48,8 @@ _ELSEWHERE = re.compile(
 _TEACHERS = re.compile(r"^distillation\..*model_path$")
 # Folders of verl's own files, of which `folder=file` chooses one.
 GROUPS = frozenset({"actor", "critic", "data", "engine", "model", "optim", "ref", "reward", "rollout"})
-# The program that these settings are known of, with trainer and engine on the same GPUs.
-_MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")
-# Files of verl itself, whose settings are those that are taken where a launch says nothing.
-OWN = re.compile(
+_MAIN_PPO = re.compile(r"(?:verl\.trainer\.)?main_ppo(?:_v0)?(?:\.py)?")  # has known rules for its settings
+OWN = re.compile(  # files of verl itself, with its default settings
     r"(?:(?:fully_async_|one_step_off_)?ppo(?:_megatron)?_trainer|megatron_(?:actor|critic|ref)|dp_(?:actor|critic|ref)|rollout|hf_model|actor|"
     r"critic|ref|megatron|fsdp|automodel|veomni|torchtitan|legacy_data|algorithm|rollout_correction|reward|reward_manager|reward_model|"
     r"megatron_reward_loop|dp_reward_loop|distillation|transfer_queue|profiler|legacy_reward_impl|"
@@ -76,25 +63,25 @@ def read(launch: Launch) -> Job:
     megatron = _is_megatron(settings)
     roles = ["actor", *(["reference"] if _reference(settings) else []), *(["critic"] if _critic(settings) else [])]
     gpus = Gpus.read(settings, "trainer.nnodes", "trainer.n_gpus_per_node")
-    # The reference takes the actor's sizes where it has none of its own.
+    # The reference inherits the actor's sizes.
     prefixes = {role: (_ROLES[role][1], *([f"{_AR}.actor.megatron"] * (role == "reference"))) for role in roles}
-    cut = {role: Sizes.read(settings, *prefixes[role]) for role in roles if megatron}
-    groups = [size.group(role, gpus) for role, size in cut.items()]
-    shared = () if megatron else tuple(_sequences(settings, roles))
-    groups += [cut.group(gpus, "ulysses_sequence_parallel_size") for cut in shared]
+    megatron_sizes = {role: Sizes.read(settings, *prefixes[role]) for role in roles if megatron}
+    groups = [size.group(role, gpus) for role, size in megatron_sizes.items()]
+    cuts = () if megatron else tuple(_sequence_cuts(settings, roles))
+    groups += [cut.group(gpus, "ulysses_sequence_parallel_size") for cut in cuts]
     first = {role: _initial(settings, role, megatron) for role in roles}
     resumed = resumed_step(settings)
-    sides = [_after(settings, resumed, role, side, megatron) for role, side in first.items() if side]
+    sides = [_resume(settings, resumed, role, side, megatron) for role, side in first.items() if side]
     engine = _rollout(settings, gpus)
     sizes = dict.fromkeys((*roles, ENGINE), engine.sizes)
-    for role, size in cut.items():
-        over = f"{_ROLES['actor' if role == 'reference' else role][1]}.override_transformer_config"
-        sizes[role] = size.arguments(engine.sizes, settings, over)
-    unlike = tuple(_unlike(settings, roles)) if megatron else ()
-    settings.report_unchecked(_ELSEWHERE)
+    for role, size in megatron_sizes.items():
+        prefix = f"{prefixes[role][-1]}.override_transformer_config"
+        sizes[role] = size.arguments(engine.sizes, settings, prefix)
+    differences = tuple(_size_differences(settings, roles)) if megatron else ()
+    settings.report_unread(_ELSEWHERE)
     teachers = teacher_sides(settings, _TEACHERS)
     _notes(settings, roles)
-    # Before anything is resumed; Megatron weights are those of `model.path` too.
+    # At the start of a run Megatron weights are those of `model.path` too.
     actor = first["actor"]
     sharing = [("actor", "reference")] if actor and first.get("reference") else []
     sharing += [("actor", ENGINE)] if actor and actor.is_megatron else []
@@ -106,108 +93,102 @@ def read(launch: Launch) -> Job:
         models={"critic": settings.model(_CRITIC_MODEL)} if "critic" in roles else {},
         sizes=sizes,
         sharing=() if resumed.path else tuple(sharing),
-        placement=GpuPlacement((*groups, *engine.groups), unlike, (*shared, *engine.cuts)),
-        speculation=_speculation(settings.silent_copy()),
-        adapter=_trained(settings.silent_copy()),
+        placement=GpuPlacement((*groups, *engine.groups), differences, (*cuts, *engine.cuts)),
+        speculation=_speculation(settings.silent_copy(), engine.server),
+        adapter=_adapter(settings.silent_copy()),
         combinations=_combinations(launch, settings.silent_copy(), megatron),
     )
 
 
 def _combinations(launch: Launch, settings: Config, megatron: bool) -> tuple[Issue, ...] | None:
-    """Settings of main_ppo that do not go together; None for another program, which may read them otherwise.
+    """Settings of main_ppo that conflict, or None for another program, which may read them differently.
 
     Source: verl 1dda039 `workers/rollout/`, where TensorRT-LLM has no adapter; `trainer/ppo/ray_trainer.py`
-    (_save_checkpoint) and `utils/checkpoint/megatron_checkpoint_manager.py`, which alone writes the tracker of an
-    asynchronous save.
+    (_save_checkpoint) and `utils/checkpoint/megatron_checkpoint_manager.py`: only Megatron's asynchronous save writes a
+    tracker.
     """
     program = launch.text.program_name
     if program and not _MAIN_PPO.fullmatch(program):
         return None
-    return (*_adapter(settings), *(() if megatron else _tracker(settings)))
+    key, mode, issues = f"{_AR}.actor.checkpoint.async_save", "trainer.resume_mode", list(_adapter_issues(settings))
+    resumes = settings.get(mode).known and settings.text(mode, "auto") == "auto"
+    if not megatron and settings.is_on(key) and resumes:
+        hint = "leave it out: FSDP saves at once, nothing writes the tracker, and the next run starts from step 0"
+        issues.append(settings.issue((key,), f"{key}=False without Megatron", hint, "warning"))
+    return tuple(issues)
 
 
-def _adapter(settings: Config) -> Iterator[Issue]:
+def _adapter_issues(settings: Config) -> Iterator[Issue]:
     key, merge = f"{_AR}.rollout.name", f"{_AR}.model.lora.merge"
     rank = next((one for one in _RANKS if settings.text(one) not in ("", "0")), None)
     if rank and settings.text(key) == "trtllm" and settings.is_off(merge):
         expected = f"{key} = vllm or sglang, or {merge} = True, with {rank}"
-        hint = f"verl gives no adapter to {settings.text(key)}, which generates with the base model"
+        hint = f"verl sends no adapter to {settings.text(key)}, which generates with the base model"
         yield settings.issue((rank, key), expected, hint)
     switch = f"{_AR}.rollout.engine_kwargs.{settings.text(key) or 'vllm'}.enable_lora"
     trains = (*_RANKS, f"{_AR}.model.lora_adapter_path")
-    if settings.is_on(switch) and all(settings.get(one).known for one in trains) and not _lora(settings):
-        hint = "verl sends complete weights to an engine with layers that wait for an adapter: leave it out"
+    if settings.is_on(switch) and all(settings.get(one).known for one in trains) and not _has_adapter(settings):
+        hint = "verl sends complete weights to an engine with LoRA layers: leave it out"
         yield settings.issue((switch, _RANKS[1]), f"{_RANKS[1]} with {switch}", hint)
 
 
-def _trained(settings: Config) -> TrainedAdapter | None:
+def _adapter(settings: Config) -> TrainedAdapter | None:
     """The adapter. Source: verl 1dda039 `vllm_async_server.py`, `async_sglang_server.py` (lora_served_as_adapter)."""
     path, merge = f"{_AR}.model.lora_adapter_path", f"{_AR}.model.lora.merge"
-    if not _lora(settings):
+    if not _has_adapter(settings):
         return None
     rank = next((key for key in _RANKS if settings.above_zero(key)), None)
     engine = settings.text(f"{_AR}.rollout.name") or "the engine"
-    engine = f"sent as it is to {engine}, started with enable_lora and a max_lora_rank of at least its rank"
+    engine = f"sent unmerged to {engine}, started with enable_lora and a max_lora_rank of at least its rank"
     engine = "verl merges it into the weights that it sends" if settings.is_on(merge) else engine
     targets = settings.first(f"{_AR}.model.lora.target_modules.0", f"{_AR}.model.target_modules").removesuffix(".0")
     text = settings.text(rank) if rank else ""
     return TrainedAdapter(text, settings.listed(targets, "all-linear"), engine, settings.cite(rank or path))
 
 
-def _tracker(settings: Config) -> Iterator[Issue]:
-    key, mode = f"{_AR}.actor.checkpoint.async_save", "trainer.resume_mode"
-    if settings.is_on(key) and settings.get(mode).known and settings.text(mode, "auto") == "auto":
-        hint = "leave it out: FSDP saves at once, nothing writes the tracker, and the next run starts from step 0"
-        yield settings.issue((key,), f"{key}=False without Megatron", hint, "warning")
-
-
-def _speculation(settings: Config) -> Speculation | None:
-    """How the engine drafts: with the model's own layers by `model.mtp`, or as its own settings say.
-
-    Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`.
-    """
-    mtp, rollout = f"{_AR}.model.mtp", f"{_AR}.rollout"
-    name = server_named(settings.text(f"{rollout}.name"))
-    if name and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
+def _speculation(settings: Config, server: Server | None) -> Speculation | None:
+    """Source: verl `workers/config/model.py` (MtpConfig), `vllm_async_server.py`, `async_sglang_server.py`."""
+    mtp = f"{_AR}.model.mtp"
+    if server and settings.switch(f"{mtp}.enable") and settings.switch(f"{mtp}.enable_rollout"):
         sglang = settings.text(f"{mtp}.speculative_algorithm", "EAGLE").upper()
-        method = settings.text(f"{mtp}.method", "mtp") if name == "vllm" else sglang
-        return Speculation(name, method, settings.cite(f"{mtp}.enable_rollout"))
-    return speculation_from_settings(settings, f"{rollout}.engine_kwargs.vllm", name)
+        method = settings.text(f"{mtp}.method", "mtp") if server == "vllm" else sglang
+        return Speculation(server, method, settings.cite(f"{mtp}.enable_rollout"))
+    return speculation_from_settings(settings, f"{_AR}.rollout.engine_kwargs.vllm", server)
 
 
-def _sequences(settings: Config, roles: Sequence[str]) -> Iterator[ModelSplit]:
-    """The ranks that share a sequence in a trainer without Megatron. The reference takes the actor's size."""
+def _sequence_cuts(settings: Config, roles: Sequence[str]) -> Iterator[ModelSplit]:
+    """The ranks that share a sequence in a trainer without Megatron. The reference inherits the actor's size."""
     actor = (f"{_AR}.actor.ulysses_sequence_parallel_size", f"{_AR}.actor.fsdp_config.ulysses_sequence_parallel_size")
-    own = {
+    keys = {
         "actor": actor,
         "reference": (f"{_AR}.ref.ulysses_sequence_parallel_size", *actor),
         "critic": ("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),
     }
     for role in roles:
-        yield from ModelSplit.ulysses(settings, role, *own[role])
+        yield from ModelSplit.ulysses(settings, role, *keys[role])
 
 
 def _is_megatron(settings: Config) -> bool:
-    """Whether Megatron trains: by the strategy, else by the file of settings, or a setting of Megatron."""
+    """Whether Megatron trains: by the strategy, else by the names of settings files, or a setting of Megatron."""
     strategy = settings.text(f"{_AR}.actor.strategy") or settings.text("model_engine")
     if strategy:
         return strategy == "megatron"
-    named = any("megatron" in name for name in (*settings.files, *(word.text for word in settings.groups)))
-    return named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.names())
+    is_named = any("megatron" in name for name in (*settings.files, *(word.text for word in settings.groups)))
+    return is_named or any(key.startswith(f"{_AR}.actor.megatron.") for key in settings.names())
 
 
-def _lora(settings: Config) -> bool:
-    """Whether an adapter is trained; the reference is then the actor without it."""
-    return any(settings.above_zero(key) for key in _RANKS) or given(settings.text(f"{_AR}.model.lora_adapter_path"))
+def _has_adapter(settings: Config) -> bool:
+    """Whether an adapter is trained. The reference is then the actor without it."""
+    return any(settings.above_zero(key) for key in _RANKS) or is_set(settings.text(f"{_AR}.model.lora_adapter_path"))
 
 
 def _reference(settings: Config) -> bool:
-    asked = (f"{_AR}.actor.use_kl_loss", "algorithm.use_kl_in_reward")
-    return any(settings.switch(key) for key in asked) and not _lora(settings)
+    switches = (f"{_AR}.actor.use_kl_loss", "algorithm.use_kl_in_reward")
+    return any(settings.switch(key) for key in switches) and not _has_adapter(settings)
 
 
 def _critic(settings: Config) -> bool:
-    """Whether there is one: by `critic.enable`, or for `gae`, which is the default, where a launch says so."""
+    """Whether there is a critic: by `critic.enable`, else for `gae`, or a critic's model without an estimator."""
     if settings.has("critic.enable"):
         return settings.switch("critic.enable")
     estimator = settings.text("algorithm.adv_estimator")
@@ -216,19 +197,18 @@ def _critic(settings: Config) -> bool:
 
 def _notes(settings: Config, roles: Sequence[str]) -> None:
     if "reference" not in roles and settings.has(f"{_AR}.ref.megatron.dist_checkpointing_path"):
-        why = "neither use_kl_loss nor use_kl_in_reward asks for one"
-        why = "the reference is the actor without its adapter" if _lora(settings) else why
+        why = "neither use_kl_loss nor use_kl_in_reward is set"
+        why = "the reference is the actor without its adapter" if _has_adapter(settings) else why
         settings.notes.append(f"no reference is loaded: {why}")
     if not settings.text("algorithm.adv_estimator") and "critic" not in roles:
         settings.notes.append(f"algorithm.adv_estimator is not given; verl's default, gae, also loads {_CRITIC_MODEL}")
     key = f"{_AR}.actor.megatron.use_mbridge"
     if settings.has(key) and not settings.switch(key):
-        why = "verl stops at that since it loads through a bridge only"
-        settings.notes.append(f"{settings.cite(key)} is false: {why}")
+        settings.notes.append(f"{settings.cite(key)} is false: verl stops, as it loads only through a bridge")
 
 
 def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
-    """What a role loads before anything is resumed."""
+    """The side of a role at the start of a run."""
     model, prefix, check = _ROLES[role]
     if not megatron:
         return hf_side(role, settings, model, f"{model}, without Megatron")
@@ -238,10 +218,10 @@ def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
         return None
     if settings.switch(switch):
         if word is None:
-            expected, actual, hint = f"{key} with it", "no such setting", f"give {key}"
-            issue = path_issue(settings.cite(switch), Path(), expected, actual, hint, check=check)
+            place = settings.cite(switch)
+            issue = path_issue(place, Path(), f"{key} with it", "no such setting", f"give {key}", check=check)
             return Side(role, None, None, f"verl stops: {key} is not given", (issue,))
-        why = f"verl loads the directory of {key} itself"
+        why = f"verl loads the directory of {key}"
         return torch_dist_side(role, settings.cite(key), Path(word.text), why, check)
     side = hf_side(role, settings, model, f"{model}, through a bridge")
     if word is None or side is None:
@@ -252,8 +232,8 @@ def _initial(settings: Config, role: str, megatron: bool) -> Side | None:
     return replace(side, issues=(*side.issues, issue))
 
 
-def _after(settings: Config, resumed: Resumed, role: str, side: Side, megatron: bool) -> Side:
-    """A side after the run was resumed: actor and critic load their part of the step over what they began with."""
+def _resume(settings: Config, resumed: Resumed, role: str, side: Side, megatron: bool) -> Side:
+    """A side of the resumed run: actor and critic load their part of the step."""
     if role == "reference":
         return side
     if resumed.stops:
@@ -262,63 +242,56 @@ def _after(settings: Config, resumed: Resumed, role: str, side: Side, megatron: 
         return replace(side, why=f"{side.why}; {resumed.why}", issues=(*side.issues, *resumed.issues))
     root = resumed.path / role
     if not megatron:
-        settings.unread.append(f"{root}: shards of FSDP are not looked at")
+        settings.unread.append(f"{root}: shards of FSDP are not read")
         return side
     key = f"{_ROLES[role][1]}.use_dist_checkpointing"
     name = "dist_ckpt" if settings.switch(key) else "huggingface"
-    nested = (root / "model").is_dir()
-    path = root / "model" / name if nested else root / name
-    old = "" if nested else " (in the layout that verl of 2026 asks to migrate)"
-    is_hf = name == "huggingface"
+    is_nested, is_hf = (root / "model").is_dir(), name == "huggingface"
+    path = root / "model" / name if is_nested else root / name
+    layout = "" if is_nested else " (in an old layout, which verl of 2026 tells to migrate)"
     if (path / ("config.json" if is_hf else ".metadata")).exists():
-        return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{old}", side.issues)
+        return Side(role, "hf" if is_hf else "megatron", path, f"{resumed.why}{layout}", side.issues)
     actual = "no such directory" if not path.exists() else "no checkpoint in it"
     expected, hint = f"the {role}'s weights of this step", f"choose another step, or change {key}"
     issue = path_issue("trainer.resume_mode", path, expected, actual, hint, check=STEP)
-    return Side(role, None, None, f"verl stops: {path} holds no checkpoint", (*side.issues, issue))
+    return Side(role, None, None, f"verl stops: {path} contains no checkpoint", (*side.issues, issue))
 
 
-def _unlike(settings: Config, roles: Sequence[str]) -> Iterator[Issue]:
-    """Sizes of the reference or the critic that differ from the actor's.
-
-    Megatron's groups are made once in a process, by whichever role is built first; what another role says is lost.
-    """
+def _size_differences(settings: Config, roles: Sequence[str]) -> Iterator[Issue]:
+    """Sizes of reference and critic that Megatron ignores, as it makes its groups once, for the first role."""
     for role in roles[1:]:
         for name in NAMES.values():
-            here, there = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
+            key, actor_key = f"{_ROLES[role][1]}.{name}", f"{_AR}.actor.megatron.{name}"
             default = None if name in (NAMES["etp"], NAMES["vpp"]) else 1
-            if not settings.has(here) and role == "reference":
+            if not settings.has(key) and role == "reference":
                 continue
-            other, actors = settings.size(here, default), settings.size(there, default)
-            if settings.get(here).known and settings.get(there).known and other != actors:
-                expected, actual = f"{settings.cite(there)} = {actors}", f"{settings.cite(here)} = {other}"
+            size, actor_size = settings.size(key, default), settings.size(actor_key, default)
+            if settings.get(key).known and settings.get(actor_key).known and size != actor_size:
+                expected, actual = f"{settings.cite(actor_key)} = {actor_size}", f"{settings.cite(key)} = {size}"
                 hint = "give both the same size: roles in one process share the groups of the first"
                 yield Issue(expected, actual, hint, severity="warning")
 
 
 def _rollout(settings: Config, gpus: Gpus) -> RolloutEngine:
-    """The engine. Source: verl `workers/rollout/replica.py`, which takes the workers of a replica node by node.
-
-    fully_async_policy and one_step_off_policy give it GPUs of its own.
-    """
-    own = "rollout.nnodes", "rollout.n_gpus_per_node"
-    if any(settings.has(key) or not settings.get(key).known for key in own):
-        gpus = Gpus.read(settings, *own)
+    """The engine. Source: verl `workers/rollout/replica.py`, which assigns the workers of a replica node by node."""
+    separate = "rollout.nnodes", "rollout.n_gpus_per_node"  # for fully_async_policy and one_step_off_policy
+    if any(settings.has(key) or not settings.get(key).known for key in separate):
+        gpus = Gpus.read(settings, *separate)
     prefix = f"{_AR}.rollout"
     name = settings.text(f"{prefix}.name")
     dummy = "dummy" in settings.text(f"{prefix}.load_format", "dummy")
-    weights = "its weights come from the actor" if dummy else "its first weights too"
-    why = f"{name or 'the engine'} takes config and tokenizer from {_MODEL}, {weights}"
+    weights = "gets its weights from the actor" if dummy else "its first weights"
+    why = f"{name or 'the engine'} loads config and tokenizer from {_MODEL}, and {weights}"
     engine = RolloutEngine(hf_side(ENGINE, settings, _MODEL, why), LaunchArguments(server=name or None))
     keys = [f"{prefix}.{one}_size" for one in ("tensor_model_parallel", "data_parallel", "pipeline_model_parallel")]
     tp, dp, pp = settings.size(keys[0], 2), settings.size(keys[1]), settings.size(keys[2])
     if tp is None or dp is None or pp is None:
         return engine
-    spread = f"{prefix}.expert_parallel_size"
-    ep, fp8 = settings.size(spread, None), settings.text(f"{prefix}.quantization") == "fp8"
-    group = GpuGroup(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), places(settings, keys), is_engine=True)
+    ep_key = f"{prefix}.expert_parallel_size"
+    ep, fp8 = settings.size(ep_key, None), settings.text(f"{prefix}.quantization") == "fp8"
+    group = GpuGroup(ENGINE, gpus, (("tp x dp x pp", (tp, dp, pp)),), cite_all(settings, keys), is_engine=True)
     engine = replace(engine, groups=(replace(group, is_inside=name == "vllm" and dp > 1),))
-    return engine.cut(tp, pp, ep, settings.cite(keys[0]), plain=dp == 1 and settings.get(spread).known, fp8=fp8)
+    return engine.cut(tp, pp, ep, settings.cite(keys[0]), plain=dp == 1 and settings.get(ep_key).known, fp8=fp8)
 
 
 STACK = Stack("verl", read, fits=lambda tree: _AR in tree, models=frozenset({_MODEL}), own=OWN, groups=GROUPS)
@@ -326,7 +299,7 @@ STACK = Stack("verl", read, fits=lambda tree: _AR in tree, models=frozenset({_MO
 
 @dataclass(frozen=True)
 class Resumed:
-    """The step that a run goes on from: its directory, None where it starts anew, and why."""
+    """The step that a run resumes from, or the reason why it starts from the beginning."""
 
     path: Path | None
     why: str
@@ -335,7 +308,7 @@ class Resumed:
 
 
 def resumed_step(settings: Config) -> Resumed:
-    """What a run resumes, by its settings and the files that are there."""
+    """The step that a run resumes from, by its settings and existing files."""
     mode = settings.text("trainer.resume_mode", "auto")
     if mode == "resume_path":
         return _resumed_path(settings)
@@ -343,34 +316,33 @@ def resumed_step(settings: Config) -> Resumed:
         return Resumed(None, f"trainer.resume_mode is {mode}")
     key = "trainer.default_local_dir"
     project, experiment = "trainer.project_name", "trainer.experiment_name"
-    own = settings.is_new(key) or not settings.get(key).known or settings.has(key)
-    if new := next((one for one in ([key] if own else [project, experiment]) if settings.is_new(one)), None):
-        return Resumed(None, f"{new} has the time of the start in it, so its directory is new")
+    is_given = settings.is_new(key) or not settings.get(key).known or settings.has(key)
+    if new := next((one for one in ([key] if is_given else [project, experiment]) if settings.is_new(one)), None):
+        return Resumed(None, f"{new} contains the start time, so its directory is new")
     if not settings.get(key).known:
         return Resumed(None, f"{key} is not known")
-    names = ("", "") if own else (settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k"))
-    root = Path(settings.text(key) or f"checkpoints/{names[0]}/{names[1]}")
-    place = settings.cite(key)
-    steps = _steps(root)
+    names = [] if is_given else [settings.text(project, "verl_examples"), settings.text(experiment, "gsm8k")]
+    root = Path(settings.text(key) or "/".join(["checkpoints", *names]))
+    place, steps = settings.cite(key), _steps(root)
     if not (root / TRACKER).is_file():
         if not steps:
             return Resumed(None, f"resume_mode auto finds no tracker in {root}")
-        actual = f"{', '.join(steps)} but no tracker, so verl starts from the beginning silently"
+        actual = f"{', '.join(steps)} but no tracker, so verl silently starts from the beginning"
         hint = f"write the number into {root / TRACKER}, or set trainer.resume_mode=resume_path"
         issue = path_issue(place, root, f"{TRACKER} next to its steps", actual, hint, check=LOAD)
         return Resumed(None, f"resume_mode auto finds no tracker in {root}", (issue,))
     named = tracker_text(root)
     if not (named.isdecimal() and len(named) < 10):
-        hint = "write the number of a step that is there"
+        hint = "write the number of an existing step"
         issue = path_issue(place, root / TRACKER, "the number of a step", f"{named!r}", hint, check=LOAD)
-        return Resumed(None, f"{root / TRACKER} says {named!r}, at which verl stops", (issue,), stops=True)
+        return Resumed(None, f"verl stops: {root / TRACKER} contains {named!r}", (issue,), stops=True)
     path = root / f"global_step_{int(named)}"
     if path.exists():
-        return Resumed(path, f"the tracker of {key} says {named}")
-    actual = f"only {', '.join(steps) or 'nothing'}, so verl starts from the beginning silently"
-    hint = "write the number of a step that is there into the tracker"
+        return Resumed(path, f"the tracker of {key} names {path.name}")
+    actual = f"only {', '.join(steps) or 'nothing'}, so verl silently starts from the beginning"
+    hint = "write the number of an existing step into the tracker"
     issue = path_issue(place, root / TRACKER, f"{path.name}, which the tracker names", actual, hint, check=STEP)
-    return Resumed(None, f"the tracker says {named}, but {path.name} is not there", (issue,))
+    return Resumed(None, f"the tracker names step {named}, but {path.name} is missing", (issue,))
 
 
 def _resumed_path(settings: Config) -> Resumed:
@@ -382,11 +354,9 @@ def _resumed_path(settings: Config) -> Resumed:
     number = path.name.rpartition("global_step_")[2]
     if word and "global_step_" in word.text and number.isdecimal() and path.is_dir():
         return Resumed(path, f"{key}")
-    there = ", ".join(_steps(path.parent)) or "nothing" if word else ""
-    actual = (
-        "no such setting" if word is None else "another name" if path.is_dir() else f"not there; next to it {there}"
-    )
-    expected, hint = "a directory global_step_N that is there", "choose a step that is there"
+    actual = "another name" if path.is_dir() else f"missing; next to it {', '.join(_steps(path.parent)) or 'nothing'}"
+    actual = "no such setting" if word is None else actual
+    expected, hint = "an existing directory global_step_N", "choose an existing step"
     issue = path_issue(settings.cite(key), path, expected, actual, hint, check=STEP)
     return Resumed(None, f"verl stops: {key} {path} is not a step of a run", (issue,), stops=True)
 
@@ -396,18 +366,18 @@ def _steps(root: Path) -> list[str]:
     return sorted(names, key=lambda name: (len(name), name))
 
 
-# Supervised fine-tuning, which has no rollout. Source: verl `trainer/sft_trainer.py`,
-# `utils/checkpoint/checkpoint_handler.py` and `trainer/config/`. Its model is loaded as an actor's is.
-_TUNED = "model.path"
-# The ranks that share a sequence, of the engines fsdp and veomni.
-_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")
-_TUNED_ELSEWHERE = re.compile(
+_SFT_MODEL = "model.path"
+_SEQUENCE = ("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size")  # of fsdp and veomni
+_SFT_ELSEWHERE = re.compile(
     r"^model\.(?:lora_adapter_path|hf_config_path|override_config)|\.override_mcore_model_config\."
 )
 
 
 def read_sft(launch: Launch) -> Job:
-    """The job of a launch of fine-tuning. Raises CkptkitError for values that are not numbers or truth values."""
+    """The job of fine-tuning, without a rollout. Raises CkptkitError for values that are not numbers or truth values.
+
+    Source: verl `trainer/sft_trainer.py`, `utils/checkpoint/checkpoint_handler.py` and `trainer/config/`.
+    """
     settings, ranks = launch.settings, launch.text.ranks
     is_chosen = any(word.text.startswith("engine") and "megatron" in word.text for word in settings.groups)
     megatron = is_chosen or settings.text("engine.strategy") == "megatron"
@@ -416,22 +386,22 @@ def read_sft(launch: Launch) -> Job:
     if megatron and settings.switch("engine.use_dist_checkpointing") and word:
         side: Side | None = torch_dist_side("actor", settings.cite(key), Path(word.text), key, LOAD)
     else:
-        side = hf_side("actor", settings, _TUNED, f"{_TUNED}, through a bridge" if megatron else _TUNED)
+        side = hf_side("actor", settings, _SFT_MODEL, f"{_SFT_MODEL}, through a bridge" if megatron else _SFT_MODEL)
     if settings.text("trainer.resume_mode", "auto") != "disable":
         word = settings.get(settings.first("trainer.resume_from_path", "trainer.default_local_dir")).word
         if word and ((Path(word.text) / TRACKER).is_file() or "global_step_" in word.text):
-            settings.unread.append(f"{word.place}: {word.text}: the step that the run goes on from is not looked at")
-    settings.report_unchecked(_TUNED_ELSEWHERE)
+            settings.unread.append(f"{word.place}: {word.text}: the step that the run resumes from is not read")
+    settings.report_unread(_SFT_ELSEWHERE)
     sizes = Sizes.read(settings, "engine") if megatron else None
     gpus = Gpus(int(ranks.text), f"processes started at {ranks.place}") if ranks else Gpus()
     cuts = () if sizes else tuple(ModelSplit.ulysses(settings, "actor", *_SEQUENCE))
-    shared = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [GpuGroup("actor", gpus, (("1", (1,)),))]
-    groups = [sizes.group("actor", gpus)] if sizes else shared
+    groups = [cut.group(gpus, "ulysses_parallel_size") for cut in cuts] or [GpuGroup("actor", gpus, (("1", (1,)),))]
+    groups = [sizes.group("actor", gpus)] if sizes else groups
     return Job(
         SFT,
         sides=(side,) if side else (),
-        hf=settings.model(_TUNED),
-        hf_option=_TUNED,
+        hf=settings.model(_SFT_MODEL),
+        hf_option=_SFT_MODEL,
         sizes={"actor": sizes.arguments(LaunchArguments(), settings, "engine")} if sizes else {},
         placement=GpuPlacement(tuple(groups), cuts=cuts),
     )
@@ -442,4 +412,4 @@ def _fits_sft(tree: Mapping[str, Tree]) -> bool:
     return isinstance(model, dict) and "path" in model and {"data", "trainer"} <= tree.keys()
 
 
-SFT = replace(STACK, read=read_sft, fits=_fits_sft, models=frozenset({_TUNED}))
+SFT = replace(STACK, read=read_sft, fits=_fits_sft, models=frozenset({_SFT_MODEL}))

@@ -60,7 +60,7 @@ def test_a_checkpoint_of_megatron_with_sizes_passes(base: Path, hf: Path, conver
     report = preflight(script=model(base, hf, f"  {checkpoint}\n  megatron_cfg: {sizes}\n"))
     assert passes(report)
     path = converted(NAME) / "release"
-    why = "the tracker says release: of policy.pretrained_checkpoint.path"
+    why = "release (by the tracker) of policy.pretrained_checkpoint.path"
     assert loads(report)[:2] == [f"{role} loads {path} (Megatron): {why}" for role in ("actor", "reference")]
     assert {"CK701", "CK703", "CK722"} <= {one.code for one in report.checks if one.status == "passed"}
 

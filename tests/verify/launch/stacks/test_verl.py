@@ -88,10 +88,9 @@ def test_a_resumed_run_passes_and_the_reference_stays_at_the_start(hf: Path, tor
     given = words(hf, *dist("actor", torch_dist), f"{ACTOR}.use_kl_loss=True")
     report = preflight(arguments=[*given, f"trainer.default_local_dir={tmp_path / 'run'}"])
     assert passes(report)
-    assert loads(report)[:2] == [
-        f"actor loads {actor / 'model' / 'dist_ckpt'} (Megatron): the tracker of trainer.default_local_dir says 40",
-        f"reference loads {hf} (HF): actor_rollout_ref.model.path, through a bridge",
-    ]
+    resumed, reference, *_ = loads(report)
+    assert resumed.startswith(f"actor loads {actor / 'model' / 'dist_ckpt'} (Megatron): the tracker of ")
+    assert reference == f"reference loads {hf} (HF): actor_rollout_ref.model.path, through a bridge"
 
 
 def test_a_step_of_hf_weights_is_resumed_by_its_path(hf: Path, tmp_path: Path) -> None:
