@@ -40,7 +40,7 @@ from ckptkit.verify.evidence.rounding import rounding_of
 from ckptkit.verify.options import VerifyOptions, verify_options
 from ckptkit.verify.reports.heat import Heat, Measured, heat_map, of_values
 from ckptkit.verify.witnesses.megatron.run import sizes_of
-from ckptkit.verify.witnesses.registry import programs_not_asked
+from ckptkit.verify.witnesses.registry import programs_not_used
 from ckptkit.verify.witnesses.rollouts.run import recording_of
 
 _PACKED_PART = re.compile(r"\.weight_\w+$")
@@ -174,7 +174,7 @@ def _stage_of_its_own(path: Path) -> str | None:
 def _not_asked(subject: Subject) -> list[str]:
     """What could have been given or asked, as the verdict names it; a live engine is SGLang too."""
     source = ["source"] if subject.source_path is None else []
-    return source if subject.is_deltas else source + programs_not_asked(subject.against)
+    return source if subject.is_deltas else source + programs_not_used(subject.against)
 
 
 def _heat(subject: Subject, findings: Sequence[Finding]) -> Heat:

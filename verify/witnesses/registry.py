@@ -43,7 +43,7 @@ def with_implied(against: frozenset[str]) -> frozenset[str]:
     return against | {one.implies for one in WITNESSES if one.name in against and one.implies}
 
 
-def programs_not_asked(against: frozenset[str]) -> list[str]:
+def programs_not_used(against: frozenset[str]) -> list[str]:
     """The programs that none of these witnesses asks."""
     asked = {one.program for one in WITNESSES if one.name in against}
     asked |= {live_engine(against).label} if "engine" in against else set()

@@ -22,9 +22,9 @@ from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.process.codec import load_record, save
-from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, exit_report_of, how_it_ended
+from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, describe_exit_code, exit_report_of
 from ckptkit.verify.witnesses.process.interpreter import Interpreter
-from ckptkit.verify.witnesses.process.memory import free_memory, memory_limit, takes_more_than
+from ckptkit.verify.witnesses.process.memory import exceeds_memory, free_memory, memory_limit
 from ckptkit.verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
 
 T = TypeVar("T")
@@ -60,14 +60,14 @@ class Answer(Generic[T]):
         return self.reports.get(0)
 
     @property
-    def to_blame(self) -> int:
+    def failing_rank(self) -> int:
         """The first rank whose failure is a verdict, or the first that failed. Raises ValueError where none did."""
         return min(self.failures, key=lambda rank: (not self.failures[rank].verdict, rank))
 
     @property
     def failure(self) -> ExitReport | None:
         """Why the rank to blame failed; None where all ended well."""
-        return self.failures[self.to_blame] if self.failures else None
+        return self.failures[self.failing_rank] if self.failures else None
 
     def require(self, otherwise: str) -> T:
         """The report of the only rank. Raises CannotCheck without one, which says `otherwise` and why."""
@@ -120,7 +120,7 @@ def read_answer(
 def _failure(report: Path, log: Path, how: str) -> ExitReport:
     """Why a rank failed: its own exception, or how it ended and what it printed last."""
     ending = exit_report_of(report)
-    return ending if ending.message else replace(ending, message=f"{how}; {last_words(log)}")
+    return ending if ending.message else replace(ending, message=f"{how}; {tail_of_log(log)}")
 
 
 def ask_meanwhile(job: Any, module: str, kind: type[T], limit_s: float) -> Future[Answer[T]]:
@@ -176,7 +176,9 @@ def run_ranks(
             end(process)
     late, codes = f"it did not end within {limit_s:.0f} s", soon_after | first
     return {
-        rank: late + stuck_at(root / f"log-{rank}") if codes[rank] is None else str(how_it_ended(codes[rank] or 0))
+        rank: late + stuck_at(root / f"log-{rank}")
+        if codes[rank] is None
+        else str(describe_exit_code(codes[rank] or 0))
         for rank in _blamed(root, first) or _blamed(root, soon_after) or first
     }
 
@@ -184,7 +186,7 @@ def run_ranks(
 def _blamed(root: Path, ranks: Iterable[int]) -> dict[int, str]:
     """Those of some ranks that failed by themselves, with what they said."""
     messages = {rank: exit_report_of(root / f"report-{rank}.json").message for rank in ranks}
-    return failure_messages({rank: message or last_words(root / f"log-{rank}") for rank, message in messages.items()})
+    return failure_messages({rank: message or tail_of_log(root / f"log-{rank}") for rank, message in messages.items()})
 
 
 def failure_messages(messages: Mapping[int, str]) -> dict[int, str]:
@@ -213,7 +215,7 @@ def wait(
         if all(code == 0 for code in codes.values()):
             return {}, {}
         if most and time.monotonic() >= look_at:
-            if takes_more_than(most, processes.values()):
+            if exceeds_memory(most, processes.values()):
                 return {rank: OVER_MEMORY for rank, code in codes.items() if code is None}, {}
             look_at = time.monotonic() + _MEMORY_SECONDS
         if time.monotonic() > deadline:
@@ -233,7 +235,7 @@ def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]
     return {rank: int(file.read_text()) if file.exists() else ended.get(rank) for rank, file in files.items()}
 
 
-def last_words(log: Path) -> str:
+def tail_of_log(log: Path) -> str:
     """The last exception in a log with the place it came from, or the last lines where there is none; on one line.
 
     An engine's own log, whose lines begin with `[`, may go on after the exception.

@@ -23,18 +23,18 @@ def fill(model: nn.Module, has_default: Callable[[str], bool]) -> None:
     poison(parameter.detach() for name, parameter in model.named_parameters() if not has_default(name))
 
 
-def described_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
+def describe_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
     """Digest and bytes of every parameter, buffer and tensor attribute of every module, by its first name."""
     found: dict[str, tuple[str, int]] = {}
     for prefix, module in model.named_modules():
         own = {**module._parameters, **module._buffers, **vars(module)}
         for name, tensor in own.items():
             if isinstance(tensor, Tensor) and tensor.device.type != "meta" and name not in _CACHES:
-                found[f"{prefix}.{name}".lstrip(".")] = described_tensor(tensor.detach()), tensor.nbytes
+                found[f"{prefix}.{name}".lstrip(".")] = describe_tensor(tensor.detach()), tensor.nbytes
     return found
 
 
-def described_tensor(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     """dtype, shape and BLAKE3 of the values in row-major order."""
     values = tensor.contiguous().cpu().reshape(-1).view(torch.uint8)
     return f"{tensor.dtype} {list(tensor.shape)} {blake3(bytes_of(values)).hexdigest()}"

@@ -23,7 +23,7 @@ from ckptkit.verify.evidence.folding import by_key
 from ckptkit.verify.witnesses.loading.bits import difference, poisoned
 from ckptkit.verify.witnesses.loading.engine import Engine, ModelBuild
 from ckptkit.verify.witnesses.loading.job import DROPPED, LoadReport, Observation
-from ckptkit.verify.witnesses.loading.names import draft_names, of_draft, padded_names, promised_names, routers
+from ckptkit.verify.witnesses.loading.names import draft_names, draft_prefixes, padded_names, promised_names, routers
 from ckptkit.verify.witnesses.loading.placement import Piece, Placement, flat_elements, whole
 from ckptkit.verify.witnesses.loading.region import Region, covered
 
@@ -133,7 +133,7 @@ class Loaded:
     @cached_property
     def draft_prefixes(self) -> tuple[str, ...]:
         """How the names of multi-token prediction layers begin."""
-        return of_draft(self.config)
+        return draft_prefixes(self.config)
 
     @cached_property
     def copies(self) -> Mapping[str, str]:
@@ -237,10 +237,10 @@ class Loaded:
         for param in masks:
             modules[param.rpartition(".")[0]].append(param)
         shapes = {name: shape for name, shape in self.shapes.items() if name not in self.sizes}
-        for param in [param for params in modules.values() for param in params if self.absent_beside(param)]:
+        for param in [param for params in modules.values() for param in params if self.missing_siblings(param)]:
             module = param.rpartition(".")[0]
             modules[module].remove(param)
-            names, count = self.absent_beside(param), int(masks[param].sum())
+            names, count = self.missing_siblings(param), int(masks[param].sum())
             others = f" of {len(names)} tensors together" if len(names) > 1 else ""
             for name in names:
                 what = f"{count} of {masks[param].numel()} elements{others} were never written"
@@ -292,7 +292,7 @@ class Loaded:
         """The shape of every tensor that config.json promises."""
         return expected_hf(self.config)
 
-    def absent_beside(self, param: str) -> list[str]:
+    def missing_siblings(self, param: str) -> list[str]:
         """Tensors that no checkpoint gave and that belong in a parameter: parts of the weights in the one beside it.
 
         A bias of a fused layer, say, or the scales of experts.

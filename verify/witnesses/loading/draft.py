@@ -12,7 +12,7 @@ from torch import Tensor
 from ckptkit.converters.planner import dims_of
 from ckptkit.verify.evidence.folding import LAYER
 from ckptkit.verify.witnesses.loading.engine import ModelBuild
-from ckptkit.verify.witnesses.loading.names import of_draft
+from ckptkit.verify.witnesses.loading.names import draft_prefixes
 
 
 def without_shared(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -23,7 +23,7 @@ def without_shared(tensors: Mapping[str, Tensor], target: Mapping[str, Tensor]) 
 
 def draft_build(build: ModelBuild) -> ModelBuild:
     """The draft model of a model: it may look at `beyond_layers`, and must hold multi-token prediction layers."""
-    prefixes = of_draft(build.config)
+    prefixes = draft_prefixes(build.config)
     weights = partial(build.weights, beyond_layers(build.config)) if build.weights else None
     reference = partial(build.reference, lambda name: name.startswith(prefixes))
     return replace(build, draft=True, weights=weights, reference=reference)
@@ -31,7 +31,7 @@ def draft_build(build: ModelBuild) -> ModelBuild:
 
 def beyond_layers(config: Mapping[str, Any]) -> Callable[[str], bool]:
     """Tells by its name whether a draft model may look at a tensor: any but those of the target's decoder layers."""
-    prefixes, layers = of_draft(config), dims_of(config).layers
+    prefixes, layers = draft_prefixes(config), dims_of(config).layers
 
     def may_look(name: str) -> bool:
         layer = LAYER.match(name)

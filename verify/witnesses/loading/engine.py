@@ -97,7 +97,7 @@ class Engine(Protocol):
     def share(self, target: Any, draft: Any) -> None:
         """Gives a loaded draft model the embeddings and the output layer of its target, as when serving."""
 
-    def chosen_for(self) -> str | None:
+    def emulated_device(self) -> str | None:
         """The device whose layouts and kernels are chosen while tensors are on the CPU; None: the one they are on."""
 
     def left_empty(self, param: str, config: Mapping[str, Any]) -> bool:

@@ -84,7 +84,7 @@ def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
 
 def _blank(engine: Engine, build: ModelBuild, model: nn.Module) -> LoadReport:
     """A report with what the engine and its model are."""
-    first, chosen = next(model.parameters()), engine.chosen_for()
+    first, chosen = next(model.parameters()), engine.emulated_device()
     cpu = f"cpu, with the choices of {chosen}" if chosen else "cpu"
     return LoadReport(
         version=version(engine.FACTS.name),

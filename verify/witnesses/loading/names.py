@@ -32,7 +32,7 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{module}.{part}" for part in (*INT4_PARTS, WEIGHT_SCALE_INV))
 
 
-def without_input_scale(param: str, config: Mapping[str, Any]) -> bool:
+def is_unused_input_scale(param: str, config: Mapping[str, Any]) -> bool:
     """Whether a parameter is the scale of inputs that stay as they are: the checkpoint has 4-bit weights alone.
 
     Engines allocate it all the same, for checkpoints that have one.
@@ -43,7 +43,7 @@ def without_input_scale(param: str, config: Mapping[str, Any]) -> bool:
     return bool(layouts) and all(row.second and not row.needs_input for row in layouts)
 
 
-def without_order(param: str, config: Mapping[str, Any]) -> bool:
+def is_unused_order(param: str, config: Mapping[str, Any]) -> bool:
     """Whether a parameter is about the order of columns in packed experts, and nothing of the checkpoint belongs there.
 
     Engines allocate two for every such layer, and read the first with activation ordering only.
@@ -87,7 +87,7 @@ def padded_names(config: Mapping[str, Any]) -> Mapping[str, ZeroPadded]:
     return {name: op for op, names in ops if isinstance(op, ZeroPadded) for name in names}
 
 
-def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:
+def draft_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """How the names begin of multi-token prediction layers, which an engine loads into a draft model."""
     names = (name for rule in rules_of(config) if rule.megatron.startswith("mtp.") for name in rule.hf)
     return tuple(dict.fromkeys(match[0] for name in names if (match := _DRAFT.match(name))))
@@ -95,5 +95,5 @@ def of_draft(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def draft_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Those of `names` that belong to multi-token prediction layers."""
-    draft = of_draft(config)
+    draft = draft_prefixes(config)
     return [name for name in names if name.startswith(draft)]

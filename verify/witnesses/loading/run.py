@@ -71,7 +71,7 @@ def require(engine: EngineFacts, subject: Subject) -> str:
     """
     interpreter = interpreter_of(engine, subject)
     if (release := interpreter.release(engine.name)) is None:
-        where = f"in the environment of {interpreter.path}" if interpreter.elsewhere else "here"
+        where = f"in the environment of {interpreter.path}" if interpreter.is_external else "here"
         raise CannotCheck(f"{engine.label} is not installed {where}: {engine.install}")
     return release
 
@@ -101,7 +101,7 @@ def outcome(answer: Answer[LoadReport], ranks: int) -> Answer[LoadReport]:
     merged = {0: LoadReport.merged(reports)} if len(reports) == ranks else {}
     if merged and (merged[0].draft_model is not None or not merged[0].draft):
         return Answer(merged, {})
-    rank = answer.to_blame
+    rank = answer.failing_rank
     failure = answer.failures[rank]
     return Answer(merged, {0: failure if ranks == 1 else replace(failure, message=f"rank {rank}: {failure.message}")})
 

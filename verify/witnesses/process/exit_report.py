@@ -52,9 +52,11 @@ class Phase:
     """What a witness is doing, and whose exceptions are then about the checkpoint. Modules are given by name."""
 
     name: str
-    speakers: tuple[str, ...] = ()  # modules under test whose exceptions are verdicts in this phase
-    deciders: tuple[str, ...] = ()  # modules that refuse a config in words of their own, by an ImportError for one
-    machinery: tuple[str, ...] = ()  # modules of the engine whose exceptions are about our set-up, or the machine
+    code_under_test: tuple[str, ...] = ()  # modules under test whose exceptions are verdicts in this phase
+    config_validators: tuple[
+        str, ...
+    ] = ()  # modules that refuse a config in words of their own, by an ImportError for one
+    infrastructure: tuple[str, ...] = ()  # modules of the engine whose exceptions are about our set-up, or the machine
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class PhaseLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            message = "; ".join(filter(None, [described_error(error), self._step]))
+            message = "; ".join(filter(None, [describe_error(error), self._step]))
             save(ExitReport(self._phase.name, message, is_verdict(error, self._phase)), self._path)
 
 
@@ -119,7 +121,7 @@ def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
             save(found, Path(job.report))
 
 
-def how_it_ended(code: int) -> str | None:
+def describe_exit_code(code: int) -> str | None:
     """Describes an exit code; None for 0. A kernel short of memory kills with SIGKILL."""
     if code == 0:
         return None
@@ -132,7 +134,7 @@ def how_it_ended(code: int) -> str | None:
     )
 
 
-def described_error(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describes an exception on one line, with the place that raised it; one of ckptkit's own by what it says."""
     if isinstance(error, CkptkitError):
         return ": ".join(filter(None, [error.message, error.hint]))
@@ -150,8 +152,8 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
     theirs = _beyond_ours(error)
     names = [str(frame.f_globals.get("__name__", "")) for frame in theirs]
     importing = any(frame.f_code.co_name == "<module>" for frame in theirs)
-    in_machinery = any(_is_within(name, (*_MACHINERY, *phase.machinery)) for name in names)
-    return not importing and not in_machinery and any(_is_within(name, phase.speakers) for name in names)
+    in_machinery = any(_is_within(name, (*_MACHINERY, *phase.infrastructure)) for name in names)
+    return not importing and not in_machinery and any(_is_within(name, phase.code_under_test) for name in names)
 
 
 def _is_decision(error: BaseException, phase: Phase) -> bool:
@@ -160,7 +162,7 @@ def _is_decision(error: BaseException, phase: Phase) -> bool:
     Neither what fails within it, an import for one, nor what it says of the device that is here.
     """
     if isinstance(error, AttributeError) and {kind.__name__ for kind in type(error.obj).__mro__} & _CONFIGS:
-        return bool(phase.deciders)
+        return bool(phase.config_validators)
     theirs = _beyond_ours(error)
     raised_by = str(theirs[-1].f_globals.get("__name__", "")) if theirs else ""
     if any(frame.f_code.co_name == "<module>" for frame in theirs):
@@ -168,7 +170,7 @@ def _is_decision(error: BaseException, phase: Phase) -> bool:
     by_accident = isinstance(error, _BY_ACCIDENT) or (isinstance(error, ImportError) and error.name is not None)
     says = str(error)
     of_device = _MACHINE_SAYS.search(says) or _NAMES_DEVICE.search(says)
-    return _is_within(raised_by, phase.deciders) and not by_accident and says.strip() != "" and not of_device
+    return _is_within(raised_by, phase.config_validators) and not by_accident and says.strip() != "" and not of_device
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -41,14 +41,14 @@ class Interpreter:
     variables: Mapping[str, str] = field(default_factory=dict)  # more of them
 
     @property
-    def elsewhere(self) -> bool:
+    def is_external(self) -> bool:
         """Whether it has packages of its own."""
         return self.path != sys.executable
 
     def environment(self, scratch: Path) -> dict[str, str]:
         """The variables of a witness. In another environment it finds ckptkit's own packages alone, from `scratch`."""
         found = environment(**self.variables)
-        if self.elsewhere:
+        if self.is_external:
             found["PYTHONPATH"] = str(_travelling(scratch))
         return {name: value for name, value in found.items() if name not in self.hidden}
 
@@ -57,7 +57,7 @@ class Interpreter:
 
         Raises UsageError where this is not a Python that runs.
         """
-        if not self.elsewhere:
+        if not self.is_external:
             with suppress(PackageNotFoundError):
                 return version(package)
             return None
@@ -66,7 +66,7 @@ class Interpreter:
 
     def has(self, module: str) -> bool:
         """Whether a module can be found there. Only packages that it is in are imported."""
-        if not self.elsewhere:
+        if not self.is_external:
             return find_spec(module) is not None
         return self._ask(_HAS, module).returncode == 0
 

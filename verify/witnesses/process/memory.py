@@ -25,7 +25,7 @@ def memory_limit(free: int) -> int:
     return int(_PART * free)
 
 
-def takes_more_than(limit: int, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
+def exceeds_memory(limit: int, processes: Iterable[subprocess.Popen[bytes]]) -> bool:
     """Whether these processes and all in their sessions have more bytes of memory than `limit` together.
 
     Memory that holds a file counts not: the kernel takes it back. What several share counts once (PSS), which the

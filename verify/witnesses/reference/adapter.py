@@ -26,7 +26,7 @@ from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, run_jo
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 from ckptkit.verify.witnesses.reference.names import answer
 
-LOAD = Phase("loading the adapter in PEFT", speakers=("peft",))
+LOAD = Phase("loading the adapter in PEFT", code_under_test=("peft",))
 # Fields besides those that are applied in a merge: nothing else of adapter_config.json reaches PEFT, which imports
 # modules and reads files that other fields name.
 _FIELDS = ("bias", "fan_in_fan_out", "lora_dropout", "task_type")

@@ -21,10 +21,10 @@ from ckptkit.converters.class_in_transformers import class_for, config_for, hub_
 from ckptkit.core.errors import words_of
 from ckptkit.core.printable import one_line
 from ckptkit.core.specs import TensorSpec
-from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, described_error, is_verdict, run_job
+from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog, describe_error, is_verdict, run_job
 from ckptkit.verify.witnesses.reference.job import NamesJob, NamesReport, OtherShape
 
-BUILD = Phase("building the class in transformers", deciders=("transformers", "huggingface_hub"))
+BUILD = Phase("building the class in transformers", config_validators=("transformers", "huggingface_hub"))
 
 
 def run(job: NamesJob, phases: PhaseLog) -> NamesReport:
@@ -42,7 +42,7 @@ def answer(job: NamesJob, phases: PhaseLog, phase: Phase, load: Callable[[NamesJ
         # What it cannot do without values says nothing about the checkpoint.
         if "meta" in words_of(error) or not is_verdict(error, phase):
             raise
-        return NamesReport(refused=described_error(error))
+        return NamesReport(refused=describe_error(error))
 
 
 def load_names(job: NamesJob) -> NamesReport:

@@ -29,7 +29,7 @@ from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
 from ckptkit.verify.witnesses.loading.layouts.layout import Layout, unknown_layout
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
 from ckptkit.verify.witnesses.loading.layouts.values import fp8_blocks
-from ckptkit.verify.witnesses.loading.names import has_nvfp4, without_input_scale, without_order
+from ckptkit.verify.witnesses.loading.names import has_nvfp4, is_unused_input_scale, is_unused_order
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY
 from ckptkit.verify.witnesses.sglang.facts import SGLANG
@@ -48,8 +48,8 @@ BUILD = Phase(
     ("sglang.srt.layers.quantization.compressed_tensors",),  # it says of an unknown format that it cannot be imported
     _MACHINERY,
 )
-LOAD = Phase("loading the weights", ("sglang",), machinery=_MACHINERY)
-REPACK = Phase("repacking the weights", ("sglang.srt.layers",), machinery=_MACHINERY)
+LOAD = Phase("loading the weights", ("sglang",), infrastructure=_MACHINERY)
+REPACK = Phase("repacking the weights", ("sglang.srt.layers",), infrastructure=_MACHINERY)
 # Of DeepSeek-V4, read while SGLang is imported: `wo_a` in FP8, which its server takes back on every GPU before
 # Blackwell, and kernels that it compiles once the weights are there.
 WITHOUT_GPU = {"SGLANG_OPT_FP8_WO_A_GEMM": "0", "SGLANG_DSV4_MHC_PREWARM": "0"}
@@ -118,12 +118,12 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
 
     So it does the indexer of a layer that shares an earlier one: it is built and never runs.
     """
-    if without_input_scale(param, config):
+    if is_unused_input_scale(param, config):
         # Kernels of experts that SGLang chooses on Blackwell quantize inputs in any case (0.5.16, but for Marlin).
         is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
         return not (is_blackwell and param.rpartition(".")[2].startswith("w"))
     allocated = quirks("sglang", "unwritten_ok", installed("sglang"))
-    if without_order(param, config) or any(one.is_about(param, config) for one in allocated):
+    if is_unused_order(param, config) or any(one.is_about(param, config) for one in allocated):
         return True
     if (indexer := _INDEXER.fullmatch(param)) is None:
         return False
@@ -133,7 +133,7 @@ def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     return is_deepseek_dsa(own) and bool(dsa_layer_skips_topk(own, int(indexer[1])))
 
 
-def chosen_for() -> None:
+def emulated_device() -> None:
     """SGLang chooses for the device that the model is on."""
 
 

@@ -17,12 +17,12 @@ from torch import nn
 
 from ckptkit.formats.hf.reader import read_json
 from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch
-from ckptkit.verify.witnesses.loading.names import cache_dtype, without_input_scale, without_order
+from ckptkit.verify.witnesses.loading.names import cache_dtype, is_unused_input_scale, is_unused_order
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 from ckptkit.verify.witnesses.vllm import platform
 from ckptkit.verify.witnesses.vllm.facts import QUIET, VLLM
 from ckptkit.verify.witnesses.vllm.layouts import layout, of_attention
-from ckptkit.verify.witnesses.vllm.platform import chosen_for as chosen_for
+from ckptkit.verify.witnesses.vllm.platform import emulated_device as emulated_device
 
 FACTS = VLLM
 # Where vLLM reads what was set up before, or looks for kernels.
@@ -42,9 +42,9 @@ _DECIDERS = (
 )
 BUILD = Phase("building the model", ("vllm.model_executor", "vllm.models"), _DECIDERS, _MACHINERY)
 # There vLLM may stumble on what a GPU has and its stand-in lacks.
-BUILD_WITHOUT_GPU = Phase("building the model without a GPU", deciders=_DECIDERS)
-LOAD = Phase("loading the weights", ("vllm",), machinery=_MACHINERY)
-REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), machinery=_MACHINERY)
+BUILD_WITHOUT_GPU = Phase("building the model without a GPU", config_validators=_DECIDERS)
+LOAD = Phase("loading the weights", ("vllm",), infrastructure=_MACHINERY)
+REPACK = Phase("repacking the weights", ("vllm.model_executor.layers",), infrastructure=_MACHINERY)
 
 
 def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
@@ -114,7 +114,7 @@ def share(target: Any, draft: Any) -> None:
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
     """Whether vLLM allocates this parameter without wanting anything from the checkpoint in it."""
-    return without_input_scale(param, config) or without_order(param, config)
+    return is_unused_input_scale(param, config) or is_unused_order(param, config)
 
 
 def configure(wanted: ModelBuild) -> Any:

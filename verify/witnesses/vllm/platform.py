@@ -34,7 +34,7 @@ _MACHINES = {
 }
 
 
-def chosen_for() -> str | None:
+def emulated_device() -> str | None:
     """The device whose choices vLLM makes with tensors on the CPU; None where it is the device that they are on."""
     from vllm.platforms import current_platform
 

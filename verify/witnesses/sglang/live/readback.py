@@ -25,7 +25,7 @@ def record(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     """
     ((path, _),) = named_tensors
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    found = readback.described_tensors(model)
+    found = readback.describe_tensors(model)
     Path(f"{path}.{rank}.{type(model).__name__}.json").write_text(json.dumps({PACKED: packed(model), "held": found}))
 
 

@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from ckptkit.formats.hf.reader import HfCheckpoint
-from ckptkit.verify.witnesses.live.readback import described_tensors, fill
+from ckptkit.verify.witnesses.live.readback import describe_tensors, fill
 from ckptkit.verify.witnesses.live.server import buckets
 from ckptkit.verify.witnesses.loading.bits import poison
 from ckptkit.verify.witnesses.vllm.facts import VLLM
@@ -51,7 +51,7 @@ class LiveWorker:
 
     def live_held(self) -> dict[str, tuple[str, int]]:
         """Digest and bytes of everything that the model holds, by name."""
-        return described_tensors(self.model_runner.get_model())
+        return describe_tensors(self.model_runner.get_model())
 
     def live_poison(self) -> None:
         """Poisons every parameter."""
