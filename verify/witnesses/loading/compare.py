@@ -52,7 +52,6 @@ class Loaded:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The checkpoint's config."""
         return self.build.config
 
     def compare(self, selects: Callable[[str], bool] = lambda param: True) -> list[str]:
@@ -130,7 +129,6 @@ class Loaded:
 
     @cached_property
     def draft_prefixes(self) -> tuple[str, ...]:
-        """Prefixes of the names of multi-token prediction layers."""
         return draft_prefixes(self.config)
 
     @cached_property
@@ -224,7 +222,6 @@ class Loaded:
         yield from unplaced({param: mask for param, mask in masks.items() if mask.any()})
 
     def why_absent(self, name: str) -> str:
-        """The reason why a tensor was not written."""
         gave = f"the checkpoint gave it, {self.engine.FACTS.label} dropped it"
         return gave if name in self.sizes else "the checkpoint never gave it"
 
@@ -285,7 +282,6 @@ class Loaded:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every tensor that config.json requires."""
         return expected_hf(self.config)
 
     def missing_siblings(self, param: str) -> list[str]:
@@ -301,7 +297,6 @@ class Loaded:
 
     @cached_property
     def in_param(self) -> Mapping[str, Sequence[str]]:
-        """The tensors that were written into each parameter."""
         return by_key((piece.param, name) for name, pieces in self.placement.pieces.items() for piece in pieces)
 
     @cached_property
@@ -316,7 +311,6 @@ class Loaded:
 
     @cached_property
     def padded(self) -> Mapping[str, ZeroPadded]:
-        """As `names.padded_names`."""
         return padded_names(self.config)
 
     @cached_property
@@ -350,7 +344,6 @@ class Loaded:
 
     @cached_property
     def by_tail(self) -> Mapping[str, Sequence[str]]:
-        """Parameters by the last components of their names."""
         return by_key((_tail(param), param) for param in self.tensors)
 
     def dropped(self, reference: Iterable[str]) -> Iterator[Observation]:

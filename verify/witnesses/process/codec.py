@@ -16,7 +16,7 @@ _PLAIN = (bool, int, float, str, Any)
 
 
 def save(value: Any, path: Path) -> None:
-    """Writes a dataclass as JSON, whole or not at all. A path is written as its text."""
+    """Writes a dataclass as JSON atomically. Paths become text."""
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(asdict(value), default=os.fspath))
     part.rename(path)
@@ -24,8 +24,8 @@ def save(value: Any, path: Path) -> None:
 
 def load_record(kind: type[T], path: Path) -> T:
     """Reads the dataclass of type `kind` that `save` wrote."""
-    found: T = decoded(kind, json.loads(path.read_text()))
-    return found
+    record: T = decoded(kind, json.loads(path.read_text()))
+    return record
 
 
 def decoded(kind: Any, value: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Starts a witness so that it cannot outlive its parent, run a checkpoint's code, see secrets, reach the network, or
-hang silently.
+"""Starts a witness that cannot outlive its parent, run a checkpoint's code, read secrets, use the network, or hang.
 
 As a program, `python -m ckptkit.verify.witnesses.process.sandbox PARENT MODULE WORDS...`, it prepares its own process
 and then runs MODULE as `python -m` would. Linux only, as the witnesses are.
@@ -41,17 +40,16 @@ def start_confined(
 ) -> subprocess.Popen[bytes]:
     """Starts `python -m MODULE WORDS...` in a session of its own, which prints into `log`.
 
-    It runs in the folder of `log`, so paths among its words and in its job have to be absolute.
+    It runs in the directory of `log`, so paths among its words and in its job must be absolute.
     """
     command = ["-m", __name__, str(os.getpid()), module, *map(str, words)]
     with log.open("wb") as output:
-        return start_python(
-            command, log.parent, variables, python, stdout=output, stderr=output, start_new_session=True
-        )
+        pipes = {"stdout": output, "stderr": output}
+        return start_python(command, log.parent, variables, python, start_new_session=True, **pipes)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kills what still runs of a process and of those that it started, which may outlive it."""
+    """Kills a process and those that it started, which may outlive it."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -68,7 +66,7 @@ def ask_for_stacks(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def stuck_at(log: Path) -> str:
-    """Where the thread that answered `ask_for_stacks` was, innermost first; empty where none did."""
+    """The innermost frames of the thread that answered `ask_for_stacks`, or an empty text if none did."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     starts = [index for index, line in enumerate(lines) if line.startswith("Current thread ")]
     if not starts:
@@ -78,7 +76,7 @@ def stuck_at(log: Path) -> str:
 
 
 def main() -> None:
-    """Runs the module that the command line names."""
+    """Runs the module of the command line."""
     end_with_parent(int(sys.argv[1]))
     faulthandler.register(DUMP, file=2, all_threads=True)
     del sys.argv[:2]

@@ -1,4 +1,4 @@
-"""Starts the reference in a process of its own: what transformers makes of a checkpoint."""
+"""Runs transformers in a process of its own as the reference for a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ckptkit.verify.witnesses.runner import ask, time_limit
 
 _WITNESS = "ckptkit.verify.witnesses.reference.process"
 _PASSES = 8  # over the weights, at most
-_OPERATIONS_A_SECOND = 2e10  # slower than any processor worth waiting for
+_OPERATIONS_A_SECOND = 2e10  # slower than any usable processor
 _SHORT, _LONG = 48, 4096  # tokens of a prompt
 _SHORT_PROMPTS = 8
 _WITH_ROOM = 1.2  # of a model's size: activations and what loading needs
 
 
 def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
-    """What transformers makes of a job. Raises CannotCheck where it cannot say."""
+    """transformers' answer to a job. Raises CannotCheck if there is none."""
     specs = subject.checkpoint.specs
     operations = 2 * sum(spec.nbytes for spec in specs.values()) * sum(map(len, job.prompts))
     limit_s = time_limit(specs, _PASSES) + operations / _OPERATIONS_A_SECOND
@@ -39,38 +39,36 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
 
 @once
 def run_prediction(subject: Subject) -> Reference:
-    """What transformers alone makes of fixed texts, in float32 where that fits into memory.
+    """transformers' prediction of fixed texts, in float32 if that fits into memory.
 
-    Raises CannotCheck where it cannot say, also because memory does not hold the model.
+    Raises CannotCheck if there is none, also because memory is too small for the model.
     """
     config = config_of(subject)
     home = Path(getattr(subject.checkpoint, "hf_path", subject.path))
     texts = texts_of(tokenizer_of(home), config)
     check_reference(subject, texts)
     numbers = sum(map(math.prod, expected_hf(config).values()))
-    # What is dequantized or comes from Megatron is in memory twice while it is loaded.
+    # Tensors that are dequantized or converted from Megatron are in memory twice while they are loaded.
     twice = 2 if subject.is_megatron or is_quantized(config) else 0
     free = free_memory()
     sizes = {dtype: int(_WITH_ROOM * (width + twice) * numbers) for dtype, width in (("float32", 4), (None, 2))}
     fitting = [dtype for dtype, size in sizes.items() if not free or size <= memory_limit(free)]
     if not fitting:
         raise CannotCheck(
-            f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are "
-            "free: run it on a larger machine, or an engine on GPUs (--engine --logits)"
+            f"transformers needs {size(sizes[None])} of memory for this model and {size(free)} are free: run it on a "
+            "larger machine, or an engine on GPUs (--engine --logits)"
         )
     return run_reference(subject, ReferenceJob(subject.path, texts=texts, hf=subject.hf_path, dtype=fitting[0]))
 
 
 def check_reference(subject: Subject, prompts: Ids) -> None:
-    """Raises CannotCheck where transformers is known to compute another model for prompts."""
-    config = config_of(subject)
-    why = unlike_transformers(config, max(map(len, prompts)))
-    if why:
-        raise CannotCheck(f"transformers is not a reference for this model: {why}")
+    """Raises CannotCheck if transformers is known to compute another model for prompts."""
+    if reason := unlike_transformers(config_of(subject), max(map(len, prompts))):
+        raise CannotCheck(f"transformers is not a reference for this model: {reason}")
 
 
 def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Reference:
-    """What transformers makes of prompts with the source's weights, or without an HF source with the subject's own.
+    """transformers' answers to prompts with the source's weights, or without an HF source with the subject's own.
 
     Raises CannotCheck.
     """
@@ -79,9 +77,9 @@ def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:
-    """Fixed tokens, the same in every run: short prompts and, `with_long`, one of 4096 tokens or all the model takes.
+    """Fixed tokens, the same in every run: short prompts and, `with_long`, one of 4096 tokens or the model's maximum.
 
-    Tokens that the config names (end, padding, images) are left out. Raises CkptkitError without a vocabulary size.
+    Without tokens in the config (end, padding, images). Raises CkptkitError without a vocabulary size.
     """
     text = language_part(config)
     if not isinstance(vocabulary := text.get("vocab_size"), int):

@@ -1,9 +1,10 @@
-"""The protocol of a layout, and two layouts: another order of the same elements, and one that is not known."""
+"""The protocol of a layout, and those that reorder, remove or hide parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,16 @@ from ckptkit.verify.witnesses.loading.bits import difference
 
 @dataclass
 class LayerOutcome:
-    """What was found of a layer after repacking."""
+    """The comparison of a layer after repacking."""
 
-    # What is wrong in a parameter, by its name in the layer; NAME[2] is expert 2 of a parameter for all experts.
-    differences: dict[str, str] = field(default_factory=dict)
-    requantized: dict[str, float] = field(default_factory=dict)  # parameters in new scales: the largest change, of 1
-    unknown: str | None = None  # what of it cannot be compared, and why
+    differences: dict[str, str] = field(default_factory=dict)  # by parameter; NAME[2] is expert 2 of all experts
+    requantized: dict[str, float] = field(default_factory=dict)  # the largest change of parameters in new scales, of 1
+    unknown: str | None = None  # the reason why something cannot be compared
 
 
 Compare = Callable[[], LayerOutcome]
-# Notes down what a layer holds before repacking: the names of the parameters that are compared, and what compares them
-# afterwards. One that is not known names none.
+# Copies a layer's parameters before repacking. Returns the names of those that it covers (none if unknown), and the
+# function that compares them afterwards.
 Layout = Callable[[nn.Module], tuple[Collection[str], Compare]]
 
 
@@ -33,25 +33,25 @@ def own_parameters(module: nn.Module) -> dict[str, Tensor]:
 
 
 def unknown_layout(name: str) -> Layout:
-    """The layout of a kernel or a quantization method that is not known here."""
+    """The layout of a kernel or a quantization method that ckptkit does not know."""
     return lambda module: ((), lambda: LayerOutcome(unknown=f"{name} has a layout of its own"))
 
 
 def not_kept(names: Collection[str]) -> Layout:
-    """Parameters that are read once and taken away."""
+    """Parameters that are read once and removed."""
     return lambda module: (names, LayerOutcome)
 
 
 def reordered(orders: Mapping[str, Callable[[Tensor], Tensor]]) -> Layout:
-    """Parameters whose elements stand in another order: for each, what makes it of the loaded one."""
+    """Parameters with reordered elements, and the functions that reorder each."""
 
     def expect(module: nn.Module) -> tuple[Collection[str], Compare]:
         own = own_parameters(module)
         before = {name: own[name].clone() for name in orders if name in own}
 
         def compare() -> LayerOutcome:
-            wanted = ((name, orders[name](loaded)) for name, loaded in before.items())
-            return LayerOutcome(dict(one for name, tensor in wanted for one in unlike(module, name, [tensor])))
+            faults = (unlike(module, name, [orders[name](loaded)]) for name, loaded in before.items())
+            return LayerOutcome(dict(chain.from_iterable(faults)))
 
         return before, compare
 
@@ -63,27 +63,26 @@ def swapped_halves(tensor: Tensor) -> Tensor:
     return torch.cat(tensor.chunk(2, 1)[::-1], 1)
 
 
-def unlike(module: nn.Module, name: str, wanted: Iterable[Tensor]) -> Iterator[tuple[str, str]]:
-    """Where and how a parameter differs from the first of `wanted`, unless it equals one of them bit for bit.
+def unlike(module: nn.Module, name: str, wanted: Sequence[Tensor]) -> Iterator[tuple[str, str]]:
+    """The differences of a parameter from the first of `wanted`, or none if it equals one of them bit for bit.
 
-    One of three axes is compared expert by expert.
+    A parameter of three axes is compared expert by expert.
     """
-    candidates = list(wanted)
-    first = candidates[0]
-    found = getattr(module, name, None)
-    if found is None:
-        yield name, "it is not there any more"
-    elif found.dtype != first.dtype or found.shape != first.shape:
-        yield name, f"{list(found.shape)} {found.dtype} instead of {list(first.shape)} {first.dtype}"
+    first = wanted[0]
+    actual = getattr(module, name, None)
+    if actual is None:
+        yield name, "the parameter was removed"
+    elif actual.dtype != first.dtype or actual.shape != first.shape:
+        yield name, f"{list(actual.shape)} {actual.dtype} instead of {list(first.shape)} {first.dtype}"
     else:
-        for place, (actual, *expected) in by_expert(name, found.detach(), *candidates):
-            differences = [difference(actual, matrix) for matrix in expected]
+        for place, (matrix, *candidates) in by_expert(name, actual.detach(), *wanted):
+            differences = [difference(matrix, candidate) for candidate in candidates]
             if None not in differences:
                 yield place, str(differences[0])
 
 
 def by_expert(name: str, *tensors: Tensor) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Tensors of a parameter, with its name; those of three axes expert by expert, with NAME[EXPERT]."""
+    """Tensors of a parameter, with its name; those of three axes expert by expert, as NAME[EXPERT]."""
     if tensors[0].dim() != 3:
         yield name, tensors
     else:

@@ -1,4 +1,4 @@
-"""Runs inside an engine's ranks, as a custom weight loader: writes down the bits of everything that the model holds."""
+"""Custom weight loaders that run in an engine's ranks: they write digests of all tensors of the model, or poison it."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def record(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> Non
     """
     ((path, _),) = named_tensors
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    found = readback.describe_tensors(model)
-    Path(f"{path}.{rank}.{type(model).__name__}.json").write_text(json.dumps({PACKED: packed(model), "held": found}))
+    contents = {PACKED: packed(model), "held": readback.describe_tensors(model)}
+    Path(f"{path}.{rank}.{type(model).__name__}.json").write_text(json.dumps(contents))
 
 
 def fill(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Poisons every parameter: resumed memory may hold what was there before, and hide what an update leaves out."""
+    """Poisons every parameter (see `live.readback.fill`)."""
     readback.fill(model, SGLANG.has_default)
 
 
