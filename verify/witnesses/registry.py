@@ -13,8 +13,6 @@ ENGINES = (SGLANG, VLLM)  # whose loading is checked; to add one, see docs/archi
 
 @dataclass(frozen=True)
 class Witness:
-    """A program, or a mode of one, that verification runs on request."""
-
     name: str  # in `against`, and in the `needs` of a check
     option: str  # of the command line
     program: str | None = None  # mentioned in the verdict if it was not run
@@ -39,12 +37,10 @@ def live_engine(against: frozenset[str]) -> EngineFacts:
 
 
 def with_implied(against: frozenset[str]) -> frozenset[str]:
-    """The requested witnesses, with those that they imply."""
     return against | {one.implies for one in WITNESSES if one.name in against and one.implies}
 
 
 def programs_not_used(against: frozenset[str]) -> list[str]:
-    """The programs that none of these witnesses runs."""
     used = {one.program for one in WITNESSES if one.name in against}
     used |= {live_engine(against).label} if "engine" in against else set()
     return [one for one in dict.fromkeys(one.program for one in WITNESSES) if one is not None and one not in used]

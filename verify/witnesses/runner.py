@@ -24,8 +24,15 @@ from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.witnesses.process.codec import load_record, save
 from ckptkit.verify.witnesses.process.exit_report import OVER_MEMORY, ExitReport, describe_exit_code, exit_report_of
 from ckptkit.verify.witnesses.process.interpreter import Interpreter
-from ckptkit.verify.witnesses.process.memory import exceeds_memory, free_memory, memory_limit
-from ckptkit.verify.witnesses.process.sandbox import ask_for_stacks, end, start_confined, stuck_at
+from ckptkit.verify.witnesses.process.sandbox import (
+    ask_for_stacks,
+    end,
+    exceeds_memory,
+    free_memory,
+    memory_limit,
+    start_confined,
+    stuck_at,
+)
 
 T = TypeVar("T")
 START_S = 1200  # seconds to import a library or an engine on a busy machine, and to compile its kernels
@@ -56,7 +63,6 @@ class Answer(Generic[T]):
 
     @property
     def report(self) -> T | None:
-        """The report of the only rank, or None."""
         return self.reports.get(0)
 
     @property
@@ -66,7 +72,6 @@ class Answer(Generic[T]):
 
     @property
     def failure(self) -> ExitReport | None:
-        """The failure of that rank, or None if all ended well."""
         return self.failures[self.failing_rank] if self.failures else None
 
     def require(self, otherwise: str) -> T:
@@ -227,10 +232,7 @@ def _codes(ranks: Sequence[int], processes: Mapping[int, subprocess.Popen[bytes]
 
 
 def tail_of_log(log: Path) -> str:
-    """The last exception in a log with its place, or the last lines without one; on one line.
-
-    An engine's own log lines, which begin with `[`, may follow the exception.
-    """
+    """The last exception in a log with its place, or the last lines. An engine's own log lines begin with `[`."""
     text = log.read_text(errors="replace") if log.exists() else ""  # missing for a rank that was not forked yet
     lines = [line for line in text.splitlines() if line.strip()]
     starts = [index for index, line in enumerate(lines) if _TRACEBACK in line]

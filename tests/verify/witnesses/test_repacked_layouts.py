@@ -20,13 +20,15 @@ from ckptkit.verify.witnesses.loading.examine import examine
 from ckptkit.verify.witnesses.loading.job import LoadReport
 from ckptkit.verify.witnesses.loading.layouts.layout import (
     LayerOutcome,
+    absorbed,
+    fp8_blocks,
     not_kept,
+    products,
     reordered,
     swapped_halves,
     unknown_layout,
 )
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, marlin_scales, marlin_weight
-from ckptkit.verify.witnesses.loading.layouts.values import absorbed, fp8_blocks, products
 from ckptkit.verify.witnesses.process.exit_report import PhaseLog
 from ckptkit.verify.witnesses.sglang import adapter
 

@@ -45,8 +45,6 @@ class Reload:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The answers and weights of a live engine."""
-
     version: str
     device: str
     passes: Mapping[str, Sequence[Judged]]  # the answers to all prompts, by the name of the pass

@@ -70,10 +70,7 @@ def _reports(job: EngineJob, server: Server, phases: PhaseLog, version: str) -> 
 
 
 def _steps(job: EngineJob) -> Iterator[tuple[str, Sequence[str]]]:
-    """Names of steps, and the methods of Server that each consists of.
-
-    Resuming comes last, since no later step restores the tensors that it loses.
-    """
+    """Names of steps, and the methods of Server that each consists of. Resuming is last, since it loses tensors."""
     if job.update:
         yield "updating by tensor over poison", ("snapshot_and_poison", "update_by_tensor")
         yield "updating by tensor again", ("update_by_tensor",)

@@ -24,10 +24,7 @@ def fill(model: nn.Module, has_default: Callable[[str], bool]) -> None:
 
 
 def describe_tensors(model: nn.Module) -> dict[str, tuple[str, int]]:
-    """Digest and bytes of every parameter, buffer and tensor attribute of every module, by its first name.
-
-    A digest has dtype, shape, and BLAKE3 of the values in row-major order.
-    """
+    """Digest and bytes of every parameter, buffer and tensor attribute of every module, by its first name."""
     described: dict[str, tuple[str, int]] = {}
     for prefix, module in model.named_modules():
         for name, tensor in {**module._parameters, **module._buffers, **vars(module)}.items():

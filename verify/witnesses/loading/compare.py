@@ -35,11 +35,7 @@ _TAIL = 2  # components of a name that engines do not change: module and leaf
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded model, the place of each tensor in it, and the report on it.
-
-    `target`: the loaded model that this one drafts for, or None. A draft model has only multi-token prediction layers:
-    its `tensors` exclude those shared with the target, its `sizes` those of other layers.
-    """
+    """A loaded model, the place of each tensor in it, and the report on it."""
 
     engine: Engine
     build: ModelBuild
@@ -48,7 +44,7 @@ class Loaded:
     placement: Placement
     sizes: Mapping[str, int]  # elements of each tensor of the checkpoint that was passed to the engine
     report: LoadReport
-    target: Loaded | None = None
+    target: Loaded | None = None  # of a draft model; `tensors` and `sizes` are then without the target's
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -137,7 +133,6 @@ class Loaded:
         return {} if self.target is None else copies_of(self.config)
 
     def routers(self) -> Sequence[str]:
-        """The HF names of the routers that belong here."""
         return routers(self.config, draft=self.target is not None)
 
     def holds(self, pieces: Collection[Piece], tensor: Tensor) -> bool:
@@ -149,10 +144,7 @@ class Loaded:
         return self.is_shared(name, tensor) or self.is_repeated(name, tensor)
 
     def is_shared(self, name: str, tensor: Tensor) -> bool:
-        """Whether an unwritten tensor equals the tensor written to the parameter of its name, or shared by the target.
-
-        The former is a tied output layer, which some releases store in addition to the embedding.
-        """
+        """Whether an unwritten tensor equals the one in the parameter of its name (a tied output layer), or in the target."""
         if self.target is not None:
             return self.target.holds(self.target.placement.pieces.get(self.copies.get(name, ""), ()), tensor)
         if (own := self.tensors.get(name)) is None:
@@ -162,10 +154,7 @@ class Loaded:
         return self.holds(pieces, tensor)
 
     def is_repeated(self, name: str, tensor: Tensor) -> bool:
-        """Whether an unwritten scale [] equals the written one of latent attention's other first projection.
-
-        SGLang uses the scale of q_a_proj for both.
-        """
+        """Whether an unwritten scale [] equals that of latent attention's other first projection, as SGLang assumes."""
         module, _, leaf = name.rpartition(".")
         parent, _, projection = module.rpartition(".")
         if tensor.dim() or projection not in LATENT_DOWN:
@@ -255,10 +244,7 @@ class Loaded:
                 yield Observation(param, param, what)
 
     def unplaced_draft(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
-        """The same for a draft model: unplaced tensors of the module, one of fitting size or all of them together.
-
-        With several ranks each tensor may be divided by their number.
-        """
+        """The same for a draft model: unplaced tensors that fit, alone or together, or their shares on several ranks."""
         without_place = {
             name: math.prod(self.shapes[name])
             for name in self.promised()
@@ -324,10 +310,7 @@ class Loaded:
         return found
 
     def locate(self, name: str) -> tuple[str, Region] | None:
-        """The place where a tensor is or, predicted from similar tensors, belongs, or the parameter of its own name.
-
-        For a draft model also the only parameter of the same size whose name ends alike.
-        """
+        """The place of a tensor, one predicted from similar tensors, or the parameter of its name or its name's end."""
         if len(pieces := self.placement.pieces.get(name, ())) == 1:
             return pieces[0].param, pieces[0].into
         if pieces:

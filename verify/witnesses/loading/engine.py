@@ -30,8 +30,6 @@ Watch = Callable[[str, "nn.Module", "Layout | None"], AbstractContextManager[Non
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """Facts about an engine, for all modules but its own witness."""
-
     name: str  # of its package, of the stage of its checks, and in `against`
     label: str  # in messages
     codes: str  # prefix of the codes of its checks
@@ -82,10 +80,7 @@ class Engine(Protocol):
     REPACK: Phase  # exceptions are the verdict of its kernels
 
     def build(self, wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
-        """Builds the model with the engine's default loader, which calls `loading` where it would load.
-
-        Raises CkptkitError if there is no draft model.
-        """
+        """Builds the model, with `loading` in place of the default loader. Raises CkptkitError without a draft model."""
 
     def run_after_loading(self, model: nn.Module, watch: Watch) -> None:
         """Runs the engine's steps after loading, in its order and each under `watch`."""

@@ -53,10 +53,18 @@ def examine(
     if target is not None:
         engine.share(target.model, model)
     phases.enter(COMPARE)
-    report = _blank(engine, build, model)
-    report.parameters = len({tensor.data_ptr() for tensor in before.values() if tensor.numel()})
     lines = [record.getMessage() for record in warnings.buffer]
-    report.log = tuple(one_line(line) for line in lines if "not found" in line)
+    first, emulated = next(model.parameters()), engine.emulated_device()
+    cpu = f"cpu, with the choices of {emulated}" if emulated else "cpu"
+    report = LoadReport(
+        version=version(engine.FACTS.name),
+        model=type(model).__name__,
+        device=torch.cuda.get_device_name() if first.is_cuda else cpu,
+        dtype=str(first.dtype).removeprefix("torch."),
+        sizes=build.sizes,
+        parameters=len({tensor.data_ptr() for tensor in before.values() if tensor.numel()}),
+        log=tuple(one_line(line) for line in lines if "not found" in line),
+    )
     tensors = _tensors_of(model, target)
     placement = Placement.of(trace, tensors)
     sizes = {name: block.numel for name, block in trace.given.items()}
@@ -81,19 +89,6 @@ def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
     shared = {tensor.data_ptr() for tensor in target.tensors.values()} if target else set()
     state = model.state_dict(keep_vars=True).items()
     return {name: tensor.detach() for name, tensor in state if tensor.data_ptr() not in shared}
-
-
-def _blank(engine: Engine, build: ModelBuild, model: nn.Module) -> LoadReport:
-    """A report with the versions and devices of the engine and its model."""
-    first, chosen = next(model.parameters()), engine.emulated_device()
-    cpu = f"cpu, with the choices of {chosen}" if chosen else "cpu"
-    return LoadReport(
-        version=version(engine.FACTS.name),
-        model=type(model).__name__,
-        device=torch.cuda.get_device_name() if first.is_cuda else cpu,
-        dtype=str(first.dtype).removeprefix("torch."),
-        sizes=build.sizes,
-    )
 
 
 def _compare(loaded: Loaded) -> None:

@@ -16,8 +16,6 @@ NUMBER = re.compile(r"[-+]?\d[\d.e+-]*")
 
 @dataclass(frozen=True)
 class EngineSizes:
-    """The parallel sizes of an engine."""
-
     tp: int = 1  # ranks that share a layer
     ep: int = 1  # divides `tp`: each rank keeps 1/ep of the experts, and tp/ep ranks cut those among them
     dp_attention: bool = False  # every rank holds all heads (`--enable-dp-attention`, `--dp-size` of `tp`)
@@ -25,7 +23,6 @@ class EngineSizes:
 
     @property
     def ranks(self) -> int:
-        """The number of processes."""
         return self.tp * self.pp
 
     def __str__(self) -> str:
@@ -38,8 +35,6 @@ ONE_RANK = EngineSizes()
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One rank's task: load a checkpoint into an engine, and compare."""
-
     adapter: str  # the module that is its `Engine`
     checkpoint: Path
     hf: Path | None = None  # gives the config of a Megatron checkpoint that carries none
@@ -91,9 +86,7 @@ class LoadReport:
     draft: tuple[str, ...] = ()  # names of multi-token prediction layers
     draft_model: LoadReport | None = None  # results of the draft model, into which these layers are loaded
     log: tuple[str, ...] = ()  # the engine's warnings about unknown names
-    repacked: tuple[Observation, ...] | None = (
-        None  # faults after repacking, or None if it did not run
-    )
+    repacked: tuple[Observation, ...] | None = None  # faults after repacking, or None if it did not run
     repacked_seen: int = 0
     unchecked: tuple[str, ...] = ()  # parameters repacked into a layout that ckptkit does not know
     # Parameters that repacking rounded to other scales, and their largest change relative to a block's largest value.

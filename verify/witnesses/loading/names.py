@@ -33,10 +33,7 @@ def promised_names(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_unused_input_scale(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether a parameter is a scale of inputs that stay unquantized, since the checkpoint has only 4-bit weights.
-
-    Engines allocate it all the same.
-    """
+    """Whether a parameter is a scale of inputs, which engines allocate even if a checkpoint has only 4-bit weights."""
     if _OF_INPUTS.fullmatch(param) is None:
         return False
     layouts = _layouts(config)
@@ -44,16 +41,12 @@ def is_unused_input_scale(param: str, config: Mapping[str, Any]) -> bool:
 
 
 def is_unused_order(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether a parameter of packed experts orders columns, and no tensor of the checkpoint belongs in it.
-
-    Engines allocate two for every such layer, and read the first only with activation ordering.
-    """
+    """Whether a parameter orders columns of packed experts, which engines allocate even without activation ordering."""
     is_ordered = weights_of(config).get("actorder") in ("group", "dynamic")
     return _ORDER.fullmatch(param) is not None and (not is_ordered or param.endswith("_sort_indices"))
 
 
 def has_nvfp4(config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has weights in NVFP4."""
     return any(row.second for row in _layouts(config))
 
 
@@ -94,6 +87,5 @@ def draft_prefixes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def draft_names(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """The names that belong to multi-token prediction layers."""
     draft = draft_prefixes(config)
     return [name for name in names if name.startswith(draft)]

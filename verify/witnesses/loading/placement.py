@@ -51,7 +51,6 @@ class Piece:
         return (taken if self.through is None else taken.to(self.through)).to(self.dtype)
 
     def parts(self) -> list[Region]:
-        """The elements of the tensor that are here."""
         if self.part is None:
             numbers = self.numbers[self._mask].cpu()  # type: ignore[index]
         elif self.surviving is None:
@@ -114,7 +113,6 @@ class Placement:
         return Placement(pieces, written, computed)
 
     def parts(self, name: str) -> list[Region]:
-        """The elements of a tensor that are in parameters."""
         return [region for piece in self.pieces.get(name, ()) for region in piece.parts()]
 
     @cached_property
@@ -127,10 +125,7 @@ class Placement:
         return single
 
     def predicted(self, name: str) -> tuple[str, Region] | None:
-        """The place of a missing tensor, extrapolated from tensors whose names differ only in numbers.
-
-        None without such tensors, or if they do not determine its numbers.
-        """
+        """The place of a missing tensor, extrapolated from tensors whose names differ only in numbers, or None."""
         if not (similar := self._by_pattern.get(_NUMBER.sub("#", name))):
             return None
         target = _numbers(name)
@@ -165,7 +160,6 @@ def flat_elements(parameter: Tensor) -> Tensor:
 
 
 def whole(parameter: Tensor) -> Region:
-    """All elements of a parameter."""
     return Region(0, (parameter.numel(),), (1,))
 
 
@@ -184,10 +178,7 @@ def _computed(write: Write) -> frozenset[str]:
 
 
 def _writes_of(source: Source, parameter: Tensor) -> Sequence[Write]:
-    """The writes into a parameter, including the first if the loader replaced its memory by a tensor given or made.
-
-    The parameter may be a part of that memory, so only writes within its bounds count.
-    """
+    """The writes into a parameter, within its bounds if the loader replaced its memory by a tensor given or made."""
     block, region = source.block, source.region
     if block.given is None and block.made is None:
         return block.writes
@@ -250,7 +241,6 @@ class _Numbering:
         self._spans = {name: (end - block.numel, end) for (name, block), end in zip(given.items(), ends, strict=True)}
 
     def pieces(self, param: str, write: Write, surviving: Tensor | None) -> Iterator[Piece]:
-        """The pieces of a write into a parameter."""
         if (copied := _copied(param, write)) is not None:
             yield replace(copied, surviving=surviving)
             return

@@ -91,7 +91,6 @@ def draft_build(build: ModelBuild) -> ModelBuild:
 
 
 def safetensors_of(root: Path, wanted: Wanted = lambda name: True) -> Weights:
-    """Every wanted tensor of the index, read by the safetensors library."""
     for file in HfCheckpoint(root).shards:
         with safe_open(root / file, "pt") as shard:
             for name in filter(wanted, shard.keys()):

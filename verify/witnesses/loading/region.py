@@ -25,7 +25,6 @@ class Region:
 
     @property
     def count(self) -> int:
-        """The number of elements."""
         return prod(self.sizes)
 
     @property

@@ -63,15 +63,11 @@ def _load(engine: EngineFacts, subject: Subject, variables: Mapping[str, str] | 
 
 
 def interpreter_of(engine: EngineFacts, subject: Subject) -> Interpreter:
-    """The Python that has an engine."""
     return Interpreter(python_of(engine.name, subject.options.pythons), engine.hidden)
 
 
 def require(engine: EngineFacts, subject: Subject) -> str:
-    """The release of an engine.
-
-    Raises CannotCheck if it is not installed, UsageError for a Python that does not run.
-    """
+    """The release of an engine. Raises CannotCheck if it is missing, UsageError for a Python that does not run."""
     interpreter = interpreter_of(engine, subject)
     if (release := interpreter.release(engine.name)) is None:
         where = f"in the environment of {interpreter.path}" if interpreter.is_external else "here"
@@ -90,10 +86,7 @@ def engine_sizes(engine: EngineFacts, subject: Subject) -> EngineSizes | None:
 
 
 def outcome(answer: Answer[LoadReport], ranks: int) -> Answer[LoadReport]:
-    """Merges the answers of all ranks into one, with a report if the model was loaded on all of them.
-
-    Its failure is the reason for no report or, with multi-token prediction layers, for no draft model in it.
-    """
+    """Merges the answers of all ranks. The failure is the reason for no report, or for no draft model in it."""
     reports = [*answer.reports.values()]
     merged = {0: LoadReport.merged(reports)} if len(reports) == ranks else {}
     if merged and (merged[0].draft_model is not None or not merged[0].draft):
@@ -104,10 +97,7 @@ def outcome(answer: Answer[LoadReport], ranks: int) -> Answer[LoadReport]:
 
 
 def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
-    """Raises CannotCheck unless the engine must choose the class that ckptkit knows.
-
-    For other names an engine would run transformers' class, and to find it the files of the checkpoint's `auto_map`.
-    """
+    """Raises CannotCheck unless the engine must choose the class that ckptkit knows, and no code of the checkpoint."""
     expected, actual = family_of(config).architectures, config.get("architectures")
     if actual not in [[name] for name in expected]:
         raise CannotCheck(
@@ -117,10 +107,7 @@ def check_class(engine: EngineFacts, config: Mapping[str, Any]) -> None:
 
 
 def check_passthrough(engine: EngineFacts, subject: Subject, config: Mapping[str, Any]) -> None:
-    """Raises CannotCheck for a Megatron checkpoint of a vision model without the tensors of its tower.
-
-    The engine builds the tower, and a Megatron language model has no weights for it.
-    """
+    """Raises CannotCheck for a Megatron checkpoint of a vision model without the tensors of its tower."""
     carried = family_of(config).carried
     if subject.is_hf or not carried or "vision_config" not in config:
         return

@@ -69,8 +69,6 @@ class Write:
 
 
 class _Memory:
-    """Maps addresses to blocks."""
-
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._blocks: dict[int, tuple[int, Block]] = {}  # end and block, by start
@@ -189,7 +187,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (self._memory.at(value) or value) if isinstance(value, Tensor) else value
 
     def _record_write(self, name: str, arguments: Mapping[str, Any], written: Iterable[Tensor]) -> None:
-        """Records an operation that has written into memory."""
         origins = _origins(self._source_or_value(leaf) for value in arguments.values() for leaf in tree_leaves(value))
         for tensor in written:
             if (into := self._memory.at(tensor)) is None:
@@ -207,7 +204,6 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             into.block.writes.append(Write(into.region, into.dtype, source, computed))
 
     def _record_result(self, func: Any, arguments: Mapping[str, Any], sources: Mapping[str, Any], result: Any) -> None:
-        """Records an operation that has returned new tensors."""
         name = _name_of(func)
         is_constant = name in _CONSTANT
         leaves = [] if is_constant else [leaf for value in sources.values() for leaf in tree_leaves(value)]

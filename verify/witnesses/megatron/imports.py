@@ -23,10 +23,7 @@ _OURS = frozenset({"megatron", "torch", "ckptkit", "converters", "quant", "verif
 
 
 class _BrokenIsAbsent(MetaPathFinder):
-    """Turns exceptions of a package's import into ModuleNotFoundError, where they would reach Megatron.
-
-    Exceptions of modules inside a package are left to it.
-    """
+    """Turns exceptions of a package's import into ModuleNotFoundError, unless a module of the package imports it."""
 
     def __init__(self) -> None:
         self._inside = 0

@@ -24,8 +24,6 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True)
 class RankJob:
-    """One rank's task."""
-
     checkpoint: Path
     hf: Path | None  # has the config of a checkpoint without one
     source: Path | None  # the reference, or None for the checkpoint's own bytes, read without Megatron
@@ -59,8 +57,6 @@ class TensorSeen:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of one rank."""
-
     rank: int
     version: str
     tp: int

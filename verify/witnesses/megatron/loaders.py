@@ -79,7 +79,6 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
         return {**metadata, **{name: replace(stored[key], key=name) for name, key in self._second.items()}}
 
     def load(self, sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's, recorded."""
         for wanted in nested_values(sharded_state_dict):
             if wanted.key in self._second:
                 self.renamed[wanted.key] = wanted.key = self._second[wanted.key]
@@ -100,10 +99,7 @@ def connect_alone(sizes: ParallelSizes, rank: int) -> None:
 
 @contextmanager
 def without_collectives() -> Iterator[None]:
-    """Has torch's checkpoint reader plan for this rank only, as Megatron does from 0.19 on.
-
-    Earlier, rank 0 gathered the plans of all ranks; reading never used those of other ranks.
-    """
+    """Has torch's checkpoint reader plan for this rank only, without rank 0, as Megatron does from 0.19 on."""
     with ExitStack() as stack:
         for name in ("load", "load_state_dict"):
             reads = getattr(checkpoint, name)

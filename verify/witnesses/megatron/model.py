@@ -52,15 +52,12 @@ _OFF = (
 
 @dataclass(frozen=True)
 class MegatronBuild:
-    """Parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own) of a model.
-
-    `hybrid`: a HybridModel, whose pipeline sizes count its layers.
-    """
+    """Parallel sizes, dtype of parameters, and layer spec (Transformer Engine's or Megatron's own) of a model."""
 
     sizes: ParallelSizes
     dtype: torch.dtype
     transformer_engine: bool = False
-    hybrid: bool = False
+    hybrid: bool = False  # a HybridModel; pipeline sizes count its layers
 
 
 class OnCpu(TorchFunctionMode):
@@ -165,10 +162,7 @@ def transformer_config(dims: ModelDims, args: Mapping[str, Any], build: Megatron
 
 
 def build_chunks(dims: ModelDims, build: MegatronBuild) -> list[Chunk]:
-    """This rank's model, one GPTModel or HybridModel a virtual pipeline stage, with arbitrary parameters of the dtype.
-
-    In 16 bits it is cast as in training, by Megatron's Float16Module, which keeps router biases in float32.
-    """
+    """This rank's model, one GPTModel or HybridModel a virtual pipeline stage, cast to the dtype as in training."""
     args = megatron_args(dims, HYBRID if build.hybrid else MCORE)
     args |= {"moe_grouped_gemm": build.transformer_engine and bool(dims.experts)}
     config = transformer_config(dims, args, build)
@@ -233,10 +227,7 @@ def _mtp_spec(
     spec: TransformerBlockSubmodules,
     stage: int | None,
 ) -> Any:
-    """The spec of multi-token prediction layers, which contain the model's last layer; None without such layers.
-
-    For a stage without decoder layers Megatron-LM takes that layer from the complete model too (its `gpt_builders.py`).
-    """
+    """The spec of multi-token prediction layers, with the model's last layer inside, or None without such layers."""
     if not dims.mtp_layers:
         return None
     if not spec.layer_specs:
@@ -264,10 +255,7 @@ def _gpt_model(
 def _hybrid_model(
     dims: ModelDims, config: TransformerConfig, build: MegatronBuild, stage: int | None
 ) -> Callable[..., Chunk]:
-    """HybridModel with its own arguments. The spec of its layers is made of those of the complete GPTModel.
-
-    With Transformer Engine it is megatron-core's own.
-    """
+    """HybridModel with its own arguments and megatron-core's own spec, or one of GPTModel's layers."""
     one_stage = replace(build, sizes=ParallelSizes(build.sizes.tp, 1, build.sizes.ep, build.sizes.etp), hybrid=False)
     args = megatron_args(dims) | {"moe_grouped_gemm": config.moe_grouped_gemm}
     as_gpt = transformer_config(dims, args | ({"moe_layer_freq": ones(dims, dims.moe)} if dims.moe else {}), one_stage)

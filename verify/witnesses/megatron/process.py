@@ -42,17 +42,9 @@ with importing_megatron():
     from megatron.core.package_info import __version__
     from megatron.core.transformer.moe import moe_utils
 
-    from ckptkit.verify.witnesses.megatron import loaders
+    from ckptkit.verify.witnesses.megatron import loaders, model
     from ckptkit.verify.witnesses.megatron.loaders import WatchedLoad
-    from ckptkit.verify.witnesses.megatron.model import (
-        Chunk,
-        MegatronBuild,
-        build_chunks,
-        connect,
-        has_mtp,
-        inputs_of,
-        logits,
-    )
+    from ckptkit.verify.witnesses.megatron.model import Chunk
 
 
 def reference_tensors(source: Path, hf: Path | None, dialect: str = MCORE) -> Checkpoint:
@@ -137,9 +129,10 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
     if job.at_once:
         loaders.connect_alone(job.sizes, job.rank)
     else:
-        connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
+        model.connect(job.sizes, job.rank, str(Path(job.report).with_name("store")))
     enter(BUILD)
-    chunks = build_chunks(dims, MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid))
+    build = model.MegatronBuild(job.sizes, getattr(torch, job.dtype), job.transformer_engine, job.hybrid)
+    chunks = model.build_chunks(dims, build)
     for chunk in chunks:
         poison(held_by(chunk).values())
     reader = WatchedLoad(alone=bool(job.at_once))
@@ -173,7 +166,7 @@ def witness(job: RankJob, enter: Callable[[Phase], None]) -> RankReport:
         refused=tuple(refused),
         tensors=() if job.prompts else tuple(seen(chunks, rules, reference, at)),
         judged=answers,
-        mtp=tuple(len(chunk.mtp.layers) if has_mtp(chunk) else 0 for chunk in chunks),
+        mtp=tuple(len(chunk.mtp.layers) if model.has_mtp(chunk) else 0 for chunk in chunks),
         asked={key: tuple(boxes) for key, boxes in reader.asked.items()},
         renamed=tuple(sorted(reader.renamed.values())),
     )
@@ -206,10 +199,7 @@ def _forked(job: RankJob, log: Path, parent: int) -> None:
 
 
 def _fork(jobs: Sequence[RankJob], folder: Path) -> None:
-    """Runs several ranks; the exit code of each is in FOLDER/exit-RANK as soon as it is known.
-
-    Ranks without a process group run a few at once, and none is started after one that failed.
-    """
+    """Runs several ranks, at most `at_once` at a time, and writes their exit codes; after a failure none is started."""
     context = multiprocessing.get_context("fork")
     processes = {
         job.rank: context.Process(target=_forked, args=(job, folder / f"log-{job.rank}", os.getpid()), daemon=True)
@@ -249,12 +239,12 @@ def _forward(chunks: Sequence[Chunk], sizes: ParallelSizes, prompt: Sequence[int
         if rank == here:
             chunks[virtual].set_input_tensor(hidden if number else None)
             with torch.no_grad():
-                hidden = chunks[virtual](tokens, *inputs_of(tokens)).contiguous()
+                hidden = chunks[virtual](tokens, *model.inputs_of(tokens)).contiguous()
         torch.distributed.broadcast(hidden, ranks[rank], group=group)
     if here != sizes.pp - 1:
         return None
     chunks[-1].set_input_tensor(hidden if last else None)
-    return logits(chunks[-1], tokens)[0]
+    return model.logits(chunks[-1], tokens)[0]
 
 
 def main() -> None:

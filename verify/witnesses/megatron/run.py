@@ -26,7 +26,7 @@ from ckptkit.verify.evidence.expected import config_of
 from ckptkit.verify.quirks import quirks
 from ckptkit.verify.witnesses.megatron.job import RankJob, RankReport
 from ckptkit.verify.witnesses.process.interpreter import Interpreter, python_of
-from ckptkit.verify.witnesses.process.memory import free_memory
+from ckptkit.verify.witnesses.process.sandbox import free_memory
 from ckptkit.verify.witnesses.reference.job import Ids, Judged, Reference
 from ckptkit.verify.witnesses.reference.run import check_reference, judged_by_transformers
 from ckptkit.verify.witnesses.runner import Answer, ask_ranks, inconclusive, time_limit
@@ -108,16 +108,12 @@ def sizes_of(subject: Subject) -> ParallelSizes:
 
 
 def staged_dims(subject: Subject) -> ModelDims:
-    """The model's sizes with the layers that Megatron divides over stages, twice as many for HybridModel.
-
-    Raises as `config_of`.
-    """
+    """The model's sizes with the layers that Megatron divides over stages, twice as many for HybridModel."""
     dims = dims_of(config_of(subject))
     return hybrid_dims(dims) if subject.megatron_files.hybrid else dims
 
 
 def megatron_interpreter(subject: Subject) -> Interpreter:
-    """The Python that has Megatron."""
     return Interpreter(python_of("megatron", subject.options.pythons))
 
 
@@ -137,7 +133,9 @@ def run_megatron(subject: Subject) -> MegatronRun:
     trainer = subject.options.megatron.trainer_loader
     ranks = subject.options.megatron.ranks or range(sizes.world)
     gpu = not subject.options.megatron.ranks and not trainer and _on_gpus(sizes)
-    at_once = 0 if gpu else _at_once(subject, sizes)
+    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
+    is_group = gpu or (not subject.options.megatron.ranks and fits_together(sizes.world, each))
+    at_once = 0 if is_group else ranks_at_once(each)
     if trainer:
         _check_trainer(subject, sizes, at_once)
         if reason := tracker_fault(subject.location.path):
@@ -161,8 +159,7 @@ def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None
             f"{_TRAINER} is not installed: megatron.training comes with megatron-core since 0.19, on Python 3.12; "
             "without --trainer-loader megatron-core itself loads"
         )
-    plain = ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp)
-    if sizes != plain:
+    if sizes != ParallelSizes(sizes.tp, sizes.pp, sizes.ep, sizes.etp):
         raise CannotCheck(
             f"{_TRAINER} is run only with --tp, --pp, --ep and --etp, and layers that divide evenly, not with {sizes}"
         )
@@ -173,18 +170,8 @@ def _check_trainer(subject: Subject, sizes: ParallelSizes, at_once: int) -> None
         )
 
 
-def _at_once(subject: Subject, sizes: ParallelSizes) -> int:
-    """The number of ranks that run at a time, each by itself; 0 for all of them in one process group."""
-    each = bytes_a_rank(subject.checkpoint, staged_dims(subject), sizes)
-    together = not subject.options.megatron.ranks and fits_together(sizes.world, each)
-    return 0 if together else ranks_at_once(each)
-
-
 def bytes_a_rank(checkpoint: Checkpoint, dims: ModelDims, sizes: ParallelSizes) -> int:
-    """An upper estimate of a rank's memory, for the longest stage with the embedding.
-
-    Chunks on disk and reference tensors are read completely.
-    """
+    """An upper estimate of a rank's memory, for the longest stage with the embedding, and complete chunks on disk."""
     longest = max(sum(map(len, chunks)) for chunks in sizes.pipeline(dims).stages) / dims.layers
     held, largest = 0.0, 0
     for name, spec in checkpoint.specs.items():
@@ -250,10 +237,7 @@ def computes_in(subject: Subject) -> Sequence[str]:
 
 
 def _not_computed(dims: ModelDims) -> str | None:
-    """The reason why Megatron cannot compute a model, or None.
-
-    Some layers need a CUDA kernel, or are a trainer's own. Their substitutes in `variants` only hold the weights.
-    """
+    """The reason why Megatron cannot compute a model, or None. Layers of `variants` only hold weights."""
     own = "trainers bring their own layers"
     reasons = {
         "Megatron's Mamba layer needs CUDA kernels (mamba_ssm)": dims.mamba is not None,
@@ -314,7 +298,6 @@ def _inconclusive(answer: Answer[RankReport]) -> CannotCheck:
 
 
 def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
-    """The job of all ranks."""
     return RankJob(
         checkpoint=subject.location.path,
         hf=subject.hf_path,
@@ -328,11 +311,7 @@ def _job(subject: Subject, sizes: ParallelSizes, gpu: bool) -> RankJob:
 
 
 def _ask_megatron(subject: Subject, job: RankJob, ranks: Sequence[int], limit_s: float) -> Answer[RankReport]:
-    """The answer of these ranks.
-
-    On the CPU they are forked from one process that has imported Megatron, which takes longer than loading a small
-    model. CUDA does not survive a fork.
-    """
+    """The answer of these ranks. On the CPU they are forked after the slow import of Megatron; CUDA allows no fork."""
     jobs = {rank: replace(job, rank=rank) for rank in ranks}
     interpreter = megatron_interpreter(subject)
     return ask_ranks(jobs, _WITNESS, RankReport, limit_s, interpreter, together=not job.gpu)

@@ -27,17 +27,14 @@ _READ_BYTES = 4 << 30  # of the reference, to find the tensor in the wrong place
 
 @dataclass(frozen=True)
 class Position:
-    """Tensor parallel rank and size, those inside experts, and the rank's experts.
-
-    `local_spec`: its layers have Megatron's own spec, not Transformer Engine's.
-    """
+    """Tensor parallel rank and size, those inside experts, and the rank's experts."""
 
     tp_rank: int
     tp: int
     etp_rank: int
     etp: int
     experts: range
-    local_spec: bool = False
+    local_spec: bool = False  # its layers have Megatron's own spec, not Transformer Engine's
 
     @staticmethod
     def here(experts: int, local_spec: bool = False) -> Position:
@@ -124,10 +121,7 @@ def compare_slice(local_name: str, rule: Rule, whole: Tensor, local: Tensor, at:
 
 
 def diagnose(rule: Rule, whole: Tensor, local: Tensor, at: Position) -> str:
-    """The rows of `local` that differ from its slice of `whole`, and the source of their values where it is known.
-
-    Both have the shapes of `expected_slice`. Rows of the vocabulary are numbered as in the global tensor.
-    """
+    """The rows of `local` that differ from its slice of `whole`, and the source of their values where it is known."""
     expected, held = expected_slice(rule, whole, local, at)
     if expected.shape != held.shape:
         return f"shape {list(held.shape)}, not {list(expected.shape)}"
@@ -161,10 +155,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @dataclass
 class Siblings:
-    """Finds the reference tensors that have a parameter's values: of other layers, other experts, other norms.
-
-    `digests` has the tensors read so far; after `_READ_BYTES` no more is read, and nothing is found.
-    """
+    """Finds the reference tensors that have a parameter's values, among the first `_READ_BYTES` that it reads."""
 
     rules: Mapping[str, Rule]
     reference: Checkpoint

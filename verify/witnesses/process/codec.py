@@ -29,10 +29,7 @@ def load_record(kind: type[T], path: Path) -> T:
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """The value of type `kind` for its JSON: dataclasses, paths, named tuples, tuples, sequences and mappings, nested.
-
-    `X | None` is None or an X; of another union nothing is decoded.
-    """
+    """The value of type `kind` for its JSON; of a union only `X | None` is decoded."""
     if NoneType in get_args(kind):
         kinds = [one for one in get_args(kind) if one is not NoneType]
         kind = kinds[0] if len(kinds) == 1 else Any

@@ -89,7 +89,6 @@ class PhaseLog:
         self._step = ""
 
     def enter(self, phase: Phase) -> None:
-        """Records the beginning of a phase."""
         self._phase, self._step = phase, ""
         save(ExitReport(phase.name), self._path)
 
@@ -109,10 +108,7 @@ class PhaseLog:
 
 
 def run_job(kind: type[Any], run: Callable[[Any, PhaseLog], Any]) -> None:
-    """The main function of a witness: runs the job of type `kind` in the file of the command line.
-
-    Saves the result of `run` in the job's file `report`, unless it is None because `run` saved its report itself.
-    """
+    """The main function of a witness: runs the job of the command line, and saves the report if `run` returns one."""
     job = load_record(kind, Path(sys.argv[1]))
     with PhaseLog(Path(job.report)) as phases:
         if (report := run(job, phases)) is not None:
@@ -154,10 +150,7 @@ def is_verdict(error: BaseException, phase: Phase) -> bool:
 
 
 def _is_decision(error: BaseException, phase: Phase) -> bool:
-    """Whether a config validator refused the config itself, or read a key that config.json lacks.
-
-    Other exceptions inside it, such as failed imports, and messages about the device are no decision.
-    """
+    """Whether a config validator refused the config itself, not the device, or read a key that config.json lacks."""
     if isinstance(error, AttributeError) and {kind.__name__ for kind in type(error.obj).__mro__} & _CONFIGS:
         return bool(phase.config_validators)
     frames = _foreign_frames(error)

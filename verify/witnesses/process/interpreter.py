@@ -57,10 +57,7 @@ class Interpreter:
         return {name: value for name, value in variables.items() if name not in self.hidden}
 
     def release(self, package: str) -> str | None:
-        """The version of a package that is installed there, or None. The package is not imported.
-
-        Raises UsageError if this is not a Python that runs.
-        """
+        """The version of a package there, without import, or None. Raises UsageError for a Python that does not run."""
         if not self.is_external:
             with suppress(PackageNotFoundError):
                 return version(package)
@@ -96,9 +93,6 @@ class Interpreter:
 
 
 def python_of(program: str, given: Mapping[str, str]) -> str:
-    """The Python of a program: from `given`, otherwise its environment variable, otherwise this one.
-
-    A path is made absolute, since a witness runs in another directory; a name is looked up in PATH.
-    """
+    """The absolute path, or the name in PATH, of a program's Python: `given`, its environment variable, or this one."""
     path = given.get(program) or os.environ.get(f"CKPTKIT_{program.upper()}_PYTHON") or sys.executable
     return os.path.abspath(path) if os.sep in path else path

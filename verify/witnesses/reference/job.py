@@ -44,8 +44,6 @@ def judged_logits(logits: Tensor, prompt: Sequence[int], top_ids: Ids | None = N
 
 @dataclass(frozen=True)
 class ReferenceJob:
-    """Compute with a checkpoint in transformers."""
-
     checkpoint: Path
     report: str = ""
     prompts: Ids = ()
@@ -59,8 +57,6 @@ class ReferenceJob:
 
 @dataclass(frozen=True)
 class Predicted:
-    """A model's prediction of fixed texts."""
-
     losses: Sequence[float]  # for each text, the sum of -ln p over its tokens but the first
     structure: float  # of the median matrix (see `prediction.py`): trained weights have more
 
@@ -87,8 +83,6 @@ class NamesJob:
 
 @dataclass(frozen=True)
 class OtherShape:
-    """A tensor that transformers' class has in another shape."""
-
     name: str  # as the class calls it
     stored: Sequence[int]
     built: Sequence[int]
@@ -96,8 +90,6 @@ class OtherShape:
 
 @dataclass(frozen=True)
 class NamesReport:
-    """The answer to a `NamesJob`."""
-
     model_class: str = ""  # empty if transformers has no class for this config
     missing: Sequence[str] = ()  # names in the class
     unexpected: Sequence[str] = ()

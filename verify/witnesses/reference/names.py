@@ -6,8 +6,7 @@ loads tensors of the stored names and shapes through transformers' own renaming,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -64,7 +63,17 @@ def load_names(job: NamesJob) -> NamesReport:
 
 def _loaded(model_class: Any, config: Any, tensors: Sequence[TensorSpec]) -> NamesReport:
     weights = {one.name: torch.empty(one.shape, dtype=one.torch_dtype, device="meta") for one in tensors}
-    with _recorded() as loads, hub_offline(), patch.object(torch, "equal", _equal):
+    loads: list[Any] = []
+
+    def record(*args: Any, **kwargs: Any) -> None:
+        """Records transformers' `LoadStateDictInfo`, also if it then raises because it cannot convert tensors."""
+        loads.extend(one for one in (*args, *kwargs.values()) if hasattr(one, "conversion_errors"))
+
+    with (
+        patch.object(modeling_utils, "log_state_dict_report", record),
+        patch.object(torch, "equal", _equal),
+        hub_offline(),
+    ):
         model = model_class.from_pretrained(
             None,
             config=config,
@@ -108,23 +117,7 @@ def _aliases(model: Any, stored: Mapping[str, object]) -> dict[str, list[str]]:
     return aliases
 
 
-@contextmanager
-def _recorded() -> Iterator[list[Any]]:
-    """Records transformers' report of each load, also if it then raises because it cannot convert tensors.
-
-    `modeling_utils.log_state_dict_report` of transformers 5 gets it as `utils.loading_report.LoadStateDictInfo`.
-    """
-    loads: list[Any] = []
-
-    def record(*given: Any, **named: Any) -> None:
-        loads.extend(one for one in (*given, *named.values()) if hasattr(one, "conversion_errors"))
-
-    with patch.object(modeling_utils, "log_state_dict_report", record):
-        yield loads
-
-
 def _exception_of(text: str) -> str:
-    """The exception in transformers' record of a conversion, without its traceback."""
     lines = text.strip().splitlines()
     messages = [line for line in lines if line and not line.startswith((" ", "Traceback", "Error"))]
     return one_line(messages[-1] if messages else text)

@@ -43,10 +43,7 @@ _TINY = 1e-30
 
 
 def tokenizer_of(path: Path) -> Any | None:
-    """The tokenizer in an HF directory's tokenizer.json, which runs no code, or None without that file.
-
-    Raises CannotCheck for a file that is not a tokenizer.
-    """
+    """The tokenizer of tokenizer.json, which runs no code, or None without one. Raises CannotCheck for another file."""
     from transformers import PreTrainedTokenizerFast
 
     file = path / TOKENIZER
@@ -64,10 +61,7 @@ def tokenizer_of(path: Path) -> Any | None:
 
 
 def texts_of(tokenizer: Any | None, config: Mapping[str, Any]) -> Ids:
-    """Token ids of TEXTS as the tokenizer begins a text, and again with the config's first token.
-
-    Raises CannotCheck without a tokenizer, and for ids beyond the vocabulary.
-    """
+    """Token ids of TEXTS, and again with the config's first token. Raises CannotCheck without a fitting tokenizer."""
     if tokenizer is None:
         raise CannotCheck("tokenizer.json is missing, so the model can read no text: take it from the release")
     text_config = language_part(config)

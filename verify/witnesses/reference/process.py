@@ -80,16 +80,12 @@ def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path
 
 
 def in_fp8(path: Path) -> list[str]:
-    """The modules of an HF directory with weights in FP8."""
     specs = HfCheckpoint(path).specs.values()
     return [one.name.removesuffix(".weight") for one in specs if one.dtype == E4M3 and one.name.endswith(".weight")]
 
 
 def reference_model(checkpoint: HfCheckpoint | View, home: Path, dtype: torch.dtype) -> nn.Module:
-    """The model of the result of `as_hf`, on the GPU if it fits there.
-
-    Raises CkptkitError if transformers does not know the class or leaves parameters uninitialized.
-    """
+    """The model, on the GPU if it fits. Raises CkptkitError for an unknown class or uninitialized parameters."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(home, trust_remote_code=False)

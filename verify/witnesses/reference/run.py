@@ -16,7 +16,7 @@ from ckptkit.quant.engines.transformers_class import unlike_transformers
 from ckptkit.verify.core.skip import CannotCheck
 from ckptkit.verify.core.subject import Subject, once
 from ckptkit.verify.evidence.expected import config_of, is_quantized
-from ckptkit.verify.witnesses.process.memory import free_memory, memory_limit
+from ckptkit.verify.witnesses.process.sandbox import free_memory, memory_limit
 from ckptkit.verify.witnesses.reference.job import Ids, Reference, ReferenceJob
 from ckptkit.verify.witnesses.reference.prediction import texts_of, tokenizer_of
 from ckptkit.verify.witnesses.runner import ask, time_limit
@@ -39,10 +39,7 @@ def run_reference(subject: Subject, job: ReferenceJob) -> Reference:
 
 @once
 def run_prediction(subject: Subject) -> Reference:
-    """transformers' prediction of fixed texts, in float32 if that fits into memory.
-
-    Raises CannotCheck if there is none, also because memory is too small for the model.
-    """
+    """transformers' prediction of fixed texts, in float32 if that fits. Raises CannotCheck if there is none."""
     config = config_of(subject)
     home = Path(getattr(subject.checkpoint, "hf_path", subject.path))
     texts = texts_of(tokenizer_of(home), config)
@@ -68,29 +65,21 @@ def check_reference(subject: Subject, prompts: Ids) -> None:
 
 
 def judged_by_transformers(subject: Subject, prompts: Ids, top_ids: Sequence[Ids]) -> Reference:
-    """transformers' answers to prompts with the source's weights, or without an HF source with the subject's own.
-
-    Raises CannotCheck.
-    """
+    """transformers' answers with the HF source's weights, otherwise the subject's own. Raises CannotCheck."""
     path = subject.source_path if subject.source_path and subject.source_is_hf else subject.path
     return run_reference(subject, ReferenceJob(path, prompts=prompts, top_ids=top_ids, hf=subject.hf_path))
 
 
 def prompts_of(config: Mapping[str, Any], with_long: bool) -> list[list[int]]:
-    """Fixed tokens, the same in every run: short prompts and, `with_long`, one of 4096 tokens or the model's maximum.
-
-    Without tokens in the config (end, padding, images). Raises CkptkitError without a vocabulary size.
-    """
+    """The same random tokens in every run, without special ones. Raises CkptkitError without a vocabulary size."""
     text = language_part(config)
     if not isinstance(vocabulary := text.get("vocab_size"), int):
         raise CkptkitError("config.json has no vocab_size", "take it from the release")
-    special = {one for part in (config, text) for key, value in part.items() if "token" in key for one in _ids(value)}
-    choice = [token for token in range(vocabulary) if token not in special]
+    entries = [value for part in (config, text) for key, value in part.items() if "token" in key]
+    special = [one for value in entries for one in (value if isinstance(value, list) else [value])]
+    special_ids = {one for one in special if isinstance(one, int)}
+    choice = [token for token in range(vocabulary) if token not in special_ids]
     longest = min(_LONG, int(text.get("max_position_embeddings") or _LONG) - 8)
     lengths = [min(_SHORT, longest)] * _SHORT_PROMPTS + [longest] * with_long
     source = random.Random(0)
     return [source.choices(choice, k=length) for length in lengths]
-
-
-def _ids(value: Any) -> list[int]:
-    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]

@@ -37,8 +37,6 @@ _SAME = "record it anew with --save-debug-rollout-data"
 
 @dataclass(frozen=True)
 class RecordedSample:
-    """A recorded prompt and its response."""
-
     index: int  # its place in the file
     tokens: Sequence[int]  # of the prompt, then of the response
     response: int  # the number of the response's tokens
@@ -53,7 +51,6 @@ class RecordedSample:
 
     @property
     def prompt_tokens(self) -> Sequence[int]:
-        """The tokens before the response."""
         return self.tokens[: len(self.tokens) - self.response]
 
 
@@ -72,7 +69,6 @@ class Recording:
 
     @property
     def versions(self) -> Sequence[str]:
-        """The distinct versions of the weights in the samples."""
         return list(dict.fromkeys(version for one in self.samples for version in one.versions))
 
 

@@ -42,8 +42,6 @@ class Rendering:
 
 @dataclass(frozen=True)
 class RenderedPrompts:
-    """The renderings of a job."""
-
     renderings: Sequence[Rendering]
 
 
@@ -56,16 +54,12 @@ def recording_of(subject: Subject) -> Recording:
 
 
 def tokenizer_directory(subject: Subject) -> Path:
-    """The HF directory with the subject's config and tokenizer."""
     return Path(getattr(subject.checkpoint, "hf_path", subject.path))
 
 
 @once
 def parts_of(subject: Subject) -> Sequence[RecordedSample]:
-    """The parts to compute again: samples evenly spread over the file, each up to 4096 tokens.
-
-    Raises CannotCheck if no sample has log-probabilities that can be computed again.
-    """
+    """Evenly spaced samples, each up to 4096 tokens. Raises CannotCheck if none can be computed again."""
     recording, given = recording_of(subject), subject.options.rollout_temperature
     longest = min(_MAX_TOKENS, language_part(config_of(subject)).get("max_position_embeddings") or _MAX_TOKENS)
     found = [_part(one, int(longest), given) for one in recording.samples if not one.skip_reason]
@@ -79,7 +73,6 @@ def parts_of(subject: Subject) -> Sequence[RecordedSample]:
 
 
 def _part(one: RecordedSample, longest: int, temperature: float | None) -> RecordedSample:
-    """The beginning of a sample."""
     # The first token of a sample has no log-probability.
     begin = len(one.prompt_tokens)
     tokens, first = one.tokens[:longest], max(begin, 1)

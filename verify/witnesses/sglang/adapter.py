@@ -26,9 +26,8 @@ from ckptkit.quant.formats.part_names import FP8_SCALE_INV, WEIGHT_SCALE_INV
 from ckptkit.verify.quirks import installed, quirks
 from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch, Weights
 from ckptkit.verify.witnesses.loading.job import ONE_RANK, EngineSizes
-from ckptkit.verify.witnesses.loading.layouts.layout import Layout, unknown_layout
+from ckptkit.verify.witnesses.loading.layouts.layout import Layout, fp8_blocks, unknown_layout
 from ckptkit.verify.witnesses.loading.layouts.marlin import marlin, packed_parameters
-from ckptkit.verify.witnesses.loading.layouts.values import fp8_blocks
 from ckptkit.verify.witnesses.loading.names import has_nvfp4, is_unused_input_scale, is_unused_order
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY
@@ -59,10 +58,7 @@ _MARLIN = ("CompressedTensorsWNA16", "CompressedTensorsWNA16MoE")  # schemes who
 
 
 def build(wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
-    """Builds the model that SGLang chooses with its default loader, which calls `loading` where it would load.
-
-    Raises CkptkitError if SGLang has no draft model for this one.
-    """
+    """Builds the model, with `loading` in place of SGLang's own. Raises CkptkitError without a draft model."""
     phases.enter(SET_UP)
     if not torch.cuda.is_available():
         os.environ.update(WITHOUT_GPU)
@@ -114,10 +110,7 @@ def layout(module: nn.Module) -> Layout | None:
 
 
 def left_empty(param: str, config: Mapping[str, Any]) -> bool:
-    """Whether SGLang allocates this parameter though no tensor of the checkpoint belongs in it.
-
-    This includes the indexer of a layer that shares an earlier one: SGLang builds it and never runs it.
-    """
+    """Whether SGLang allocates this parameter for no tensor, such as the indexer of a layer that shares one."""
     if is_unused_input_scale(param, config):
         # Kernels of experts that SGLang chooses on Blackwell quantize inputs in any case (0.5.16, but for Marlin).
         is_blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
@@ -164,10 +157,7 @@ def server_options(sizes: EngineSizes) -> dict[str, Any]:
 
 
 def publish(model_path: Path, fused_shared: bool, sizes: EngineSizes = ONE_RANK, rank: int = 0) -> Any:
-    """Makes the arguments of an SGLang server for this model those of this process, and returns them.
-
-    `fused_shared`: keep the shared expert as one more routed expert, by `fuses_shared`.
-    """
+    """Makes the arguments of an SGLang server for this model those of this process, and returns them."""
     from sglang.srt import runtime_context, server_args
 
     config, cuda = read_json(model_path / "config.json"), torch.cuda.is_available()
@@ -213,7 +203,6 @@ def configure(
 
 
 def _draft_config(args: Any, target: Any) -> Any:
-    """The ModelConfig of a draft model in its target's directory."""
     from sglang.srt.configs.model_config import ModelConfig
 
     (own,) = target.hf_config.architectures

@@ -28,8 +28,6 @@ class TrainerJob:
 
 @dataclass(frozen=True)
 class TrainerAnswer:
-    """The result of a trainer's parsing."""
-
     trainer: str  # the package that parsed
     home: str  # its directory
     refusal: str  # the trainer's own message, empty if it accepts the launch

@@ -116,7 +116,10 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
             _stop_at(*begins)
         os.environ["HYDRA_FULL_ERROR"] = "1"
         if trainer == "verl":
-            _keep_hydra_from_writing(os.path.dirname(job.report))
+            # Has Hydra write its log there. argparse accepts only one group of overrides.
+            last = max((at for at, word in enumerate(sys.argv) if "=" in word and not word.startswith("-")), default=0)
+            overrides = [f"hydra.run.dir='{os.path.dirname(job.report)}'", "hydra.output_subdir=null"]
+            sys.argv[last + 1 : last + 1] = overrides
     parsers = _Parsers(sys.argv[1:])
     phases.enter(Phase("parsing"))
     try:
@@ -173,12 +176,6 @@ def _stop_at(module: str, function: str) -> None:
         raise _AcceptedError
 
     setattr(importlib.import_module(module), function, accepted)
-
-
-def _keep_hydra_from_writing(folder: str) -> None:
-    """Has Hydra write its log into `folder`, by overrides after the last one; argparse accepts one group of them."""
-    last = max((at for at, word in enumerate(sys.argv) if "=" in word and not word.startswith("-")), default=0)
-    sys.argv[last + 1 : last + 1] = [f"hydra.run.dir='{folder}'", "hydra.output_subdir=null"]
 
 
 def _run_program(program: str, file: str) -> None:

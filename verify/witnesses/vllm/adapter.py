@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckptkit.formats.hf.reader import read_json
+from ckptkit.quant.formats.part_names import WEIGHT_PACKED, WEIGHT_SCALE
 from ckptkit.verify.witnesses.loading.engine import Loading, ModelBuild, Watch
+from ckptkit.verify.witnesses.loading.layouts import layout as layouts
+from ckptkit.verify.witnesses.loading.layouts.marlin import marlin
 from ckptkit.verify.witnesses.loading.names import cache_dtype, is_unused_input_scale, is_unused_order
 from ckptkit.verify.witnesses.process.exit_report import Phase, PhaseLog
 from ckptkit.verify.witnesses.vllm import platform
 from ckptkit.verify.witnesses.vllm.facts import QUIET, VLLM
-from ckptkit.verify.witnesses.vllm.layouts import attention_layout, layout
 from ckptkit.verify.witnesses.vllm.platform import emulated_device as emulated_device
 
 FACTS = VLLM
@@ -164,3 +167,108 @@ def start_process_groups(config: Any, wanted: ModelBuild) -> None:
                 distributed_init_method=f"file://{wanted.scratch.absolute() / 'meeting_point'}",
             )
         parallel_state.initialize_model_parallel(sizes.tp, sizes.pp)
+
+
+_BITS = 4
+_PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_CACHE = ("q_scale", "k_scale", "v_scale", "prob_scale")  # copied into attributes of attention, and deleted
+# Experts' kernels that keep gate and up, or that put up before gate.
+_KEPT = ("TRITON", "BATCHED_TRITON", "VLLM_CUTLASS", "BATCHED_VLLM_CUTLASS", "DEEPGEMM", "BATCHED_DEEPGEMM")
+_SWAPPED = ("FLASHINFER_CUTLASS",)
+_MARLIN = ("MARLIN", "BATCHED_MARLIN")
+
+
+def layout(module: nn.Module, method: Any) -> layouts.Layout | None:
+    """The layout that a method of quantization gives a module's parameters, or None if they do not change.
+
+    vLLM chooses method and kernel while it builds the model: for the GPU's capability, the scheme, and the layer's
+    sizes.
+    """
+    if type(method).__name__ in _PLAIN:
+        return None
+    scheme: Any = getattr(module, "scheme", None)
+    if (kernel := getattr(scheme, "kernel", None)) is not None:
+        return _packed_layout(module, kernel)
+    if hasattr(scheme or method, "fp8_linear"):
+        return _fp8_layout(module, scheme or method)
+    if any(name in _CACHE for name, _ in module.named_parameters(recurse=False)):
+        return layouts.not_kept(_CACHE)
+    return _experts_layout(module, method)
+
+
+def _run(module: nn.Module, inputs: Tensor) -> Tensor:
+    method: Any = module.quant_method
+    outputs: Tensor = method.apply(module, inputs, bias=None)
+    return outputs
+
+
+def _packed_layout(module: nn.Module, kernel: Any) -> layouts.Layout:
+    """INT4 of a Linear layer: Marlin's layout is known, every other kernel is run."""
+    config, name = kernel.config, type(kernel).__name__
+    ordered = getattr(config, "has_g_idx", False)  # 0.33 refuses such checkpoints
+    if ordered or config.weight_type.size_bits != _BITS or config.act_type.itemsize == 1:
+        return layouts.unknown_layout(name)
+    return (
+        marlin(bias=True) if name == "MarlinLinearKernel" else layouts.products(partial(_run, module), config.act_type)
+    )
+
+
+def _block(module: nn.Module) -> tuple[int, int] | None:
+    sizes: Any = getattr(module, "weight_block_size", None)
+    return (int(sizes[0]), int(sizes[1])) if sizes else None
+
+
+def _fp8_layout(module: nn.Module, method: Any) -> layouts.Layout:
+    """FP8 of a Linear layer in blocks: unchanged except for its scales, or in Marlin's layout, whose kernel is run."""
+    block, kernel = _block(module), type(method.fp8_linear).__name__
+    if block is None:
+        return layouts.unknown_layout(kernel)
+    if kernel.startswith(("Marlin", "Humming")):
+        return layouts.products(partial(_run, module), module.orig_dtype, block)  # type: ignore[arg-type]
+    return layouts.fp8_blocks(block, _pairs(module))
+
+
+def _pairs(module: nn.Module) -> list[tuple[str, str]]:
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    return [(name, scale) for name in own for scale in (f"{name}_scale_inv", f"{name}_scale") if scale in own]
+
+
+def _experts_layout(module: nn.Module, method: Any) -> layouts.Layout | None:
+    if getattr(method, "num_bits", _BITS) != _BITS or getattr(method, "actorder", None) == "group":
+        return layouts.unknown_layout(type(method).__name__)
+    backends = (getattr(method, f"{kind}_backend", None) for kind in ("wna16", "fp8", "unquantized"))
+    value: str = next((one.value for one in backends if one is not None), type(method).__name__)
+    backend = value.replace(" ", "_").upper()
+    block, pairs = _block(module), _pairs(module)
+    if hasattr(method, "wna16_backend"):
+        # 0.33 has no such attribute, and its layout was not compared.
+        is_marlin = backend in _MARLIN and getattr(method, "marlin_input_dtype", method) is None
+        return marlin(bias=True) if is_marlin else layouts.unknown_layout(f"{backend} of experts")
+    if type(method).__name__ == "CompressedTensorsWNA16MoEMethod":
+        return layouts.reordered(_TRITON)
+    if hasattr(method, "fp8_backend") and block and backend in _KEPT:
+        return layouts.fp8_blocks(block, pairs)
+    if hasattr(method, "unquantized_backend") and backend in _KEPT:
+        return None
+    if backend in _SWAPPED and (block or not pairs):
+        own = [name for name, _ in module.named_parameters(recurse=False) if name.startswith("w13_weight")]
+        return layouts.reordered(dict.fromkeys(own, layouts.swapped_halves))
+    return layouts.unknown_layout(f"{backend} of experts")
+
+
+def _bytes_of_columns(tensor: Tensor) -> Tensor:
+    """[experts, words, columns] -> bytes [experts, columns, 4 x words]."""
+    return tensor.transpose(1, 2).contiguous().view(torch.uint8)
+
+
+_TRITON_PARTS = {WEIGHT_PACKED: _bytes_of_columns, WEIGHT_SCALE: lambda tensor: tensor.transpose(1, 2).contiguous()}
+_TRITON: Mapping[str, Any] = {
+    f"{matrix}_{part}": order for matrix in ("w13", "w2") for part, order in _TRITON_PARTS.items()
+}
+
+
+def attention_layout(module: Any) -> layouts.Layout | None:
+    """Latent attention computes matrices from `kv_b_proj`, which is also kept; other attention computes none."""
+    if not hasattr(module, "kv_b_proj"):
+        return None
+    return layouts.absorbed(module.kv_b_proj, module.num_heads, module.qk_nope_head_dim, _block(module.kv_b_proj))

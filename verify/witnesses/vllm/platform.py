@@ -24,6 +24,7 @@ import torch
 
 from ckptkit.verify.witnesses.process.h100 import CAPABILITY, PROPERTIES
 
+_COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 _DRIVER = "libcuda.so.1"
 _FUNCTIONS = ("cuDriverGetVersion", "cuGetProcAddress_v2", "cuInit", "cuPointerGetAttribute", "cuTensorMapEncodeTiled")
 _PAGE = 0x10000  # of the largest pages that Linux has on these machines
@@ -55,7 +56,11 @@ def choose_platform(scratch: Path) -> None:
     _load_driver(scratch)
     _answer_as_h100()
     platforms._current_platform = _h100()
-    _allow_any_head_size()
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    # Latent attention needs some kernel for prefill, on which no weight depends.
+    mla_attention.get_mla_prefill_backend = lambda _: MLAPrefillBackendEnum.FLASH_ATTN.get_class()
 
 
 class _Idle:
@@ -84,17 +89,9 @@ def _answer_as_h100() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver as triton
 
-    # Kernels of linear attention ask it while they are imported.
+    # Kernels of linear attention read it while they are imported.
     target = GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], PROPERTIES.warp_size)
     triton.set_active(SimpleNamespace(get_current_target=lambda: target, get_current_device=lambda: 0))
-
-
-def _allow_any_head_size() -> None:
-    """Has latent attention use one kernel for prefill, on which none of its weights depends."""
-    from vllm.model_executor.layers.attention import mla_attention
-    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
-
-    mla_attention.get_mla_prefill_backend = lambda _: MLAPrefillBackendEnum.FLASH_ATTN.get_class()
 
 
 def _h100() -> Any:
@@ -106,25 +103,11 @@ def _h100() -> Any:
         dispatch_key = "CPU"
         dist_backend = "gloo"
 
-        @classmethod
-        def get_device_capability(cls, device_id: int = 0) -> Any:
-            return DeviceCapability(*CAPABILITY)
-
-        @classmethod
-        def set_device(cls, device: torch.device) -> None:
-            """Does nothing: there is no device."""
-
-        @classmethod
-        def get_device_communicator_cls(cls) -> str:
-            return "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
-
-        @classmethod
-        def is_pin_memory_available(cls) -> bool:
-            return False
-
-        @classmethod
-        def num_compute_units(cls, device_id: int = 0) -> int:
-            return int(PROPERTIES.multi_processor_count)
+        get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(*CAPABILITY))
+        set_device = classmethod(lambda cls, device: None)
+        get_device_communicator_cls = classmethod(lambda cls: _COMMUNICATOR)
+        is_pin_memory_available = classmethod(lambda cls: False)
+        num_compute_units = classmethod(lambda cls, device_id=0: PROPERTIES.multi_processor_count)
 
     return AbsentH100()
 

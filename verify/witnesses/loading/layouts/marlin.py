@@ -45,10 +45,7 @@ def marlin_weight(packed: Tensor) -> Tensor:
 
 
 def marlin_scales(scales: Tensor) -> tuple[Tensor, ...]:
-    """Scales [groups, outputs] in the order of Marlin's threads, 8 x 8 columns transposed.
-
-    A single group may also be in the order of channel-wise scales.
-    """
+    """Scales [groups, outputs] with 8 x 8 columns transposed; a single group may also be in channel-wise order."""
     transposed = scales.reshape(-1, 8, 8).transpose(1, 2).reshape(scales.shape)
     if scales.shape[0] > 1:
         return (transposed,)
@@ -71,7 +68,6 @@ def _by_channel(scales: Tensor) -> Tensor:
 
 
 def packed_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """A layer's own packed weights, scales and zero points, by their names in it."""
     return {name: tensor for name, tensor in own_parameters(module).items() if name in _REPACKED}
 
 
@@ -138,7 +134,6 @@ def zero_padded(tensor: Tensor, rows: int, columns: int, halves: int = 1) -> Ten
 
 
 def _orders(name: str, matrix: Tensor, is_awq: bool) -> tuple[Tensor, ...]:
-    """A matrix of a parameter in each order in which Marlin's kernels may read it."""
     if name.endswith(WEIGHT_PACKED):
         return (marlin_weight(matrix),)
     return (marlin_zero_points(matrix, awq=is_awq),) if name.endswith(WEIGHT_ZERO_POINT) else marlin_scales(matrix)

@@ -47,6 +47,7 @@ _FIELDS = {
     DENSE: "mlp_layer",
     EXPERTS: "moe_layer",
 }
+_MLP_ONLY: Any = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
 # Names on disk of the local spec's norms: in HybridModel they are always fused into the linear layer after them, except
 # for those before latent attention and before experts.
 _FUSED = {
@@ -76,7 +77,7 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int
             continue
         layer = layers[place if dims.pattern else place // 2]
         is_mlp = letter in (DENSE, EXPERTS)
-        half = _mlp(layer) if is_mlp else _attention(layer, absorbed=letter == SPARSE and tp == 1)
+        half = replace(layer.submodules, **_MLP_ONLY) if is_mlp else _attention(layer, letter == SPARSE and tp == 1)
         names = replace(half, sharded_state_dict_keys_map=_FUSED.get(letter, {}))
         slots.setdefault(_FIELDS[letter], replace(layer, submodules=names))
     if mtp is not None:  # HybridModel builds a stack in place of the transformer layer of these
@@ -87,9 +88,9 @@ def local_stack(dims: ModelDims, layers: Sequence[ModuleSpec], mtp: Any, tp: int
     return ModuleSpec(module=_Stack, submodules=_Submodules(**slots))
 
 
-def _attention(layer: ModuleSpec, *, absorbed: bool) -> Any:
+def _attention(layer: ModuleSpec, is_absorbed: bool) -> Any:
     half = replace(layer.submodules, pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
-    if not absorbed:
+    if not is_absorbed:
         return half
     from megatron.core.transformer.experimental_attention_variant import absorbed_mla
 
@@ -98,11 +99,6 @@ def _attention(layer: ModuleSpec, *, absorbed: bool) -> Any:
     slots = {field.name: getattr(given, field.name) for field in fields(parts) if hasattr(given, field.name)}
     attention = replace(half.self_attention, module=absorbed_mla.AbsorbedMLASelfAttention, submodules=parts(**slots))
     return replace(half, self_attention=attention)
-
-
-def _mlp(layer: ModuleSpec) -> Any:
-    identity = {"input_layernorm": IdentityOp, "self_attention": IdentityOp, "self_attn_bda": IdentityFuncOp}
-    return replace(layer.submodules, **identity)
 
 
 def hybrid_model(spec: ModuleSpec, pattern: str, stage: int | None) -> functools.partial[Any]:

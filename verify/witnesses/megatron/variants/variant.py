@@ -35,12 +35,9 @@ class WholeLinear(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of Megatron's standard model. Each function does nothing for models that do not need the change.
+    """A change of Megatron's standard model. Each function does nothing for models that do not need the change."""
 
-    `settings` returns further values for TransformerConfig, `adapt` changes the layer specs of a rank in place, and
-    `finish` changes the built model.
-    """
-
-    settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}
+    settings: Callable[[ModelDims], Mapping[str, Any]] = lambda dims: {}  # further values for TransformerConfig
+    # Changes the layer specs of a rank in place.
     adapt: Callable[[ModelDims, TransformerConfig, TransformerBlockSubmodules, bool], None] = lambda *_: None
-    finish: Callable[[ModelDims, GPTModel], None] = lambda dims, model: None
+    finish: Callable[[ModelDims, GPTModel], None] = lambda dims, model: None  # changes the built model

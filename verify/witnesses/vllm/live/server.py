@@ -55,7 +55,6 @@ class VllmServer:
         return []
 
     def update_by_tensor(self) -> None:
-        """In one layerwise reload."""
         self._llm.collective_rpc("live_update", args=(self._job.checkpoint,))
 
     def update_from_disk(self) -> None:
