@@ -80,7 +80,7 @@ class Engine(Protocol):
     REPACK: Phase  # exceptions are the verdict of its kernels
 
     def build(self, wanted: ModelBuild, loading: Loading, phases: PhaseLog) -> nn.Module:
-        """Builds the model, with `loading` in place of the default loader. Raises CkptkitError without a draft model."""
+        """Builds the model, with `loading` as its default loader. Raises CkptkitError without a draft model."""
 
     def run_after_loading(self, model: nn.Module, watch: Watch) -> None:
         """Runs the engine's steps after loading, in its order and each under `watch`."""
