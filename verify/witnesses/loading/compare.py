@@ -144,7 +144,7 @@ class Loaded:
         return self.is_shared(name, tensor) or self.is_repeated(name, tensor)
 
     def is_shared(self, name: str, tensor: Tensor) -> bool:
-        """Whether an unwritten tensor equals its target's, or the one in the parameter of its name (tied output layer)."""
+        """Whether an unwritten tensor equals its target's, or the one in the parameter of its name (if tied)."""
         if self.target is not None:
             return self.target.holds(self.target.placement.pieces.get(self.copies.get(name, ""), ()), tensor)
         if (own := self.tensors.get(name)) is None:
@@ -244,7 +244,7 @@ class Loaded:
                 yield Observation(param, param, what)
 
     def unplaced_draft(self, masks: Mapping[str, Tensor]) -> Iterator[Observation]:
-        """The same for a draft model: unplaced tensors that fit, alone or together, or their shares of several ranks."""
+        """The same for a draft model: unplaced tensors that fit, alone, together, or by a rank's share."""
         without_place = {
             name: math.prod(self.shapes[name])
             for name in self.promised()
