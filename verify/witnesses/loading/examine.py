@@ -71,7 +71,14 @@ def examine(
     if target is not None:
         sizes = {name: sizes[name] for name in draft_names(build.config, sizes)}
     loaded = Loaded(engine, build, model, tensors, placement, sizes, report, target)
-    _compare(loaded)
+    names = loaded.compare()
+    report.loaded_names = len(loaded.sizes)
+    report.partial = {name: (loaded.sizes[name], loaded.parts(name)) for name in loaded.in_part}
+    report.routers_seen = len(loaded.routers())
+    report.unwritten = tuple(loaded.unwritten())
+    report.dropped = tuple(loaded.dropped(names))
+    report.routers = tuple(loaded.dead_routers())
+    report.draft = tuple(draft_names(loaded.config, loaded.sizes))
     if device.type == "cuda":
         _repack(loaded, phases, target)
     return loaded
@@ -89,18 +96,6 @@ def _tensors_of(model: nn.Module, target: Loaded | None) -> dict[str, Tensor]:
     shared = {tensor.data_ptr() for tensor in target.tensors.values()} if target else set()
     state = model.state_dict(keep_vars=True).items()
     return {name: tensor.detach() for name, tensor in state if tensor.data_ptr() not in shared}
-
-
-def _compare(loaded: Loaded) -> None:
-    """Compares the loaded tensors with the reference and fills the report."""
-    report, names = loaded.report, loaded.compare()
-    report.loaded_names = len(loaded.sizes)
-    report.partial = {name: (loaded.sizes[name], loaded.parts(name)) for name in loaded.in_part}
-    report.routers_seen = len(loaded.routers())
-    report.unwritten = tuple(loaded.unwritten())
-    report.dropped = tuple(loaded.dropped(names))
-    report.routers = tuple(loaded.dead_routers())
-    report.draft = tuple(draft_names(loaded.config, loaded.sizes))
 
 
 def _repack(loaded: Loaded, phases: PhaseLog, target: Loaded | None) -> None:

@@ -3,11 +3,7 @@
 Every parameter and persistent buffer is poisoned before the model's own `load_weights` runs. Then it is compared which
 elements still hold the poison, where each part of each tensor was written (recorded from torch operations, so that no
 loader can hide a write), and whether its bits are there. With CUDA the quantization methods then repack weights, which
-is checked too. The tests show that these places are right: they compare an engine's logits with transformers'.
-
-An HF directory is read by the engine's own weight iterator and, for the comparison, by the safetensors library. A
-Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update; tensors that Megatron does not hold
-(a vision tower) come from the directory next to it, or from the release.
+is checked too. The tests compare an engine's logits with transformers', which shows that these places are right.
 """
 
 from __future__ import annotations
@@ -47,33 +43,25 @@ Wanted = Callable[[str], bool]  # by a tensor's name
 
 
 def build_of(job: LoadJob, engine: Engine) -> ModelBuild:
-    """The model of a job. For a Megatron checkpoint its config is written into the job's scratch directory."""
+    """The model of a job. A Megatron checkpoint is streamed Megatron -> HF -> engine as in a live weight update.
+
+    Its config is written into the job's scratch directory. Tensors that Megatron does not hold (a vision tower) come
+    from the directory next to it, or from the release.
+    """
     location = locate(job.checkpoint)
     if location.is_hf:
         path = location.path
-        return ModelBuild(
-            path,
-            job.scratch,
-            config=read_json(path / "config.json"),
-            reference=partial(safetensors_of, path),
-            fused_shared=engine.FACTS.fuses_shared(HfCheckpoint(path).specs),
-            sizes=job.sizes,
-            rank=job.rank,
-        )
+        config, is_fused_shared = read_json(path / "config.json"), engine.FACTS.fuses_shared(HfCheckpoint(path).specs)
+        reference = partial(safetensors_of, path)
+        return ModelBuild(path, job.scratch, config, None, reference, is_fused_shared, job.sizes, job.rank)
     checkpoint = open_megatron(location, job.hf)
     view = as_release(checkpoint, location.root)
     path = job.scratch / f"model-{job.rank}"
     copy_files(checkpoint.hf_path, side_files(checkpoint.hf_path, location.root), path)
     write_config(path, checkpoint.config, view.specs)
-    source = source_of(job.source) if job.source else view
+    reference = partial(stream, source_of(job.source) if job.source else view)
     return ModelBuild(
-        path,
-        job.scratch,
-        config=checkpoint.config,
-        weights=partial(stream, view),
-        reference=partial(stream, source),
-        sizes=job.sizes,
-        rank=job.rank,
+        path, job.scratch, checkpoint.config, partial(stream, view), reference, sizes=job.sizes, rank=job.rank
     )
 
 

@@ -1,12 +1,9 @@
 """Megatron's own loading of torch_dist, recorded: by megatron-core in a process group or by one rank, and by a trainer.
 
 Loading a checkpoint needs no communication. torch's `fake` backend has all the groups of a world of any size and no
-other process, so Megatron's own `initialize_model_parallel` places a single rank in it. Collectives return wrong values
-there, so nothing may call one.
-
-A trainer calls `load_checkpoint` of `megatron.training`, which comes with megatron-core since 0.19: it finds the
-checkpoint by the tracker in its root, compares the stored arguments with its own, and loads strictly. It is run with
-patches of torch for the whole process, so only the witness's own processes import this module.
+other process, so Megatron's own `initialize_model_parallel` places a single rank in it. Nothing may call a collective
+there, since its results are wrong. A trainer calls `load_checkpoint` of `megatron.training`, which comes with
+megatron-core since 0.19. It runs with patches of torch for the whole process.
 """
 
 from __future__ import annotations
@@ -15,8 +12,7 @@ import os
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -86,7 +82,11 @@ class WatchedLoad(TorchDistLoadShardedStrategy):  # type: ignore[misc]
             if isinstance(wanted, ShardedTensor):
                 sizes = (*[1] * wanted.prepend_axis_num, *wanted.local_shape)
                 boxes.append(Box(tuple(wanted.global_offset), sizes, is_main_replica(wanted.replica_id)))
-        with without_collectives() if self.alone else nullcontext():
+        if not self.alone:
+            return super().load(sharded_state_dict, *args, **kwargs)
+        # torch's checkpoint reader plans without rank 0, as Megatron has it do from 0.19 on.
+        loads = {name: partial(getattr(checkpoint, name), no_dist=True) for name in ("load", "load_state_dict")}
+        with mock.patch.multiple(checkpoint, **loads):
             return super().load(sharded_state_dict, *args, **kwargs)
 
 
@@ -95,16 +95,6 @@ def connect_alone(sizes: ParallelSizes, rank: int) -> None:
     pretend_cuda()
     torch.distributed.init_process_group("fake", rank=rank, world_size=sizes.world, store=FakeStore())
     lay_out(sizes, gloo=False)
-
-
-@contextmanager
-def without_collectives() -> Iterator[None]:
-    """Has torch's checkpoint reader plan for this rank only, without rank 0, as Megatron does from 0.19 on."""
-    with ExitStack() as stack:
-        for name in ("load", "load_state_dict"):
-            reads = getattr(checkpoint, name)
-            stack.enter_context(mock.patch.object(checkpoint, name, partial(reads, no_dist=True)))
-        yield
 
 
 def pretend_gpu() -> OnCpu:

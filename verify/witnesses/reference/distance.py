@@ -40,8 +40,14 @@ def distance(one: Sequence[Judged], other: Sequence[Judged]) -> Distance:
         for a, b in zip(one, other, strict=True)
         for mine, theirs in zip(a.top_ids, b.top_ids, strict=True)
     ]
+    differences = (
+        (number, position)
+        for number, (a, b) in enumerate(zip(one, other, strict=True))
+        for position, (mine, theirs) in enumerate(zip(a.top_ids, b.top_ids, strict=True), start=1)
+        if mine[0] != theirs[0]
+    )
     means = float(divergences.mean()), float(np.mean(shared))
-    return Distance(float(gaps.mean()), float(gaps.max()), *means, _parted(one, other))
+    return Distance(float(gaps.mean()), float(gaps.max()), *means, next(differences, None))
 
 
 def mean_gap(one: Sequence[Judged], other: Sequence[Judged]) -> float:
@@ -58,14 +64,6 @@ def _divergence(one: Judged, other: Judged) -> np.ndarray[tuple[int], np.dtype[n
     mine, theirs = np.array(one.top, np.float64), np.array(other.top, np.float64)
     rest, their_rest = (np.clip(1 - np.exp(part).sum(1), 1e-12, None) for part in (mine, theirs))
     return np.asarray((np.exp(mine) * (mine - theirs)).sum(1) + rest * np.log(rest / their_rest))
-
-
-def _parted(one: Sequence[Judged], other: Sequence[Judged]) -> tuple[int, int] | None:
-    for number, (a, b) in enumerate(zip(one, other, strict=True)):
-        for position, (mine, theirs) in enumerate(zip(a.top_ids, b.top_ids, strict=True), start=1):
-            if mine[0] != theirs[0]:
-                return number, position
-    return None
 
 
 def not_finite_logprobs(answers: Sequence[Judged]) -> tuple[int, int]:

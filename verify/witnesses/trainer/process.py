@@ -112,8 +112,8 @@ def run(job: TrainerJob, phases: PhaseLog) -> TrainerAnswer:
     program, refusal, at = "", "", ""
     if trainer in PROGRAMS:
         program = _program_file(job.words[0])
-        for begins in {("ray", "init"), _BEGINS[trainer]}:
-            _stop_at(*begins)
+        for begin, function in {("ray", "init"), _BEGINS[trainer]}:
+            setattr(importlib.import_module(begin), function, _accept)
         os.environ["HYDRA_FULL_ERROR"] = "1"
         if trainer == "verl":
             # Has Hydra write its log there. argparse accepts only one group of overrides.
@@ -169,13 +169,8 @@ def _program_file(program: str) -> str:
     return file
 
 
-def _stop_at(module: str, function: str) -> None:
-    """Replaces a function by one that raises _AcceptedError."""
-
-    def accepted(*_: Any, **__: Any) -> typing.NoReturn:
-        raise _AcceptedError
-
-    setattr(importlib.import_module(module), function, accepted)
+def _accept(*_: Any, **__: Any) -> typing.NoReturn:
+    raise _AcceptedError
 
 
 def _run_program(program: str, file: str) -> None:

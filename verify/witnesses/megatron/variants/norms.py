@@ -89,20 +89,15 @@ def mlp_submodules(layer: Any) -> Any:
 def _adapt_sandwich(
     dims: ModelDims, config: TransformerConfig, spec: TransformerBlockSubmodules, transformer_engine: bool
 ) -> None:
+    base = LocalSpecProvider().row_parallel_linear()
+    if transformer_engine:
+        from megatron.core.extensions.transformer_engine import TERowParallelLinear as base  # noqa: N813
     for layer in spec.layer_specs if dims.sandwich else ():
         if dims.sandwich == "layer":
             layer.module, layer.params = SandwichLayer, {"norm": spec.layer_norm}
         else:
-            linear = _normed_linear(_row_parallel(transformer_engine), spec.layer_norm)
+            linear = _normed_linear(base, spec.layer_norm)
             layer.submodules.self_attention.submodules.linear_proj = mlp_submodules(layer).linear_fc2 = linear
-
-
-def _row_parallel(transformer_engine: bool) -> type:
-    if transformer_engine:
-        from megatron.core.extensions.transformer_engine import TERowParallelLinear
-
-        return TERowParallelLinear  # type: ignore[no-any-return]
-    return LocalSpecProvider().row_parallel_linear()  # type: ignore[no-any-return]
 
 
 SANDWICH = Variant(adapt=_adapt_sandwich)

@@ -62,7 +62,9 @@ class VllmServer:
 
     def release_and_resume(self) -> None:
         """Sleeps at level 2, which drops weights. Raises NotTried on a CPU."""
-        if not _can_sleep():
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_sleep_mode_available():
             raise NotTried("not tried, since vLLM sleeps only on a GPU")
         self._llm.sleep(level=2)
         self._llm.wake_up()
@@ -75,7 +77,9 @@ class VllmServer:
 def serve(job: EngineJob, checkpoint: HfCheckpoint) -> VllmServer:
     os.environ.update(_SETTINGS)
     import vllm
+    from vllm.platforms import current_platform
 
+    cache = {} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": _CACHE_BYTES}
     dtype = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "auto")
     llm = vllm.LLM(
         model=job.checkpoint,
@@ -89,14 +93,14 @@ def serve(job: EngineJob, checkpoint: HfCheckpoint) -> VllmServer:
         trust_remote_code=False,
         enforce_eager=True,
         enable_prefix_caching=False,  # every prompt is computed anew
-        enable_sleep_mode=job.release_resume and _can_sleep(),
+        enable_sleep_mode=job.release_resume and bool(current_platform.is_sleep_mode_available()),
         max_model_len=max(map(len, job.prompts), default=0) + 1,
         max_num_seqs=8,
         max_logprobs=TOP,
         disable_log_stats=True,
         limit_mm_per_prompt={"image": 0, "video": 0},
         seed=0,
-        **({"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": _CACHE_BYTES} if _on_gpu() else {}),
+        **cache,
     )
     return VllmServer(job, checkpoint, llm)
 
@@ -105,18 +109,6 @@ def version() -> str:
     import vllm
 
     return str(vllm.__version__)
-
-
-def _on_gpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return not current_platform.is_cpu()
-
-
-def _can_sleep() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_sleep_mode_available())
 
 
 def _judged(prompt: Sequence[int], found: Sequence[Mapping[int, Any]]) -> Judged:
