@@ -1,8 +1,4 @@
-"""Reads or poisons all tensors of a model, inside an engine's ranks.
-
-Engines' own checkers omit rotary caches and tensors that are plain attributes of modules, such as the matrices that
-latent attention computes after loading.
-"""
+"""Reads or poisons all tensors of a model inside an engine's ranks, also those that engines' own checkers omit."""
 
 from __future__ import annotations
 

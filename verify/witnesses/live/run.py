@@ -50,11 +50,7 @@ def run_engine(subject: Subject) -> EngineRun:
 
 @once
 def run_draft_engine(subject: Subject) -> EngineRun | None:
-    """Loads weights again as requested, with the checkpoint's multi-token prediction layers as draft model.
-
-    Returns None for a checkpoint without such layers, and for an engine without `updates_draft`. The engine answers no
-    prompts. Raises CannotCheck as `run_engine`.
-    """
+    """Loads weights again with a draft model of the checkpoint, or returns None without one. Raises CannotCheck."""
     if not running_engine(subject).updates_draft or not draft_names(config_of(subject), subject.checkpoint.specs):
         return None
     return _served(subject, draft=True)

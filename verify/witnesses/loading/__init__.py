@@ -1,4 +1,1 @@
-"""Loading of a checkpoint by an engine's own loader: every write is traced, placed, and compared bit for bit.
-
-Engines are adapters of the protocol in `engine.py`.
-"""
+"""Loading of a checkpoint by an engine's own loader: every write is traced, placed, and compared bit for bit."""

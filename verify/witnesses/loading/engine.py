@@ -1,7 +1,4 @@
-"""The protocol of an engine: `EngineFacts`, which need no import of it, and `Engine`, its adapter module.
-
-Adapters are imported only in a witness's process.
-"""
+"""The protocol of an engine: facts without an import of it, and its adapter, imported only in a witness's process."""
 
 from __future__ import annotations
 

@@ -36,10 +36,7 @@ def examine(
     device: torch.device,
     target: Loaded | None = None,
 ) -> Loaded:
-    """Loads weights into a model that the engine has built and returns the comparison. Raises as the engine does.
-
-    `target`: the loaded model that this one drafts for.
-    """
+    """Loads a built model, which may draft for `target`, and compares it. Raises as the engine does."""
     before = _tensors_of(model, target)
     poison(tensor for name, tensor in before.items() if not engine.FACTS.has_default(name))
     warnings = BufferingHandler(sys.maxsize)

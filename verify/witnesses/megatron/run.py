@@ -56,11 +56,7 @@ class MegatronRun:
 
 
 def sizes_of(subject: Subject) -> ParallelSizes:
-    """The requested parallel sizes, checked against the model's config before anything else is read.
-
-    Raises CannotCheck if Megatron is not installed or the checkpoint is not a Megatron one, CkptkitError if the model
-    does not divide into these sizes.
-    """
+    """The requested parallel sizes. Raises CannotCheck for an HF directory or without Megatron, or CkptkitError."""
     if subject.is_hf:
         raise CannotCheck(
             "this is an HF directory: `ckptkit convert` it, then verify the Megatron checkpoint with --source"

@@ -1,7 +1,4 @@
-"""The expected values of each parameter of a Megatron rank, from global tensors, and the source of wrong ones.
-
-Of Megatron only the numbers of layers, experts and ranks are used, not its resharding.
-"""
+"""Expected slices of each parameter of a Megatron rank, without Megatron's resharding, and causes of differences."""
 
 from __future__ import annotations
 

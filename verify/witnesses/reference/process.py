@@ -67,11 +67,7 @@ def _judge_prompts(model: nn.Module, job: ReferenceJob) -> Sequence[Judged]:
 
 
 def as_hf(path: Path, hf: Path | None = None) -> tuple[HfCheckpoint | View, Path]:
-    """The checkpoint as HF tensors that are not quantized, and the HF directory with its config.
-
-    `hf` is that directory for a Megatron checkpoint without one. Raises CkptkitError if the checkpoint cannot be
-    opened, or has an unsupported model or format.
-    """
+    """The checkpoint as unquantized HF tensors, and the HF directory with its config, which may be `hf`."""
     location = locate(path)
     if location.is_hf:
         return plain(location.path), location.path

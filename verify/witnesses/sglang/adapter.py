@@ -131,11 +131,8 @@ def emulated_device() -> None:
 
 
 def share(target: Any, draft: Any) -> None:
-    """Gives a loaded draft model the embeddings and the output layer of its target, as SGLang's EAGLE worker does.
-
-    Source: `init_lm_head` in SGLang's `speculative/eagle_worker_v2.py`. Some classes then wait for a GPU, which may be
-    missing.
-    """
+    """Gives a draft model its target's embeddings and output layer. Source: `init_lm_head` of `eagle_worker_v2.py`."""
+    # Some classes then wait for a GPU.
     with nullcontext() if torch.cuda.is_available() else patch.object(torch.cuda, "synchronize"):
         draft.set_embed_and_head(*target.get_embed_and_head())
     if hasattr(draft, "set_lm_head_from_target") and hasattr(target, "lm_head"):

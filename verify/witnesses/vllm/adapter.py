@@ -179,11 +179,7 @@ _MARLIN = ("MARLIN", "BATCHED_MARLIN")
 
 
 def layout(module: nn.Module, method: Any) -> layouts.Layout | None:
-    """The layout that a method of quantization gives a module's parameters, or None if they do not change.
-
-    vLLM chooses method and kernel while it builds the model: for the GPU's capability, the scheme, and the layer's
-    sizes.
-    """
+    """The layout that vLLM's method and kernel for this module give its parameters, or None if they do not change."""
     if type(method).__name__ in _PLAIN:
         return None
     scheme: Any = getattr(module, "scheme", None)

@@ -113,10 +113,7 @@ def _h100() -> Any:
 
 
 def _load_driver(scratch: Path) -> None:
-    """Loads the driver or, if it is missing, a substitute written into `scratch`.
-
-    Raises OSError on a machine with an unsupported architecture.
-    """
+    """Loads the driver or a substitute, written into `scratch`. Raises OSError on an unsupported architecture."""
     try:
         ctypes.CDLL(_DRIVER, mode=ctypes.RTLD_GLOBAL)
     except OSError:

@@ -1,7 +1,4 @@
-"""Architectures that Megatron's standard layer spec does not build: each changes the config or the spec.
-
-Only the processes of the witness import this package.
-"""
+"""Architectures that Megatron's standard layer spec does not build: each changes the config or the spec."""
 
 from __future__ import annotations
 

@@ -19,11 +19,8 @@ PACKED = "packed"  # the entry that names modules with packed weights
 
 
 def record(model: nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Writes `PATH.RANK.CLASS.json`: a digest and the bytes of each tensor, by name.
-
-    PATH is the name of the only tensor that is sent. SGLang calls this in every rank, for a draft model too.
-    """
-    ((path, _),) = named_tensors
+    """Writes digests and bytes of all tensors into `PATH.RANK.CLASS.json`, in every rank, for a draft model too."""
+    ((path, _),) = named_tensors  # the name of the only tensor that is sent
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     contents = {PACKED: packed(model), "held": readback.describe_tensors(model)}
     Path(f"{path}.{rank}.{type(model).__name__}.json").write_text(json.dumps(contents))

@@ -143,10 +143,7 @@ class SglangServer:
 
     @contextmanager
     def _session(self, selector: str) -> Iterator[None]:
-        """A session in which weights are sent, for an engine with sessions.
-
-        An exception leaves it open: the engine's weights are then undefined, and it gets no further requests.
-        """
+        """A session for weights, if the engine has sessions. An exception leaves it open, with undefined weights."""
         if _has_sessions(self._engine):
             _granted(self._engine.begin_weight_update(selector=selector))
         yield
